@@ -56,7 +56,7 @@ def _mixtral(config: dict[str, Any], kind: str, problems: list[str]) -> dict[str
         "top_k": config["num_experts_per_tok"],
         "ffn_hidden": config["intermediate_size"],
         "normalise": True,
-        "aux_loss": _aux_loss(config),
+        "aux_loss": _aux_loss(config, dense=0, every=1),
     }
 
 
@@ -79,7 +79,7 @@ def _qwen3(config: dict[str, Any], kind: str, problems: list[str]) -> dict[str, 
         "ffn_hidden": config["moe_intermediate_size"],
         **(places or {}),
         "normalise": bool(config.get("norm_topk_prob", False)),
-        "aux_loss": _aux_loss(config),
+        "aux_loss": _aux_loss(config, dense=places["first_dense_layers"], every=places["every"]) if places else 0.0,
     }
 
 
@@ -91,15 +91,19 @@ def _places(sparse: Sequence[int], layers: int) -> dict[str, int] | None:
     return {"first_dense_layers": first, "every": every} if fits else None
 
 
-def _aux_loss(config: dict[str, Any]) -> float:
-    """Return the coefficient of the load-balancing loss.
+def _aux_loss(config: dict[str, Any], *, dense: int, every: int) -> float:
+    """Return the coefficient of the load-balancing loss, where each ``every``-th layer after ``dense`` has experts.
 
     transformers adds the loss only if it returns the routers' logits. Its loss is ``top_k`` for an even load, as
-    experts' shares of the choices are divided by the number of tokens; partool's is 1.
+    experts' shares of the choices are divided by the number of tokens; partool's is 1. transformers has one loss of the
+    mean counts and mean scores of all layers, partool the sum of the layers' own losses: where layers have equal loads,
+    gradients are equal if the coefficient is divided by the number of layers with experts.
     """
     if not config.get("output_router_logits", False):
         return 0.0
-    return float(config.get("router_aux_loss_coef", _AUX_COEFFICIENT) * config["num_experts_per_tok"])
+    layers = len(range(dense, int(config["num_hidden_layers"]), every))
+    coefficient = config.get("router_aux_loss_coef", _AUX_COEFFICIENT)
+    return float(coefficient * config["num_experts_per_tok"] / max(layers, 1))
 
 
 def _deepseek(config: dict[str, Any], kind: str, problems: list[str]) -> dict[str, Any] | None:

@@ -133,8 +133,8 @@ class Moe(Section):
     """Change of the router's selection bias per step, up for experts with less than the mean load, down for others
     (arXiv 2408.15664); 0 keeps the bias as it is, null: there is no bias."""
     aux_loss: Coefficient = 0.0
-    """Coefficient of the load-balancing loss, which is 1 if tokens are spread evenly; the coefficients of Hugging Face
-    configurations are for a loss that is ``top_k`` there."""
+    """Coefficient of the load-balancing loss of each layer, which is 1 if tokens are spread evenly; the coefficients of
+    Hugging Face configurations are for one loss of all layers, which is ``top_k`` there."""
     aux_scope: BalanceScope = "micro_batch"
     """Tokens over which the load-balancing loss counts the experts' load."""
     z_loss: Coefficient = 0.0

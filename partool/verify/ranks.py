@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
+from typing import cast
 
-from partool.layout.mesh import rank_of
+from partool.layout.mesh import coordinates, rank_of
 from partool.layout.sequence import tokens
 from partool.layout.startrail import Trails
 from partool.plan.layout import Mesh, SequenceLayout
@@ -29,7 +31,8 @@ def differing_ranks(plan: Plan) -> tuple[int, ...]:
     * ranks that share sequences: the last place, the places with most and fewest tokens, and the first rank's peers; at
       the first pipeline position all of up to 8 ranks that send each other keys, as each has messages of its own;
     * data-parallel ranks: the last replica and the last shard; the last rank of the shards' axis, which contains the
-      ranks that share sequences, has the smallest shard of parameters.
+      ranks that share sequences, has the smallest shard of parameters;
+    * ranks that share experts: the last of the first rank's group, and the last rank that has the same experts.
 
     So each group has at least two executed ranks, except groups that contain only ranks away from the star.
     A world of at most 8 ranks is executed whole.
@@ -48,7 +51,18 @@ def _star(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int, int]]:
     last_copy, last_shard = mesh.dp_replicate - 1, mesh.dp_shard - 1
     found = {(0, 0, 0, 0), (last_copy, 0, 0, 0), (0, last_shard, 0, 0), (0, last_shard, mesh.cp - 1, 0)}
     found |= {(0, 0, 0, place) for place in _tensor_places(plan, mesh.tp)}
+    found |= {(0, *position) for position in _expert_places(plan, mesh)}
     return found | {(0, 0, place, 0) for place in _sharers(plan)}
+
+
+def _expert_places(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int]]:
+    """Return the executed places, on the axes inside of a copy of the state, among the ranks that share experts."""
+    expert = plan.layout.expert
+    if expert == 1:
+        return set()
+    sizes = (mesh.dp_shard, mesh.cp, mesh.tp)
+    last = prod(sizes) - 1
+    return {cast("tuple[int, int, int]", coordinates(rank, sizes)) for rank in (expert - 1, last + 1 - expert, last)}
 
 
 def _tensor_places(plan: Plan, ranks: int) -> set[int]:

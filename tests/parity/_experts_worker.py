@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from partool.spec.model import ModelConfig, Moe
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.routing import Choices
 from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.expert import dispatch
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows, routed
 
 EXPERTS, HIDDEN = 8, 6
@@ -28,6 +31,44 @@ TOKENS: dict[str, tuple[int, ...]] = {
     "all choices of a rank dropped": (5, 3, 7, 4),
 }
 """Number of tokens of each of four ranks, by case."""
+
+
+ORDER = [
+    "start", "wait",  # the numbers of rows
+    "start", "shared", "wait",  # the rows
+    "start", "wait",  # the results
+    "start", "wait",  # the results' gradients
+    "start", "shared backward", "wait",  # the rows' gradients
+]  # fmt: skip
+"""Order of exchanges and of the shared experts' passes, which run while rows and their gradients travel."""
+
+
+@contextmanager
+def noted(made: MixtureOfExperts) -> Iterator[list[str]]:
+    """Note when exchanges start, when this rank waits for them, and when the shared experts run."""
+    order: list[str] = []
+    shared = made.shared
+    assert shared is not None
+    start, wait = dispatch.start_exchange, dispatch.finished
+
+    def noting(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            order.append(title)
+            return function(*arguments)
+
+        return call
+
+    dispatch.start_exchange, dispatch.finished = noting("start", start), noting("wait", wait)
+    hooks = [
+        shared.register_forward_hook(lambda *_: order.append("shared")),
+        shared.up.weight.register_hook(lambda grad: order.append("shared backward")),
+    ]
+    try:
+        yield order
+    finally:
+        dispatch.start_exchange, dispatch.finished = start, wait
+        for hook in hooks:
+            hook.remove()
 
 
 def layer() -> MixtureOfExperts:
@@ -92,8 +133,9 @@ def main() -> None:
             stacked.weight = nn.Parameter(stacked.weight.detach()[rank * rows : (rank + 1) * rows].clone())
         team = ExpertTeam(group.group_name, rank, tokens, read_rows)
         mine.routed = partial(routed, mine, team)  # type: ignore[method-assign]
-        with CommCounter() as counter:
+        with CommCounter() as counter, noted(mine) as order:
             got = run(mine, name, share_TH, [rank] * tokens[rank])
+        assert order == ORDER, f"{name}: {order}"
         close = partial(
             torch.testing.assert_close, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
         )

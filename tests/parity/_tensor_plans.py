@@ -39,7 +39,7 @@ def tensor_plan(
     mesh: Mesh,
     *,
     model: dict[str, Any] | None = None,
-    stages: tuple[tuple[int, int], ...] = ((0, LAYERS),),
+    stages: tuple[tuple[int, int], ...] | None = None,
     micro_batches: int = 2,
     recompute: str = "none",
     frozen: tuple[str, ...] = (),
@@ -48,11 +48,13 @@ def tensor_plan(
     **layout: Any,
 ) -> Plan:
     """Return a plan of four layers, with 12 sequences of 15 tokens a step; ``layout`` are fields of its layout."""
-    fields = {"layers": LAYERS} | (model or {})
+    fields: dict[str, Any] = {"layers": LAYERS} | (model or {})
+    layers = fields["layers"]
+    stages = stages or ((0, layers),)
     settings = {"zero": 1, "precision": "fp64", "steps": STEPS} | (settings or {})
     training = {"sequence_length": LENGTH} | (training or {})
     plain = small_plan(text, ranks=mesh.dp, accumulation=micro_batches, model=fields, training=training, **settings)
-    update = {"mesh": mesh, "stages": stages, "chunks": len(stages) // mesh.pp, "recompute": (recompute,) * LAYERS}
+    update = {"mesh": mesh, "stages": stages, "chunks": len(stages) // mesh.pp, "recompute": (recompute,) * layers}
     cut = laid(plain.layout, **(update | layout))
     return plain.model_copy(
         update={

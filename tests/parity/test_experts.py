@@ -39,7 +39,9 @@ SPREAD: dict[str, Any] = {
     }
 }  # fmt: skip
 """One expert per token; the load is counted over all ranks."""
-MODELS = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD}
+SHORT = MIXED | {"layers": 3}
+MODELS = {"mixed": MIXED, "short": SHORT, "limited": LIMITED | {"layers": 2}, "spread": SPREAD | {"layers": 2}}
+LONG = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD, "spread twice": SPREAD, "five steps": MIXED}
 NORMS = {"sequence_norms": True}
 RING = {"sequence_method": "ring", "sequence_order": "zigzag"}
 Cases = dict[str, tuple[Plan, str]]
@@ -47,20 +49,22 @@ Cases = dict[str, tuple[Plan, str]]
 
 
 def core_cases(text: Path) -> Cases:
-    """Return a few plans that together use everything once."""
-    make = partial(tensor_plan, text, model=MIXED, expert=2)
+    """Return a few plans that together use everything once; pipelines have more layers than the others."""
+    make = partial(tensor_plan, text, model=SHORT, expert=2)
+    piped = partial(make, model=MIXED)
+    limited, spread = MODELS["limited"], MODELS["spread"]
     return {
-        "two ranks zero-3": (make(Mesh(dp_shard=2), settings={"zero": 3}, recompute="full"), "mixed"),
-        "four ranks zero-2": (make(Mesh(dp_shard=4), settings={"zero": 2}, expert=4), "mixed"),
-        "tensor ranks share tokens": (make(Mesh(dp_shard=2, tp=2), expert=4, settings={"zero": 3}, **NORMS), "mixed"),
-        "widths of experts": (make(Mesh(dp_shard=2, tp=2), expert=1, **NORMS), "mixed"),
-        "zb-v": (make(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "mixed"),
+        "two ranks zero-3": (make(Mesh(dp_shard=2), settings={"zero": 3}, recompute="full"), "short"),
+        "four ranks zero-2": (make(Mesh(dp_shard=4), settings={"zero": 2}, expert=4), "short"),
+        "tensor ranks share tokens": (make(Mesh(dp_shard=2, tp=2), expert=4, settings={"zero": 3}, **NORMS), "short"),
+        "widths of experts": (make(Mesh(dp_shard=2, tp=2), expert=1, **NORMS), "short"),
+        "zb-v": (piped(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "mixed"),
         "1f1b of tensor ranks": (
-            make(Mesh(pp=2, tp=2), schedule="1f1b", stages=HALVES, recompute="selective"),
+            piped(Mesh(pp=2, tp=2), schedule="1f1b", stages=HALVES, recompute="selective"),
             "mixed",
         ),
-        "limited": (make(Mesh(cp=2, tp=2), model=LIMITED, expert=4, recompute="full", **RING), "limited"),
-        "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=SPREAD, micro_batches=1), "spread"),
+        "limited": (make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="full", **RING), "limited"),
+        "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=spread, micro_batches=1), "spread"),
     }
 
 
@@ -87,6 +91,9 @@ def further_cases(text: Path) -> Cases:
                 if mesh.dp_shard * mesh.cp * mesh.tp % expert == 0 and expert <= mesh.dp_shard * mesh.cp * mesh.tp:
                     name = f"{title} zero-{zero} expert {expert}"
                     found[name] = (make(mesh, settings=settings, expert=expert, **fields), "mixed")
+        for expert in (1, 2, 4):
+            longer = make(Mesh(dp_shard=4), settings=settings | {"steps": 5}, expert=expert)
+            found[f"five steps zero-{zero} expert {expert}"] = (longer, "five steps")
     for policy in ("attention", "selective", "keep_attention", "full"):
         found[f"recompute {policy}"] = (make(Mesh(dp_shard=2, tp=2), expert=4, recompute=policy, **NORMS), "mixed")
         found[f"recompute {policy} limited"] = (
@@ -97,36 +104,39 @@ def further_cases(text: Path) -> Cases:
         spread = {"model": SPREAD, "micro_batches": 1, "expert": expert}
         found[f"spread {expert}"] = (make(Mesh(dp_shard=4), **spread), "spread")
         found[f"spread tp {expert}"] = (make(Mesh(dp_shard=2, tp=2), **spread), "spread")
+        # The load of the step's earlier micro-batches counts, too.
+        twice = make(Mesh(cp=2, tp=2), model=SPREAD, expert=expert, **RING)
+        found[f"spread over micro-batches {expert}"] = (twice, "spread twice")
         found[f"limited {expert}"] = (make(Mesh(cp=2, tp=2), model=LIMITED, expert=expert, **RING | NORMS), "limited")
     return found
 
 
 def balanced_cases(text: Path) -> dict[str, Plan]:
     """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
-    model = {"moe": MIXED["moe"] | {"routing": "balanced"}}
-    make = partial(tensor_plan, text, model=model, micro_batches=3, training={"sequence_length": 16})
+    model = SHORT | {"moe": MIXED["moe"] | {"routing": "balanced"}}
+    make = partial(tensor_plan, text, model=model, training={"sequence_length": 16})
+    once = {"expert": 2, "micro_batches": 1, "recompute": "full"}
     return {
-        "balanced": make(Mesh(dp_shard=4), expert=4),
-        "balanced recomputed": make(Mesh(dp_shard=4), expert=2, settings={"zero": 3}, recompute="full"),
+        "balanced": make(Mesh(dp_shard=2, tp=2), expert=4, settings={"steps": 2}, **NORMS),
+        "balanced recomputed": make(Mesh(dp_shard=4), settings={"zero": 3, "steps": 2}, **once),
+        "balanced tensor ranks": make(Mesh(dp_shard=2, tp=2), settings={"steps": 2}, **once),
+        "balanced widths": make(
+            Mesh(dp_shard=2, tp=2), micro_batches=1, settings={"steps": 2}, recompute="full", **NORMS
+        ),
     }
 
 
-def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
-    """Run the cases, their references, and one run that goes through three layouts."""
+def launch(pools: Pools, folder: Path, cases: Cases, models: dict[str, dict[str, Any]]) -> Jobs:
+    """Run the cases, and their references of ``models``."""
     text = folder / "text"
-    jobs, make = Jobs(folder, pools), partial(tensor_plan, text, model=MIXED)
+    jobs = Jobs(folder, pools)
     for name, (case, _) in cases.items():
         jobs.train(name, case, run=f"case {name}")
-    for name, case in balanced_cases(text).items():
-        jobs.train(name, case, run=f"case {name}")
-    jobs.train("stopped", make(Mesh(dp_shard=4), expert=4, settings={"zero": 3}), run="crossed", stop_at=1)
-    piped = make(Mesh(pp=2, tp=2), expert=2, schedule="1f1b", stages=HALVES, settings={"steps": 2})
-    jobs.train("resumed", piped, run="crossed", resume=True)
-    jobs.train("alone", make(ONE), run="crossed", resume=True)
-    for name in {reference for _, reference in cases.values()} | {"mixed"}:
+    for name, model in models.items():
         once = 1 if name == "spread" else 2
-        jobs.train(f"reference {name}", tensor_plan(text, ONE, model=MODELS[name], micro_batches=once),
-                   run=f"reference {name}")  # fmt: skip
+        steps = {"steps": 5 if name == "five steps" else STEPS}
+        one = tensor_plan(text, ONE, model=model, micro_batches=once, settings=steps)
+        jobs.train(f"reference {name}", one, run=f"reference {name}")
     return jobs
 
 
@@ -139,7 +149,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(pools: Pools, folder: Path) -> Jobs:
-    return launch(pools, folder, core_cases(folder / "text"))
+    """Run the core cases, those whose bytes are known, and one run that goes through three layouts."""
+    jobs = launch(pools, folder, core_cases(folder / "text"), MODELS)
+    for name, case in balanced_cases(folder / "text").items():
+        jobs.train(name, case, run=f"case {name}")
+    make = partial(tensor_plan, folder / "text", model=MIXED)
+    jobs.train("stopped", make(Mesh(dp_shard=4), expert=4, settings={"zero": 3}), run="crossed", stop_at=1)
+    piped = make(Mesh(pp=2, tp=2), expert=2, schedule="1f1b", stages=HALVES, settings={"steps": 2})
+    jobs.train("resumed", piped, run="crossed", resume=True)
+    jobs.train("alone", make(ONE), run="crossed", resume=True)
+    return jobs
 
 
 @pytest.mark.timeout(500)
@@ -174,7 +193,7 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["balanced", "balanced recomputed"])
+@pytest.mark.parametrize("name", list(balanced_cases(Path("text"))))
 def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = balanced_cases(Path("text"))[name]
     training = case.training
@@ -182,7 +201,9 @@ def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs,
     planned = traffic_bytes(job, case.layout)
     summary = next(event for event in ran.events(f"case {name}", "summary") if event["scope"] == "rank")
     measured = summary["measures"]["traffic"]
-    assert measured["expert"]["value"] == planned["expert"] > 0
+    for term, ranks in (("expert", case.layout.expert), ("tensor", case.layout.mesh.tp)):
+        assert (planned[term] > 0) == (ranks > 1)
+        assert planned[term] == (measured[term]["value"] if ranks > 1 else 0), term
     for term in ("gradient_sync", "parameter_gather"):  # the odd rows of small matrices are padded to whole shards
         assert measured[term]["value"] == pytest.approx(planned[term], rel=0.06), term
 
@@ -192,6 +213,6 @@ def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs,
 def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     cases = further_cases(tmp_path / "text")
-    jobs = launch(pools, tmp_path, cases)
+    jobs = launch(pools, tmp_path, cases, LONG)
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)

@@ -12,6 +12,7 @@ import torch
 from _jobs import Jobs
 from _plans import small_plan, write_text
 from _ranks import Pools
+from _tensor_plans import LATENT
 from layouts import laid
 
 from partool.layout.tensor import own_partition
@@ -22,6 +23,13 @@ from partool_kernels import isa
 LAYERS, STEPS, STOP = 3, 5, 3
 MODEL = {"layers": LAYERS, "hidden": 90, "head_dim": 18, "ffn_hidden": 111}
 """Odd sizes, and several buckets on each rank."""
+EXPERTS = LATENT | {
+    "moe": {
+        "experts": 4, "top_k": 2, "ffn_hidden": 31, "shared_experts": 1, "first_dense_layers": 1, "aux_loss": 0.02,
+        "bias_rate": 0.01,
+    }
+}  # fmt: skip
+"""Two layers of experts, whose ranks share no other parameters, and latent attention."""
 HALVES = ((0, 1), (1, LAYERS))
 GROUPS = {"*norm*": {"lr_factor": 2.0}, "layers.1.*": {"weight_decay": 0.3, "betas": [0.8, 0.9]}}
 FROZEN = ("layers.0.*", "embed.weight")
@@ -102,6 +110,7 @@ def two_ranks(make: Callable[..., Plan], disk: str) -> Cases:
     files = make(zero=1, accumulation=1, precision="fp64")
     tensor = make(mesh=Mesh(tp=2))
     piped = make(mesh=Mesh(pp=2), accumulation=3, layout={"stages": HALVES})
+    experts = make(zero=2, model=EXPERTS, layout={"expert": 2})
     return {
         "zero-0": (zero_0, [offloaded(zero_0)]),
         "zero-2": (zero_2, [offloaded(zero_2, how) for how in (False, True)]),
@@ -111,6 +120,7 @@ def two_ranks(make: Callable[..., Plan], disk: str) -> Cases:
         "files": (files, [offloaded(files, how, folder=disk, buffers=3) for how in (True, "undo")]),
         "tensor": (tensor, [offloaded(tensor)]),
         "pipeline": (piped, [offloaded(piped)]),
+        "experts": (experts, [offloaded(experts)]),
     }
 
 

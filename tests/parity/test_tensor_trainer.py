@@ -154,15 +154,17 @@ def ran(pools: Pools, folder: Path) -> Jobs:
 def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
     for rank in range(case.layout.mesh.world_size):
         assert jobs.ended(name, rank) == "done", name
-    assert_same_state(jobs, f"case {name}", f"reference {reference}")
+    steps = case.training.steps
+    assert_same_state(jobs, f"case {name}", f"reference {reference}", at=steps, of=steps)
     for kind in ("step", "validation"):
         wanted, got = (jobs.events(run, kind) for run in (f"reference {reference}", f"case {name}"))
         for key in ("loss", "grad_norm") if kind == "step" else ("loss",):
             assert [event[key] for event in got] == pytest.approx([event[key] for event in wanted], rel=1e-11), name
 
 
-def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) -> None:
-    wanted, got = jobs.state(reference, step=at), jobs.state(run, step=STEPS)
+def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS, of: int = STEPS) -> None:
+    """Compare a run's state after ``of`` steps with that of the reference after ``at`` steps."""
+    wanted, got = jobs.state(reference, step=at), jobs.state(run, step=of)
     assert wanted.keys() == got.keys()
     for name, expected in wanted.items():
         limit = 1e-10 * max(1.0, float(expected.abs().max()))

@@ -129,8 +129,10 @@ def test_experts_of_other_families() -> None:
         return fields.get("moe")
 
     assert moe_of(model_type="mixtral", router_aux_loss_coef=0.02)["aux_loss"] == 0.0
-    assert moe_of(model_type="mixtral", output_router_logits=True, router_aux_loss_coef=0.02)["aux_loss"] == 0.04
-    assert moe_of(**QWEN3_MOE, output_router_logits=True)["aux_loss"] == 0.008
+    assert moe_of(model_type="mixtral", output_router_logits=True, router_aux_loss_coef=0.02)["aux_loss"] == 0.02
+    qwen3 = {**QWEN3_MOE, "output_router_logits": True}
+    assert moe_of(**qwen3)["aux_loss"] == 0.002
+    assert moe_of(**qwen3, mlp_only_layers=[0, 2])["aux_loss"] == 0.004
     assert moe_of(**QWEN3_MOE)["normalise"] is False
     assert moe_of(**QWEN3_MOE, norm_topk_prob=True)["normalise"] is True
     sparse = moe_of(**QWEN3_MOE, mlp_only_layers=[0, 3], decoder_sparse_step=2)

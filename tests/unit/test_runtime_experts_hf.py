@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_runtime_experts import observed
 
 from partool.catalog.huggingface import convert
 from partool.spec.model import Mla, ModelConfig, Moe, Weights
@@ -54,7 +55,7 @@ def latent(moe: Moe, mla: Mla = MLA) -> ModelConfig:
 
 CASES = {
     "mixtral": (
-        config(Moe(experts=5, top_k=2, ffn_hidden=36, aux_loss=0.04)),
+        config(Moe(experts=5, top_k=2, ffn_hidden=36, aux_loss=0.02)),
         {"num_local_experts": 5, "output_router_logits": True, "router_aux_loss_coef": 0.02},
     ),
     "qwen3_moe": (
@@ -160,6 +161,33 @@ def test_logits_there_and_back(case: str, tmp_path: Path) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     torch.testing.assert_close(logits_of(again.double()), expected, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dense", [0, 2])
+def test_losses_of_equal_layers_pull_as_hard_as_those_of_transformers(dense: int) -> None:
+    """Every layer with experts has the same tokens and the same router."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    folder = COMMON | {
+        "model_type": "qwen3_moe", "num_hidden_layers": 5, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10, "mlp_only_layers": list(range(dense)), "output_router_logits": True,
+        "router_aux_loss_coef": 0.03,
+    }  # fmt: skip
+    fields, _ = convert(folder)
+    assert fields is not None
+    moe = ModelConfig(**fields).moe
+    assert moe is not None
+    router, _ = observed(moe, 12)
+    x_TH = torch.randn(12, router.weight.shape[1], dtype=torch.float64)
+    (ours,) = torch.autograd.grad((router(x_TH, 3).weights * 0).sum(), [router.weight])
+
+    weights = [router.weight.detach().clone().requires_grad_() for _ in range(5 - dense)]
+    logits = tuple(x_TH @ weight.T for weight in weights)
+    loss = 0.03 * load_balancing_loss_func(logits, 6, 3)
+    theirs = torch.autograd.grad(loss, weights)
+    assert ours.abs().max() > 1e-4
+    for each in theirs:
+        torch.testing.assert_close(each, ours, rtol=1e-5, atol=1e-8)  # transformers adds in float32
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -97,6 +97,22 @@ def test_a_ring_is_executed_whole_once() -> None:
         assert {coordinates(rank, mesh)[3] for rank in ranks if coordinates(rank, mesh)[0] == stage} == places
 
 
+@pytest.mark.parametrize(
+    ("expert", "axes"), [(4, "tensor: 2, sequence: 1, pipeline: 2"), (16, "tensor: 4, sequence: 2, pipeline: 1")]
+)
+def test_groups_of_ranks_that_share_experts_have_two_executed_ranks(expert: int, axes: str) -> None:
+    spec = SPEC.replace("ffn_hidden: 512", "ffn_hidden: 512, moe: {experts: 16, top_k: 2, ffn_hidden: 64}")
+    plan = plan_of(spec % (8, 4, f"{axes}, expert: {expert}, data: {{zero: 1, shard: {32 // expert}}}"))
+    ranks, mesh = differing_ranks(plan), plan.layout.mesh
+    assert mesh.dp_replicate * mesh.dp_shard > 1
+    stage = mesh.world_size // mesh.pp
+    for first in range(0, mesh.world_size, stage):
+        here = {rank - first for rank in ranks if first <= rank < first + stage}
+        assert {0, expert - 1} <= here
+        copy = mesh.dp_shard * mesh.cp * mesh.tp
+        assert {0, copy - expert} <= here
+
+
 def test_a_small_world_is_executed_whole() -> None:
     plan = plan_of(SPEC % (8, 1, "tensor: 2, sequence: 1, pipeline: 2"))
     assert differing_ranks(plan) == tuple(range(8))

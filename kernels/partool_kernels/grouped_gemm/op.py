@@ -44,15 +44,26 @@ def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor)
     return torch.cat([*parts, rows_RK.new_zeros(len(rows_RK) - ends[-1], weights_EKN.shape[2])])
 
 
+def _written(
+    rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor, out_RN: torch.Tensor
+) -> torch.Tensor:
+    """Write what :func:`loop` returns to ``out_RN``, without a second copy; autograd cannot follow this."""
+    ends = ends_E.tolist()
+    for start, end, matrix in zip([0, *ends[:-1]], ends, weights_EKN.unbind(), strict=True):
+        torch.mm(rows_RK[start:end], matrix, out=out_RN[start:end])
+    out_RN[ends[-1] :].zero_()
+    return out_RN
+
+
 @torch.library.custom_op(
     "partool::grouped_gemm",
     mutates_args=(),
     schema="(Tensor rows, Tensor weights, Tensor ends, str mode) -> Tensor",
 )
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
-    if not uses_triton(mode, rows, weights):
-        return loop(rows, weights, ends)
     out = rows.new_empty(rows.shape[0], weights.shape[2])
+    if not uses_triton(mode, rows, weights):
+        return _written(rows, weights, ends, out)
     launch((_rows(rows), _dense(weights)), ends.contiguous(), out)
     return out
 
@@ -83,8 +94,10 @@ def _(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, mode: str) -> 
 def loop_weight(rows_RK: torch.Tensor, grad_RN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradients of all matrices, ``[E, K, N]``, computed by torch."""
     ends = ends_E.tolist()
-    spans = zip([0, *ends[:-1]], ends, strict=True)
-    return torch.stack([rows_RK[start:end].T @ grad_RN[start:end] for start, end in spans])
+    out_EKN = rows_RK.new_empty(len(ends), rows_RK.shape[1], grad_RN.shape[1])
+    for start, end, out_KN in zip([0, *ends[:-1]], ends, out_EKN.unbind(), strict=True):
+        torch.mm(rows_RK[start:end].T, grad_RN[start:end], out=out_KN)
+    return out_EKN
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
@@ -89,12 +90,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def reference_permute(x_TH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the permuted rows, computed by torch's operators."""
-    tokens, choices = places_TK.shape
-    copies = x_TH[:, None].expand(tokens, choices, x_TH.shape[1])
-    kept = places_TK < ends_E[-1]
-    copies = copies.masked_fill(~kept[..., None], 0).reshape(tokens * choices, x_TH.shape[1])
-    # scatter can be differentiated: its gradient is a gather.
-    return torch.empty_like(copies).index_copy(0, places_TK.reshape(-1), copies)
+    rows_RH = x_TH.index_select(0, _tokens(places_TK))
+    return rows_RH.masked_fill_(_beyond(ends_E, len(rows_RH)), 0) if _lacks_rows(places_TK, ends_E) else rows_RH
 
 
 def reference_unpermute(
@@ -102,11 +99,30 @@ def reference_unpermute(
 ) -> torch.Tensor:
     """Return the tokens' weighted sums, computed by torch's operators."""
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
-    missing = places_TK >= ends_E[-1]
-    found = rows_RH[places_TK].to(wide).masked_fill(missing[..., None], 0)
-    if weights_TK is not None:
-        found = found * weights_TK.to(wide).masked_fill(missing, 0)[..., None]
-    return found.sum(dim=1).to(rows_RH.dtype)
+    found_RH = rows_RH.to(wide)
+    if _lacks_rows(places_TK, ends_E):
+        found_RH = found_RH.masked_fill(_beyond(ends_E, len(rows_RH)), 0)
+    weights_TK = None if weights_TK is None else weights_TK.to(wide)
+    # A lookup that adds up each token's rows has no copies of all of them.
+    sums_TH = F.embedding_bag(places_TK, found_RH, mode="sum", per_sample_weights=weights_TK)
+    return sums_TH.to(rows_RH.dtype)
+
+
+def _tokens(places_TK: torch.Tensor) -> torch.Tensor:
+    """Return the token of each row, int64 ``[R]``."""
+    places_R = places_TK.reshape(-1)
+    choices = torch.arange(len(places_R), device=places_R.device)
+    return torch.empty_like(places_R).scatter_(0, places_R, choices // places_TK.shape[1])
+
+
+def _beyond(ends_E: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return which rows belong to no expert of this rank, bool ``[R, 1]``."""
+    return (torch.arange(rows, device=ends_E.device) >= ends_E[-1])[:, None]
+
+
+def _lacks_rows(places_TK: torch.Tensor, ends_E: torch.Tensor) -> bool:
+    """Return False if every row is known to have an expert; only on a CPU this can be read without waiting."""
+    return ends_E.device.type != "cpu" or int(ends_E[-1]) < places_TK.numel()
 
 
 @torch.library.custom_op(
@@ -181,12 +197,15 @@ def _reference_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     places_TK, ends_E = routing
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
-    missing = (places_TK >= ends_E[-1])[..., None]
-    upper = grad_TH.to(wide)[:, None].masked_fill(missing, 0)
-    lower = upper * weights_TK.to(wide)[..., None].masked_fill(missing, 0)
-    grad_weights = (upper * rows_RH[places_TK].to(wide).masked_fill(missing, 0)).sum(dim=-1)
-    flat = lower.to(rows_RH.dtype).reshape(rows_RH.shape)
-    return torch.empty_like(flat).index_copy_(0, places_TK.reshape(-1), flat), grad_weights.to(weights_TK.dtype)
+    upper_RH = grad_TH.to(wide).index_select(0, _tokens(places_TK))
+    products_RH = upper_RH * rows_RH.to(wide)
+    if _lacks_rows(places_TK, ends_E):
+        beyond_R1 = _beyond(ends_E, len(rows_RH))
+        upper_RH.masked_fill_(beyond_R1, 0)
+        products_RH.masked_fill_(beyond_R1, 0)
+    grad_weights = products_RH.sum(dim=-1)[places_TK].to(weights_TK.dtype)
+    weights_R = torch.empty_like(upper_RH[:, 0]).scatter_(0, places_TK.reshape(-1), weights_TK.to(wide).reshape(-1))
+    return upper_RH.mul_(weights_R[:, None]).to(rows_RH.dtype), grad_weights
 
 
 def launch(

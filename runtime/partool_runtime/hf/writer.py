@@ -229,7 +229,7 @@ def _mixtral_fields(config: ModelConfig) -> dict[str, Any]:
     assert moe is not None, "a condition of the family"
     return (
         _mistral_fields(config)
-        | _loss_fields(moe)
+        | _loss_fields(config, moe)
         | {
             "num_local_experts": moe.experts,
             "num_experts_per_tok": moe.top_k,
@@ -243,7 +243,7 @@ def _qwen3_moe_fields(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None, "a condition of the family"
     windowed = all_sliding(config)
-    return _loss_fields(moe) | {
+    return _loss_fields(config, moe) | {
         "attention_bias": config.qkv_bias,
         "use_sliding_window": windowed,
         "sliding_window": config.window if windowed else None,
@@ -256,9 +256,17 @@ def _qwen3_moe_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _loss_fields(moe: Moe) -> dict[str, Any]:
-    """Return the keys of the load-balancing loss, which is ``top_k`` for an even load in transformers."""
-    return {"output_router_logits": moe.aux_loss > 0, "router_aux_loss_coef": moe.aux_loss / moe.top_k}
+def _loss_fields(config: ModelConfig, moe: Moe) -> dict[str, Any]:
+    """Return the keys of the load-balancing loss.
+
+    In transformers it is ``top_k`` for an even load, and computed once for all layers, as
+    :mod:`partool.catalog.huggingface_experts` says.
+    """
+    layers = sum(map(config.is_moe_layer, range(config.layers)))
+    return {
+        "output_router_logits": moe.aux_loss > 0,
+        "router_aux_loss_coef": moe.aux_loss * max(layers, 1) / moe.top_k,
+    }
 
 
 _MODEL_TYPE_FIELDS = {

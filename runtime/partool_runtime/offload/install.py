@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
@@ -64,7 +65,8 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
         worker=host.worker,
         state_file=host.state_file,
     )
-    frozen = {name: p for name, p in model.named_parameters() if name not in trained}
+    # Selection biases are no copies of anything on the host: steps change them on the device, in full precision.
+    frozen = {name: p for name, p in model.named_parameters() if name not in trained and not is_selection_bias(name)}
     optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting, frozen)
     optimizer.notes += note
     for name, parameter in trained.items():

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.tensor import DTensor
 
 from partool_runtime.torch_internals.tensors import local_bytes
 
@@ -53,24 +52,29 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients that the rank holds: reduced shards, and whole gradients before their reduction."""
-    held = [parameter.grad for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
-    whole = []
+    """Return the bytes of gradients that the rank holds.
+
+    They are reduced shards, shards that replicas have yet to add up, and whole gradients before their reduction.
+    """
+    # While parameters are gathered, the module's own parameters are not the shards, which keep their gradients.
+    held = [group._partial_reduce_output for group in _fsdp_groups(model)]
     for parameter in _fsdp_parameters(model):
-        whole += [
+        held += [
+            getattr(getattr(parameter, "sharded_param", None), "grad", None),
             parameter.unsharded_accumulated_grad,
             getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
         ]
-    return local_bytes(held) + local_bytes(tensor for tensor in whole if tensor is not None)
+    return local_bytes(tensor for tensor in held if tensor is not None)
 
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
+    return [parameter for group in _fsdp_groups(model) for parameter in group.fsdp_params]
+
+
+def _fsdp_groups(model: nn.Module) -> list[Any]:
     # Modules that are gathered together share one state.
     states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
-    found = []
-    for state in states.values():
-        found += [parameter for group in groups_of(state) for parameter in group.fsdp_params]
-    return found
+    return [group for state in states.values() for group in groups_of(state)]
 
 
 def keep_gradients(root: FSDPModule) -> None:

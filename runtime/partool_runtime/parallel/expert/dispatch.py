@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from partool_kernels.moe.op import permute, route, unpermute
+from partool_kernels.moe.op import Routing, permute, route, unpermute
 from partool_runtime.model.moe import Beside, MixtureOfExperts
 from partool_runtime.model.routing import Choices
 from partool_runtime.parallel.comm import EXPERT
@@ -82,19 +82,20 @@ def routed(
     rows = team.rows(totals.flatten(), choices.experts.numel())
 
     # Dropped choices come after the rows of all experts, and are not sent.
-    rows_RH = permute(x_TH, routing)[: sum(rows.sent)]
-    arrived_RH, other = _exchange(rows_RH, rows, beside)
-    returned_RH, _ = _exchange(_by_expert(layer, arrived_RH, received_E, here), rows.back)
-    dropped = choices.experts.numel() - len(returned_RH)
-    return unpermute(F.pad(returned_RH, (0, 0, 0, dropped)), routing, choices.weights), other
+    arrived_RH, other = _exchange(permute(x_TH, routing)[: sum(rows.sent)], rows, beside)
+    local = _by_expert(received_E, here, len(arrived_RH))
+    sorted_RH = permute(arrived_RH, local)
+    del arrived_RH  # the experts' backward passes need the sorted rows only
+    returned_RH, _ = _exchange(unpermute(layer.experts(sorted_RH, local.ends), local), rows.back)
+    if dropped := choices.experts.numel() - len(returned_RH):
+        returned_RH = F.pad(returned_RH, (0, 0, 0, dropped))
+    return unpermute(returned_RH, routing, choices.weights), other
 
 
-def _by_expert(layer: MixtureOfExperts, rows_RH: torch.Tensor, counts_E: torch.Tensor, here: int) -> torch.Tensor:
-    """Return this rank's experts' results for rows that came from every rank, sorted by expert for each rank."""
-    experts_E = torch.arange(here, device=rows_RH.device).repeat(len(counts_E) // here)
-    experts_R1 = torch.repeat_interleave(experts_E, counts_E, output_size=len(rows_RH))[:, None]
-    routing = route(experts_R1, here)
-    return unpermute(layer.experts(permute(rows_RH, routing), routing.ends), routing)
+def _by_expert(counts_E: torch.Tensor, here: int, rows: int) -> Routing:
+    """Return the placement by expert of rows that came from every rank, sorted by expert for each rank."""
+    experts_E = torch.arange(here, device=counts_E.device).repeat(len(counts_E) // here)
+    return route(torch.repeat_interleave(experts_E, counts_E, output_size=rows)[:, None], here)
 
 
 class _Flight:
