@@ -76,7 +76,7 @@ class DryEvent:
         return 0.0
 
 
-_OPERATORS = torch.library.Library("aten", "IMPL")
+_OPERATORS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 _ONE_KERNEL = ("silu_backward", "mish_backward")
 """Operators that are one kernel on CUDA. Where torch has no kernels for CUDA, autograd would run them as several
 operators, whose results a real device does not hold."""
@@ -86,7 +86,7 @@ operators, whose results a real device does not hold."""
 def _as_one_kernel() -> None:
     """Let autograd pass on what is one kernel; torch takes this only once in a process."""
     for operator in _ONE_KERNEL:
-        _OPERATORS.impl(operator, torch.library.fallthrough_kernel, "AutogradCUDA")
+        _OPERATORS.impl(operator, torch.library.fallthrough_kernel, "AutogradCUDA")  # type: ignore[no-untyped-call]
 
 
 def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: int) -> None:
