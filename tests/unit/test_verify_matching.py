@@ -37,10 +37,7 @@ OFTEN = {
     "hybrid shards": (1, 4, 4, f"{ALONE}, data: {{zero: 3, shard: 2}}"),
     "zero 2": (1, 2, 2, f"{ALONE}, data: {{zero: 2}}"),
     "tensor in two dimensions": (1, 4, 1, "tensor: {shape: [2, 2]}, sequence: 1, pipeline: 1"),
-    "hanayo": (4, 2, 2, IN_TURN % "hanayo"),
     "weipipe": (2, 2, 2, IN_TURN % "weipipe"),
-    "ulysses": (1, 2, 1, SHARED % (2, "ulysses")),
-    "startrail": (1, 4, 1, SHARED % (4, "startrail")),
 }
 """Name → layers, devices, sequences of a step, section ``parallel``."""
 STAGES = "tensor: %s, sequence: %s, pipeline: {stages: %d, schedule: %s}, data: {zero: %d}"
@@ -49,7 +46,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
 WEIPIPES = ("weipipe", "weipipe-naive", "weipipe-zb")
 LONGER: dict[str, dict[str, tuple[int, int, int, str]]] = {
     "two ranks": {
-        **{name: (4, 2, 2, IN_TURN % name) for name in ("interleaved", "zb-v")},
+        **{name: (4, 2, 2, IN_TURN % name) for name in ("interleaved", "zb-v", "hanayo")},
+        "ulysses": (1, 2, 1, SHARED % (2, "ulysses")),
         "ring": (1, 2, 1, SHARED % (2, "ring")),
         "zero 1": (1, 2, 2, f"{ALONE}, data: {{zero: 1}}"),
     },
@@ -64,7 +62,7 @@ LONGER: dict[str, dict[str, tuple[int, int, int, str]]] = {
         "dsp": (4, 4, 2, STAGES % ("1", RING % (2, "dsp"), 2, "1f1b", 0)),
     },
     "sequences": {
-        **{name: (1, 4, 1, SHARED % (4, name)) for name in ("ring", "ulysses", "all_gather")},
+        **{name: (1, 4, 1, SHARED % (4, name)) for name in ("ring", "ulysses", "startrail", "all_gather")},
         "wide startrail": (1, 8, 1, SHARED % (8, "startrail")),
         "wide usp": (1, 8, 1, SHARED % (8, "usp")),
         "ring of tensor ranks": (1, 4, 1, f"tensor: 2, pipeline: 1, sequence: {RING % (2, 'ring')}"),
@@ -125,7 +123,7 @@ def letter(kind: str, peer: int, elements: int = 8) -> Collective:
 
 @pytest.mark.timeout(170)
 def test_layouts_that_train_have_no_findings(often: dict[str, Recorded]) -> None:
-    assert len(often) >= 10
+    assert len(often) >= 7
     for name, (plan, traces) in often.items():
         assert mismatches(plan, traces) == [], name
         assert stuck(plan, traces) == [], name
