@@ -115,10 +115,13 @@ def balanced_cases(text: Path) -> dict[str, Plan]:
     """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
     model = SHORT | {"moe": MIXED["moe"] | {"routing": "balanced"}}
     make = partial(tensor_plan, text, model=model, training={"sequence_length": 16})
+    once = {"expert": 2, "micro_batches": 1, "recompute": "full"}
     return {
         "balanced": make(Mesh(dp_shard=2, tp=2), expert=4, settings={"steps": 2}, **NORMS),
-        "balanced recomputed": make(
-            Mesh(dp_shard=4), expert=2, micro_batches=1, settings={"zero": 3, "steps": 2}, recompute="full"
+        "balanced recomputed": make(Mesh(dp_shard=4), settings={"zero": 3, "steps": 2}, **once),
+        "balanced tensor ranks": make(Mesh(dp_shard=2, tp=2), settings={"steps": 2}, **once),
+        "balanced widths": make(
+            Mesh(dp_shard=2, tp=2), micro_batches=1, settings={"steps": 2}, recompute="full", **NORMS
         ),
     }
 
@@ -190,7 +193,7 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["balanced", "balanced recomputed"])
+@pytest.mark.parametrize("name", list(balanced_cases(Path("text"))))
 def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = balanced_cases(Path("text"))[name]
     training = case.training
@@ -198,7 +201,9 @@ def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs,
     planned = traffic_bytes(job, case.layout)
     summary = next(event for event in ran.events(f"case {name}", "summary") if event["scope"] == "rank")
     measured = summary["measures"]["traffic"]
-    assert measured["expert"]["value"] == planned["expert"] > 0
+    for term, ranks in (("expert", case.layout.expert), ("tensor", case.layout.mesh.tp)):
+        assert (planned[term] > 0) == (ranks > 1)
+        assert planned[term] == (measured[term]["value"] if ranks > 1 else 0), term
     for term in ("gradient_sync", "parameter_gather"):  # the odd rows of small matrices are padded to whole shards
         assert measured[term]["value"] == pytest.approx(planned[term], rel=0.06), term
 

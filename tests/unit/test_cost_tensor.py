@@ -176,7 +176,7 @@ def test_overlap_hides_what_products_take() -> None:
         return tuple(float(one.exposed["tensor_parallel"]) for one in (found.forward, found.backward))  # type: ignore[return-value]
 
     plain, overlapped, pieces = shown(), shown(tensor_overlap=1), shown(tensor_chunks=4)
-    sent = layer_seconds(case, Layouts(tp=8))
+    sent = layer_seconds(case, Layouts(tp=8), kinds(case.model)[0])
     assert plain == pytest.approx((float(sent.forward.total), float(sent.backward.total)))
     assert overlapped[0] == plain[0]
     assert overlapped[1] < 0.5 * plain[1]
@@ -194,7 +194,7 @@ def test_overlap_hides_what_products_take() -> None:
 def test_one_rank_sends_nothing() -> None:
     assert tensor_bytes(job(), layout(tp=1)) == 0
     assert tensor_calls(job(), layout(tp=1), [0]) == []
-    assert float(layer_seconds(job(), Layouts()).forward.total) == 0.0
+    assert float(layer_seconds(job(), Layouts(), kinds(ODD)[0]).forward.total) == 0.0
 
 
 def test_uneven_ranks_are_priced_as_the_largest() -> None:

@@ -419,7 +419,7 @@ data: python-stdlib
     assert "PT276" not in codes(smaller)
     # Part of one node out of several: the line names both numbers.
     rows = [SimpleNamespace(devices=2, step_time_s=0.1, runnable=True, verdict="green", summary="one layout")]
-    best = SimpleNamespace(time=SimpleNamespace(step_time_s=1.0))
+    best = SimpleNamespace(step_time_s=1.0)
     devices = SimpleNamespace(per_node=4, nodes=2)
     problem = SimpleNamespace(world_size=8, devices=devices, spec=load_text(text).spec)
     (one,) = fewer_are_faster(problem, best, rows, 0.25)  # type: ignore[arg-type]

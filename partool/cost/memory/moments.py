@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,19 +33,26 @@ class Moment:
     """Bytes of blocks that stay empty at this moment, as the next tensor does not fit into them."""
     idle: Column = 0.0
     """Bytes that tensors of other streams have left, whose memory the allocator keeps for these streams."""
+    occurs: Column | Mask = True
+    """False for layouts whose steps have no such moment."""
 
     @property
     def total(self) -> Column:
         """Bytes of all terms of the moment."""
         return self.gathered + self.gradients + self.activations + self.loss + self.communication
 
-    def only(self, there: Column) -> Moment:
-        """Return the moment where ``there`` is 1, and an empty one where it is 0."""
-        return Moment(self.name, **{part: there * getattr(self, part) for part in _PARTS})
+    def only(self, there: Mask) -> Moment:
+        """Return the moment as one that occurs only where ``there`` is true as well."""
+        return replace(self, occurs=np.logical_and(self.occurs, there))
 
     def of_each(self, count: int) -> list[Moment]:
-        """Return the moment at each of ``count`` places of the columns, as single numbers."""
-        columns = {part: np.broadcast_to(np.asarray(getattr(self, part), float), count).tolist() for part in _PARTS}
+        """Return the moment at each of ``count`` places of the columns, as single numbers.
+
+        Where it does not occur, all numbers are 0.
+        """
+        columns = {
+            part: np.broadcast_to(np.where(self.occurs, getattr(self, part), 0.0), count).tolist() for part in _PARTS
+        }
         return [Moment(self.name, **{part: columns[part][place] for part in _PARTS}) for place in range(count)]
 
 
@@ -56,16 +63,23 @@ assert set(VARYING) <= set(MEMORY_TERMS)
 
 
 def fullest(moments: Sequence[Moment]) -> Moment:
-    """Return the moment with the most bytes, chosen for each layout."""
+    """Return the moment with the most bytes, chosen for each layout; the first moment has to occur for all layouts."""
     if len(moments) == 1:
         return moments[0]
-    shape = np.broadcast_shapes(*(np.shape(getattr(each, part)) for each in moments for part in _PARTS))
-    which = np.argmax(np.stack([np.broadcast_to(each.total, shape) for each in moments]), axis=0)
-
-    def chosen(part: str) -> Column:
-        return np.asarray(np.choose(which, [np.broadcast_to(getattr(each, part), shape) for each in moments]))
-
-    return Moment("fullest", **{part: chosen(part) for part in _PARTS})
+    shape = np.broadcast_shapes(*(np.shape(getattr(each, part)) for each in moments for part in (*_PARTS, "occurs")))
+    most, which = np.array(np.broadcast_to(moments[0].total, shape)), np.zeros(shape, np.int8)
+    for place, each in enumerate(moments[1:], 1):
+        total = np.where(each.occurs, each.total, -1.0)
+        np.copyto(which, place, where=total > most)
+        np.maximum(most, total, out=most)
+    chosen = {part: np.zeros(shape) for part in _PARTS}
+    for place, each in enumerate(moments):
+        here = which == place
+        # Few of the moments are the fullest of any layout, so that most need no copies.
+        if here.any():
+            for part, column in chosen.items():
+                np.copyto(column, getattr(each, part), where=here)
+    return Moment("fullest", **chosen)
 
 
 def either(condition: Mask, one: Moment, other: Moment) -> Moment:

@@ -42,31 +42,55 @@ class _KnownParts:
     """State and work of the cases that one job has priced so far."""
 
     def __init__(self) -> None:
-        self.states, self.work = Memo(), Memo()
+        self.states, self.work, self.least = Memo(), Memo(), Memo()
         self.host: tuple[str, ...] = ()
         """Keys of ``States.host``."""
 
 
 def parts(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[Parts]:
     """Return the state and the work of the pipeline ranks at ``places`` if layers are split as evenly as possible."""
-    shape = layouts.shape
-    if not shape:
+    if not layouts.shape:
         return list(zip(_states(job, layouts, places), _work(job, layouts, places), strict=True))
-    # Traced bytes are not a part of the job.
-    known = job.memo.setdefault(f"memory of {', '.join(places)} by {current().sha256}", _KnownParts())
+    return list(zip(_states_at(job, layouts, places), _work_at(job, layouts, places), strict=True))
+
+
+def _states_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[States]:
+    """Return the state of the pipeline ranks at ``places``; ``layouts`` has columns."""
+    known = _known(job, places)
 
     def of_states(first: Any) -> list[Column]:
         found = _states(job, layouts.take(first), places)
         known.host = tuple(found[0].host)
         return [column for one in found for column in (*(getattr(one, name) for name in _STATES), *one.host.values())]
 
+    state = iter(known.states.results(codes(layouts.shape[0], _state_case(layouts)), of_states))
+    return [_next_states(state, known.host) for _ in places]
+
+
+def least_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> Column:
+    """Return the bytes of training state on the device in the optimizer's step, of the rank that has most."""
+
+    def of_rows(first: Any) -> list[Column]:
+        found = _states_at(job, layouts.take(first), places)
+        each = [rank.parameters + rank.optimizer + rank.gradients_at_step for rank in found]
+        return [np.maximum.reduce(np.broadcast_arrays(*each))]
+
+    return np.asarray(_known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows)[0])
+
+
+def _work_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
     def of_work(first: Any) -> list[Column]:
         found = _work(job, layouts.take(first), places)
         return [getattr(one, name) for one in found for name in _WORK]
 
-    state = iter(known.states.results(codes(shape[0], _state_case(layouts)), of_states))
-    done = iter(known.work.results(codes(shape[0], _work_case(layouts)), of_work))
-    return [(_next_states(state, known.host), PassBytes(*(next(done) for _ in _WORK))) for _ in places]
+    done = iter(_known(job, places).work.results(codes(layouts.shape[0], _work_case(layouts)), of_work))
+    return [PassBytes(*(next(done) for _ in _WORK)) for _ in places]
+
+
+def _known(job: TrainingJob, places: Sequence[Place]) -> _KnownParts:
+    # Traced bytes are not a part of the job.
+    found: _KnownParts = job.memo.setdefault(f"memory of {', '.join(places)} by {current().sha256}", _KnownParts())
+    return found
 
 
 def _state_case(layouts: Layouts) -> list[Column | Mask]:

@@ -23,7 +23,7 @@ from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
 from partool.cost.memory.moments import Moment, either, fullest, plain_moments
-from partool.cost.memory.parts import Place, parts
+from partool.cost.memory.parts import Place, least_state, parts
 from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.runtime_moments import moments
 from partool.cost.memory.stacks import MemoryStack, memory_stack
@@ -112,10 +112,7 @@ def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     loss. Where dense layers come before expert layers, the second rank is evaluated too, as it has more parameters than
     the first.
     """
-    uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
-    places: tuple[Place, ...] = ("last",)
-    if np.max(layouts.pp) > 1:
-        places = ("first", "last", "second") if uneven else ("first", "last")
+    places = _places(job, layouts)
     found = [_memory(job, layouts, *each) for each in parts(job, layouts, places)]
     if len(found) == 1:
         return found[0]
@@ -139,6 +136,22 @@ def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
         chosen([memory.reclaimable_bytes for memory in found]),
         chosen([memory.idle_bytes for memory in found]),
     )
+
+
+def _places(job: TrainingJob, layouts: Layouts) -> tuple[Place, ...]:
+    if np.max(layouts.pp) == 1:
+        return ("last",)
+    uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
+    return ("first", "last", "second") if uneven else ("first", "last")
+
+
+def least_memory(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return bytes that :func:`peak_memory` exceeds: those of the training state in the optimizer's step.
+
+    ``layouts`` has columns. The memory of activations takes most of the time of :func:`peak_memory`.
+    """
+    least = FRAMEWORK_BYTES[job.devices.backend] + least_state(job, layouts, _places(job, layouts))
+    return np.asarray(job.memory_scalar * least - len(MEMORY_TERMS))  # each term is rounded down
 
 
 def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryPrediction:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +31,9 @@ def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     saved = done.saved - less * done.of_layer * done.layers
     found = [Moment("update", gradients=state.gradients_at_step, activations=done.tables)]
     found += _Pass(step, True, done.saved, 0.0, state.leaving).moments()
-    several = np.where(np.asarray(layouts.accumulation) > 1, 1.0, 0.0)
+    several = np.asarray(layouts.accumulation) > 1
+    if not several.any():
+        return found
     others = _Pass(step, False, saved, less * done.loss_held, state.gradients_before)
     return [*found, *(each.only(several) for each in others.moments())]
 
@@ -71,7 +74,7 @@ class _Step:
             ahead=float(job.controls.prefetch), apart=apart,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def pool(self) -> Column:
         """Most bytes of messages at once: one is received while the one before is copied out.
 
@@ -177,7 +180,7 @@ class _Pass:
             "last layer but one", step.message(layer), gathered=step.gathered(root + layer, layer, everything - layer),
             gradients=np.minimum(self.before + one, np.maximum(step.state.gradients, self.before)),
             activations=rest + working, loss=done.loss_after, communication=step.reduction(layer), working=working,
-        ).only(np.where(done.layers > 1, 1.0, 0.0))  # fmt: skip
+        ).only(done.layers > 1)  # fmt: skip
 
     @property
     def _others(self) -> Column:
@@ -198,7 +201,7 @@ class _Pass:
     def _of_ends(self) -> Iterator[Moment]:
         step, done, state = self.step, self.step.done, self.step.state
         layer, first, root = state.layer_elements, state.input_elements, state.root_elements
-        rows, there = step.small * first, np.where(first > 0, 1.0, 0.0)
+        rows, there = step.small * first, first > 0
         missing = np.where(step.reduces, 1.0, 0.0)
         working = rows + done.stream
         yield step.moment(

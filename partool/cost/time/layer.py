@@ -101,7 +101,7 @@ class Layer:
 
 def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
     """Return the passes of one layer of ``kind``."""
-    sent = tensor_time.layer_seconds(job, layouts)
+    sent = tensor_time.layer_seconds(job, layouts, kind)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
     tiled = in_tiles(job, layouts)
     # The weighted sum of experts, and tiles, read the results of their last products.

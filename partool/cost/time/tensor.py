@@ -9,6 +9,7 @@ blocks the compiler orders collectives, usually one after the other, and nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import OVERLAPS, Column, Layouts, Mask, TrainingJob
 from partool.cost.collective import RankGroup
+from partool.cost.kinds import Kind
 from partool.cost.time.gemm import streamed_s
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Axis, Move, Moves
@@ -81,9 +83,9 @@ def move_s(job: TrainingJob, layouts: Layouts, move: Move) -> Column:
     return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
 
 
-def layer_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
-    """Return the seconds of a layer's collectives."""
-    return _passes(job, layouts, layer_moves, two_dim.layer_moves)
+def layer_seconds(job: TrainingJob, layouts: Layouts, kind: Kind) -> TensorSeconds:
+    """Return the seconds of the collectives of a layer of ``kind``; experts have one-dimensional parallelism only."""
+    return _passes(job, layouts, partial(layer_moves, kind=kind), two_dim.layer_moves)
 
 
 def embedding_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:

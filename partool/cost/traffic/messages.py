@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.sequence import shares as sequence_shares
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
 """Axis of the mesh: ``tp`` has all tensor ranks; in two dimensions ``tp0`` has d1 outer ranks, ``tp1`` d2 inner
 ranks."""
@@ -20,7 +20,7 @@ piece; ``weights``: the products that compute the weight gradients of a pair's f
 class Move(NamedTuple):
     """A collective of one pass over one micro-batch; ``rows`` × ``width`` is the size of the ranks' shared tensor."""
 
-    kind: Kind
+    kind: Collective
     axis: Axis
     rows: Column
     """Number of tokens; 0 where a layout does not have this collective."""

@@ -18,10 +18,11 @@ import numpy as np
 
 from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, TrainingJob, among
 from partool.cost.codec import encode
+from partool.cost.kinds import Kind, kinds
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.cost.traffic import two_dim
-from partool.cost.traffic.messages import Kind, Move, Moves, tokens
+from partool.cost.traffic.messages import Collective, Move, Moves, tokens
 from partool.layout.mesh import shard_rows
 from partool.layout.parameters import groups, is_frozen
 from partool.layout.tensor import Partition, by_name, chunks, own_partition
@@ -33,7 +34,7 @@ from partool.spec.model import ModelConfig
 class CollectiveCall(NamedTuple):
     """Identical collectives that one rank takes part in: their kind, size, number of ranks and number of calls."""
 
-    kind: Kind
+    kind: Collective
     payload_bytes: int
     """Size of the whole tensor: the result of an all-gather, the input of a reduce-scatter or an all-reduce."""
     ranks: int
@@ -63,8 +64,17 @@ def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
 
 
-def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
-    """Return the collectives of one layer: two pairs of matrices, each sharded by columns, then by rows.
+def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
+    """Return the collectives of one layer of a kind: those of attention and those of its network or experts."""
+    moves, experts = _pair_moves(job, layouts, kind), _expert_moves(job, layouts) if kind.moe else Moves([], [], [])
+    return Moves(*(one + other for one, other in zip(moves, experts, strict=True)))
+
+
+def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
+    """Return the collectives of pairs of matrices, the first sharded by columns, the second by rows.
+
+    Attention is one pair, the network another one. Of a layer of experts only the shared experts are a pair, and only
+    where tensor ranks route different tokens; recomputation repeats their sum, as it goes on to the routed experts.
 
     Without sharded norms a pair all-reduces its results forward and the gradients of its inputs backward. With sharded
     norms it all-gathers its inputs and reduce-scatters its results; only the shard is kept, so the backward pass
@@ -74,24 +84,54 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
     padded = padded_tokens(job, layouts) * shares
-    twice = 1 - keeps_gathered(job, layouts)
+    twice, network = 1 - keeps_gathered(job, layouts), _network_pairs(job, layouts, kind)
     mla = job.model.mla
-    inputs = Counter((hidden, hidden) if mla is None else (hidden, mla.q_rank or hidden, mla.kv_rank))
+    latents = Counter([] if mla is None else [*([mla.q_rank] if mla.q_rank else []), mla.kv_rank])
     shared = Counter([] if mla is None else [mla.rope_head_dim])
-    entering = (inputs + shared).items()
+    whole = network + (1 if mla is None or not mla.q_rank else 0)
+    entering = [(hidden, whole), *(latents + shared).items()]
     forward = [
-        Move("all_reduce", "tp", rows, hidden, 2, pieces, beside="results"),
+        Move("all_reduce", "tp", rows, hidden, 1 + network, pieces, beside="results"),
         *(Move("all_gather", "tp", padded, width, times) for width, times in entering),
-        Move("reduce_scatter", "tp", padded, hidden, 2, pieces, beside="results"),
+        Move("reduce_scatter", "tp", padded, hidden, 1 + network, pieces, beside="results"),
     ]
     backward = [
         *(Move("all_reduce", "tp", rows, width, times, beside="weights") for width, times in entering),
-        Move("all_gather", "tp", padded, hidden, 2 + inputs[hidden] * twice),
-        *(Move("all_gather", "tp", padded, width, times * twice) for width, times in inputs.items() if width != hidden),
+        Move("all_gather", "tp", padded, hidden, 1 + network + whole * twice),
+        *(Move("all_gather", "tp", padded, width, times * twice) for width, times in latents.items()),
         *(Move("reduce_scatter", "tp", padded, width, times, beside="weights") for width, times in entering),
     ]
-    again = [one._replace(times=1) if one.kind != "all_gather" else one for one in forward]
+    times = 1 + network if kind.moe else 1
+    again = [one._replace(times=times) if one.kind != "all_gather" else one for one in forward]
     return Moves(forward, backward, again)
+
+
+def _network_pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
+    """Return 1 where the layer's network, or its shared experts, are a pair of matrices with collectives of its own."""
+    if not kind.moe:
+        return 1
+    moe = job.model.moe
+    return np.where(layouts.ep > 1, int(moe is not None and moe.shared_experts > 0), 0)
+
+
+def _expert_moves(job: TrainingJob, layouts: Layouts) -> Moves:
+    """Return the collectives around routed experts.
+
+    Where ranks share whole experts, tensor ranks route different tokens: those of their shard of the norms, or shares
+    of all tokens, whose results are gathered forward, whose inputs' gradients backward. Elsewhere tensor ranks hold
+    parts of all experts, and of the shared ones, and exchange the inputs and results of the layer as a pair does,
+    without products beside the collectives; the gathered inputs are kept.
+    """
+    shares, plain = _where(layouts)
+    apart, hidden = np.where(layouts.ep > 1, 1, 0), job.model.hidden
+    rows, padded = tokens(job, layouts) * plain * (1 - apart), padded_tokens(job, layouts)
+    gathered, sharded = padded * plain * apart, padded * shares * (1 - apart)
+    pass_ = [
+        Move("all_reduce", "tp", rows, hidden),
+        Move("all_gather", "tp", gathered + sharded, hidden),
+        Move("reduce_scatter", "tp", sharded, hidden),
+    ]
+    return Moves(pass_, pass_, [Move("all_gather", "tp", sharded, hidden)])
 
 
 def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
@@ -160,20 +200,20 @@ def tensor_calls(
 
 def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator[CollectiveCall]:
     """Yield the collectives of all passes over all micro-batches."""
-    bounds = [layout.pipeline.bounds[stage] for stage in stages]
-    full = sum(layout.recompute[layer] == "full" for start, stop in bounds for layer in range(start, stop))
-    layers = sum(stop - start for start, stop in bounds)
-    layouts = encode(layout)
-    lists = (two_dim.embedding_moves, two_dim.layer_moves, two_dim.head_moves)
-    if layout.tensor.inner == 1:
-        lists = (embedding_moves, layer_moves, head_moves)
-    ends = (int(0 in stages), int(len(layout.pipeline.bounds) - 1 in stages))
-    for moves_of, times in zip(lists, (ends[0], layers, ends[1]), strict=True):
-        moves = moves_of(job, layouts)
-        for move in (*moves.forward, *moves.backward) if times else ():
+    held = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    layouts, one = encode(layout), layout.tensor.inner == 1
+    for there, lister in (
+        (0 in stages, embedding_moves if one else two_dim.embedding_moves),
+        (len(layout.pipeline.bounds) - 1 in stages, head_moves if one else two_dim.head_moves),
+    ):
+        moves = lister(job, layouts) if there else Moves([], [], [])
+        for move in (*moves.forward, *moves.backward):
+            yield from _counted(job, layout, move, 1)
+    found = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in held)
+    for (kind, again), times in found.items():
+        moves = layer_moves(job, layouts, kind) if one else two_dim.layer_moves(job, layouts)
+        for move in (*moves.forward, *moves.backward, *(moves.again if again else ())):
             yield from _counted(job, layout, move, times)
-        for move in moves.again if moves_of is lists[1] and full else ():
-            yield from _counted(job, layout, move, full)
 
 
 def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:

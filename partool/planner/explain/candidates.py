@@ -46,7 +46,7 @@ def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow
     The plan uses all devices of the spec even if a small training on many devices mostly communicates.
     """
     world, devices = problem.world_size, problem.devices
-    limit_s = best.time.step_time_s * (1.0 - error)
+    limit_s = best.step_time_s * (1.0 - error)
     least = devices.per_node * (problem.spec.launch.min_nodes or 0)
     enough = (row for row in rows if max(1, least) <= row.devices < world)
     faster = [row for row in enough if row.step_time_s < limit_s and row.runnable and row.verdict == "green"]
@@ -55,7 +55,7 @@ def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow
     row = min(faster, key=lambda one: (one.step_time_s, one.devices))
     message = (
         f"{row.devices} of the {world} devices would take {1e3 * row.step_time_s:.3g} ms per step, all of them take "
-        f"{1e3 * best.time.step_time_s:.3g}: {row.summary}"
+        f"{1e3 * best.step_time_s:.3g}: {row.summary}"
     )
     nodes, part = divmod(row.devices, devices.per_node)
     one = "nodes: 1, " if devices.nodes > 1 else ""
@@ -113,7 +113,7 @@ def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:
     able = runnable(problem, priced.layout)
     return CandidateRow(
         summary=summary(priced.layout),
-        step_time_s=priced.time.step_time_s,
+        step_time_s=priced.step_time_s,
         memory_bytes=priced.memory.total_bytes,
         host_bytes=priced.host_bytes,
         devices=devices,

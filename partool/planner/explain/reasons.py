@@ -79,7 +79,7 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
     faster = [one for one in tiered.by_tier if one is not None and _is_faster(one, best)]
     found = [f"Tier {tier}: {words}{'' if faster else '; none faster was found above'}."]
     if faster:
-        one = min(faster, key=lambda priced: priced.time.step_time_s)
+        one = min(faster, key=lambda priced: priced.step_time_s)
         gain, needed = _gain(one, best)
         rule = f"it is taken from {needed:.0%} on" if gain < needed else "not so beside others with more evidence"
         found.append(
@@ -144,7 +144,7 @@ def _form(solution: Solution, best: Priced) -> str:
 
 
 def _better(best: Priced, better: Priced) -> str:
-    gain = 1.0 - better.time.step_time_s / best.time.step_time_s
+    gain = 1.0 - better.step_time_s / best.step_time_s
     return f"{summary(better.layout)} would take {gain:.1%} less time, but cannot run yet."
 
 
@@ -185,7 +185,7 @@ def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
     if not len(index):
         return f"no layout without {name.lower()} parallelism fits."
     bound = float(search.bound_s[index].min())
-    slower = bound / best.time.step_time_s - 1.0
+    slower = bound / best.step_time_s - 1.0
     if slower > TIE:
         return f"every layout without it is slower, by {slower:.1%} or more."
     if solution.problem.spec.limits.prefer == "fastest":
@@ -220,19 +220,19 @@ def limit(solution: Solution, best: Priced) -> str:
             f"evidence. {summary(known.layout)} fits, and is predicted {gain:.1%} faster; with its evidence that "
             f"counts from {needed:.0%} on."
         )
-    if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
+    if fastest is not None and not fastest.fits and fastest.step_time_s < best.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes
         name = max(terms, key=lambda key: terms[key])
         over = fastest.memory.total_bytes - fastest.memory.capacity_bytes
-        gain = 1.0 - fastest.time.step_time_s / best.time.step_time_s
+        gain = 1.0 - fastest.step_time_s / best.step_time_s
         return (
             f"memory. {summary(fastest.layout)} would take {gain:.1%} less time, but {over / GIB:.1f} GiB more than "
             f"fit; {terms[name] / GIB:.1f} GiB are {name}."
         )
-    terms_s = best.time.terms_s
+    terms_s = best.terms_s
     waits = {name: value for name, value in terms_s.items() if name not in ("forward", "backward")}
     name = max(waits, key=lambda key: waits[key])
-    share = waits[name] / best.time.step_time_s
+    share = waits[name] / best.step_time_s
     if share < 0.02:
         return "compute. The step is almost all forward and backward pass; faster devices or more of them would help."
     return f"{name}, {share:.1%} of the step: more than anything else beside compute."

@@ -33,7 +33,7 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
         return
     asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
     sent = best.time.traffic_bytes.get("sequence", 0)
-    waits = best.time.terms_s.get("sequence_parallel", 0.0) / best.time.step_time_s
+    waits = best.terms_s.get("sequence_parallel", 0.0) / best.step_time_s
     words = METHODS[layout.sequence.method].words
     yield (
         f"Sequence by {layout.sequence.form}{asked}: {words}. A rank sends {_size(sent)} per "
@@ -70,7 +70,7 @@ def rivals(problem: Problem, layout: Layout) -> list[Priced]:
     for at in np.argsort(times, kind="stable"):
         least.setdefault(forms[at].name, forms[at])
     found = [Priced(problem, formed(layout, form)) for form in least.values()]
-    return sorted(found, key=lambda one: one.time.step_time_s)
+    return sorted(found, key=lambda one: one.step_time_s)
 
 
 def _others(problem: Problem, best: Priced) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
     others = rivals(problem, layout)
     texts = [f"{one.layout.sequence.form} {_against(best, one)}" for one in others]
     if texts:
-        alike = any(abs(one.time.step_time_s / best.time.step_time_s - 1.0) <= TIE for one in others)
+        alike = any(abs(one.step_time_s / best.step_time_s - 1.0) <= TIE for one in others)
         names = ", ".join(PREFERENCE)
         rule = f" Of those within {TIE:.1%} and that fit, the first of {names} is taken." if alike else ""
         yield f"Other methods on this mesh: {'; '.join(texts)}.{rule}"
@@ -98,7 +98,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
 
 def _against(best: Priced, other: Priced) -> str:
     """Return text that compares ``other`` with the chosen layout ``best`` in time, bytes sent and memory."""
-    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    ratio = other.step_time_s / best.step_time_s - 1.0
     # Two digits near TIE show whether a difference is above or below it.
     share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
     time = "as fast" if abs(ratio) < _CLOSE else f"{share} {'slower' if ratio > 0 else 'faster'}"

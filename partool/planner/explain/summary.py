@@ -77,7 +77,7 @@ def why_lost(best: Priced, other: Priced) -> str:
         if other.memory.total_bytes <= other.memory.capacity_bytes:
             return f"{other.host_bytes / GIB:.1f} GiB of host memory are more than there is"
         return f"{(other.memory.total_bytes - other.memory.capacity_bytes) / GIB:.1f} GiB too large"
-    ratio = other.time.step_time_s / best.time.step_time_s
+    ratio = other.step_time_s / best.step_time_s
     likely = f"fits with a probability of {other.memory.fit_probability:.0%} only"
     if ratio > 1.0005:
         text = f"{(ratio - 1.0) * 100:.1f} % slower"
@@ -103,7 +103,7 @@ def why_lost(best: Priced, other: Priced) -> str:
 
 def _most(best: Priced, other: Priced) -> tuple[str, float]:
     """Return the name of the step-time term by which ``other`` exceeds ``best`` most, and the difference in seconds."""
-    mine, theirs = best.time.terms_s, other.time.terms_s
+    mine, theirs = best.terms_s, other.terms_s
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])
     return name, more[name]

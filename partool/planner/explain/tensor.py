@@ -70,7 +70,7 @@ def _but(problem: Problem, best: Priced, inner: int) -> str:
     shape = (best.layout.tensor.degree // inner, inner)
     other = Priced(problem, best.layout.changed({"tensor.shape": shape, "tensor.sequence_norms": False}))
     bytes_ = other.memory.total_bytes - best.memory.total_bytes
-    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    ratio = other.step_time_s / best.step_time_s - 1.0
     memory = f"{abs(bytes_) / GIB:.2f} GiB {'more' if bytes_ > 0 else 'less'} per rank"
     return f"but the step would need {memory} and {abs(ratio):.1%} {'more' if ratio > 0 else 'less'} time"
 
@@ -105,7 +105,7 @@ def _norms(problem: Problem, best: Priced) -> str:
         return f"Norms {where}: transformers' layers have no other."
     other = Priced(problem, layout.changed({"tensor.sequence_norms": not there}))
     bytes_ = other.memory.total_bytes - best.memory.total_bytes
-    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    ratio = other.step_time_s / best.step_time_s - 1.0
     asked = ", as the spec asks" if problem.spec.parallel.tensor.sequence_norms != "auto" else ""
     memory = f"{abs(bytes_) / GIB:.2f} GiB {'less' if bytes_ > 0 else 'more'} per rank"
     # Relative to the other form's time, so that "less" never exceeds 100 %.

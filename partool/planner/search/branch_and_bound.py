@@ -19,7 +19,7 @@ from partool.cost.time.offload import FAST_LINK
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced, bounds_s, host_limit, prepare, room
+from partool.planner.search.price import Priced, bounds_s, host_limit, prepare, room, room_below
 from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.space import Space
 
@@ -232,7 +232,7 @@ class Search:
         found = []
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
-            total, _, host = self._room(groups, np.full(len(groups), policy))
+            total, _, host = self._room(groups, np.full(len(groups), policy), exact=True)
             if len(groups):
                 worst = np.where(host <= host_limit(self.problem), total, total + host)
                 found.append((float(worst.min()), int(groups[np.argmin(worst)]), policy))
@@ -434,12 +434,18 @@ class Search:
             parts.append(bounds_s(self.problem, rows, left))
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
+    def _room(self, group: Any, policy: Any, *, exact: bool = False) -> tuple[Any, Any, Any]:
+        """Return bytes of device memory, the probability that they fit, and bytes of host memory of some layouts.
+
+        Unless all are to be ``exact``, layouts that are too large by far may get fewer bytes, by which they still are
+        too large.
+        """
         self.problem.work.rows += len(group)
-        parts = [
-            room(self.problem, self.space.rows(group[i : i + _MORE], policy[i : i + _MORE]))
-            for i in range(0, len(group), _MORE)
-        ]
+        most = self.problem.capacity_bytes * np.broadcast_to(self._slack(group), len(group))
+        parts = []
+        for i in range(0, len(group), _MORE):
+            rows = self.space.rows(group[i : i + _MORE], policy[i : i + _MORE])
+            parts.append(room(self.problem, rows) if exact else room_below(self.problem, rows, most[i : i + _MORE]))
         if not parts:
             return np.zeros(0), np.zeros(0), np.zeros(0)
         return tuple(

@@ -131,8 +131,8 @@ def refined(priced: Priced) -> Priced:
         other = Priced(problem, layout.model_copy(update={"offload": resolved(problem, row)}))
         if not other.fits or other.safe < priced.safe:
             continue
-        quicker = other.time.step_time_s < best.time.step_time_s * (1.0 - TIE)
-        if quicker or (share == least and other.time.step_time_s <= priced.time.step_time_s * (1.0 + TIE)):
+        quicker = other.step_time_s < best.step_time_s * (1.0 - TIE)
+        if quicker or (share == least and other.step_time_s <= priced.step_time_s * (1.0 + TIE)):
             best = other
         if share == least:
             break
@@ -142,7 +142,7 @@ def refined(priced: Priced) -> Priced:
 def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
     """Yield sentences on what is offloaded to host memory and disks, and why."""
     layout, asked, memory = priced.layout, problem.spec.parallel.offload, priced.memory
-    waits = priced.time.terms_s.get("offload", 0.0) / priced.time.step_time_s
+    waits = priced.terms_s.get("offload", 0.0) / priced.step_time_s
     if layout.offload.optimizer != "none":
         yield _optimizer(priced, pinned=asked.optimizer != "auto", waits=waits)
         yield _update(priced)
@@ -182,7 +182,7 @@ def _update(priced: Priced) -> str:
     cores = f"{work.threads} core{'s' * (work.threads > 1)}"
     said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {work.bucket_mib:.3g} MiB at a time."
     paused_s = _paused_s(priced)
-    if paused_s <= priced.time.step_time_s * (1.0 + TIE):
+    if paused_s <= priced.step_time_s * (1.0 + TIE):
         return said
     return (
         f"{said} While most steps clip, updates wait for the norm: {paused_s:.3g} s a step, which the price leaves out."

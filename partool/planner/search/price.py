@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
-from partool.cost.memory.peak import Memory, peak_memory, predict_memory
+from partool.cost.memory.peak import Memory, least_memory, peak_memory, predict_memory
 from partool.cost.time import micro
 from partool.cost.time.bound import Open, bound_s
 from partool.cost.time.predict import predict_time, time_terms
@@ -98,6 +98,24 @@ class MemoryNeed:
     total_bytes: Column
     probability: Column
     host_bytes: Column
+
+
+def room_below(problem: Problem, layouts: Layouts, most_bytes: Column) -> MemoryNeed:
+    """Return the predicted memory of the layouts that may need at most ``most_bytes``, and less of others.
+
+    Layouts whose training state alone needs more get the bytes of this state; they do not fit.
+    """
+    shape = layouts.shape
+    least = np.broadcast_to(least_memory(cost_job(problem), layouts), shape)
+    rows = np.flatnonzero(least <= most_bytes)
+    if len(rows) == len(least):
+        return room(problem, layouts)
+    found = MemoryNeed(least.copy(), np.zeros(shape), np.full(shape, np.inf))
+    if len(rows):
+        one = room(problem, layouts.take(rows))
+        for name in ("total_bytes", "probability", "host_bytes"):
+            getattr(found, name)[rows] = getattr(one, name)
+    return found
 
 
 def room(problem: Problem, layouts: Layouts) -> MemoryNeed:

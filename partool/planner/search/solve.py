@@ -50,7 +50,7 @@ class Solution:
         chosen, best = self.chosen, self.overall.best
         if chosen is None or best is None or best is chosen:
             return None
-        faster = best.time.step_time_s < chosen.time.step_time_s * (1.0 - TIE)
+        faster = best.step_time_s < chosen.step_time_s * (1.0 - TIE)
         return best if faster or (best.safe and not chosen.safe) else None
 
     @cached_property

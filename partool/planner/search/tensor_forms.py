@@ -84,7 +84,7 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
     """Return the seconds of a layer's forward and backward collectives in the shape (ranks / inner) × inner."""
     layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
-    found = layer_seconds(cost_job(problem), layouts)
+    found = layer_seconds(cost_job(problem), layouts, kinds(problem.model)[0])
     return float(found.forward.total + found.backward.total)
 
 

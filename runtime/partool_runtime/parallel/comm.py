@@ -16,6 +16,8 @@ from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 EXPERT = "expert_parallel"
 """Description of process groups whose ranks share experts; CommCounter and a time term find groups by it."""
+LOADS = "expert_loads"
+"""Purpose of collectives of statistics of experts, which are a few kilobytes and belong to no term of traffic."""
 SEQUENCE = "sequence_parallel"
 """Description of process groups whose ranks share sequences; CommCounter and a time term find groups by it."""
 
@@ -82,6 +84,7 @@ _SENT: dict[str, Callable[[int, int], int]] = {
 
 class _Meant:
     kind: str | None = None
+    purpose: str | None = None
 
 
 @contextmanager
@@ -92,6 +95,16 @@ def counted_as(kind: str) -> Iterator[None]:
         yield
     finally:
         _Meant.kind = None
+
+
+@contextmanager
+def counted_for(purpose: str) -> Iterator[None]:
+    """Make :class:`CommCounter` count collectives as those of groups with the description ``purpose``."""
+    _Meant.purpose = purpose
+    try:
+        yield
+    finally:
+        _Meant.purpose = None
 
 
 _OWN = "partool"
@@ -109,18 +122,19 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._traffic: dict[tuple[str, tuple[int, ...], str], CollectiveTraffic] = defaultdict(CollectiveTraffic)
 
     def snapshot(
-        self, among: Collection[int] | None = None, described: str | None = None
+        self, among: Collection[int] | None = None, described: str | None = None, whole: bool = False
     ) -> dict[str, CollectiveTraffic]:
         """Return a map from the kind of collective to its traffic so far.
 
         Kinds are all_gather, reduce_scatter, all_reduce, broadcast, all_to_all and send.
 
-        ``among`` restricts the result to groups whose world ranks are all in ``among``; ``described`` restricts the
-        result to groups that were opened with this description.
+        ``among`` restricts the result to groups whose world ranks are all in ``among``, or, if ``whole``, to groups of
+        exactly these ranks; ``described`` restricts the
+        result to groups that were opened with this description, and to collectives of this purpose.
         """
         found: dict[str, CollectiveTraffic] = {}
         for (kind, ranks, description), traffic in self._traffic.items():
-            if among is not None and not set(ranks) <= set(among):
+            if among is not None and not (set(ranks) == set(among) if whole else set(ranks) <= set(among)):
                 continue
             if described is not None and description != described:
                 continue
@@ -150,7 +164,8 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = _bytes(args[0] if functional else args[1]) if kind == "all_to_all" else max(_bytes(a) for a in args)
         if functional and kind == "all_gather":
             size *= group.size()  # only the input, not the output, is an argument
-        traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group)), group.group_desc]
+        purpose = _Meant.purpose or group.group_desc
+        traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group)), purpose]
         traffic.calls += 1
         traffic.payload_bytes += size
         if kind == "all_to_all":

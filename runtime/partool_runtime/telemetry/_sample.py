@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import EXPERT, SEQUENCE, CollectiveTraffic, CommCounter
+from partool_runtime.parallel.comm import EXPERT, LOADS, SEQUENCE, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
@@ -21,8 +22,9 @@ _BEGIN = ("forward", "parameter_gather")
 """Time terms; the count of a step's traffic begins as soon as any of these terms begins."""
 
 
-def _sum(traffic: dict[str, CollectiveTraffic]) -> int:
-    return sum(entry.sent_bytes for entry in traffic.values())
+def _sent(traffic: dict[str, CollectiveTraffic]) -> Counter[str]:
+    """Return the sent bytes of each kind of collective."""
+    return Counter({kind: entry.sent_bytes for kind, entry in traffic.items()})
 
 
 class StepSampler:
@@ -37,7 +39,8 @@ class StepSampler:
         self._spans = spans
         tensor = plan.layout.mesh.tp  # the innermost dimension: neighbouring ranks share matrices
         self._tensor_ranks = range(rank - rank % tensor, rank - rank % tensor + tensor)
-        self._tensor_traffic: dict[str, CollectiveTraffic] = {}
+        self._tensor: Counter[str] = Counter()
+        """Bytes that this rank has sent to the ranks that share its matrices, by kind of collective."""
         self._shares_sequences = plan.layout.mesh.cp > 1
         self._shares_experts = plan.layout.expert > 1
         self._possible = plan.layout.compile == "none"
@@ -79,21 +82,18 @@ class StepSampler:
 
     def _sent_bytes(self, traffic: dict[str, CollectiveTraffic]) -> dict[str, int]:
         """Return the number of sent bytes by term."""
-        tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
         assert self._counter is not None
-        sequence = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=SEQUENCE).items()}
-        expert = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=EXPERT).items()}
-        others = {
-            kind: entry.sent_bytes - tensor.get(kind, 0) - sequence.get(kind, 0) for kind, entry in traffic.items()
-        }
+        sequence, expert, loads = (_sent(self._counter.snapshot(described=one)) for one in (SEQUENCE, EXPERT, LOADS))
+        others = _sent(traffic)
+        for part in (self._tensor, sequence, expert, loads):
+            others.subtract(part)
         sent = {
-            "gradient_sync": others.get("reduce_scatter", 0) + others.get("all_reduce", 0),
-            "parameter_gather": others.get("all_gather", 0),
+            "gradient_sync": others["reduce_scatter"] + others["all_reduce"],
+            "parameter_gather": others["all_gather"],
         }
-        within = self._counter.snapshot(self._tensor_ranks, described=EXPERT)
-        sent |= {"tensor": sum(tensor.values()) - _sum(within)} if len(self._tensor_ranks) > 1 else {}
-        sent |= {"expert": sum(expert.values())} if self._shares_experts else {}
-        return sent | ({"sequence": sum(sequence.values())} if self._shares_sequences else {})
+        sent |= {"tensor": self._tensor.total()} if len(self._tensor_ranks) > 1 else {}
+        sent |= {"expert": expert.total()} if self._shares_experts else {}
+        return sent | ({"sequence": sequence.total()} if self._shares_sequences else {})
 
     def _enter(self, term: str) -> None:
         if term in _BEGIN and self._counter is None:
@@ -104,7 +104,9 @@ class StepSampler:
             self._saved.start()
         if term == "optimizer" and self._counting and self._counter is not None and len(self._tensor_ranks) > 1:
             # Counted before the norm of all gradients, as the tensor ranks may be the whole world.
-            self._tensor_traffic = self._counter.snapshot(self._tensor_ranks)
+            self._tensor = _sent(self._counter.snapshot(self._tensor_ranks, whole=self._shares_experts))
+            for one in (EXPERT, LOADS):
+                self._tensor.subtract(_sent(self._counter.snapshot(self._tensor_ranks, one, self._shares_experts)))
 
     def _exit(self, term: str) -> None:
         if term in ("forward", "backward"):
