@@ -11,6 +11,7 @@ from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.memory.peak import host_bytes, predict_memory
 from partool.cost.stacks import own_stack
 from partool.cost.time.predict import predict_time
+from partool.cost.traffic.gathers import controls_of_layout
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
@@ -161,6 +162,7 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
         stack=own_stack(devices.backend, plan.layout.compile, plan.layout.derived.fused),
+        controls=controls_of_layout(plan.layout.data),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
         memory_scalar=plan.prediction.memory_scalar,

@@ -3,7 +3,7 @@
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
 from partool.schedule.faults import ScheduleFault
 from partool.schedule.generators import check, generate, nearest, order, rank_of
-from partool.schedule.makespan import followed, in_flight, makespan, span_s
+from partool.schedule.makespan import followed, in_flight, layers_in_flight, makespan, span_s
 from partool.schedule.posting import connected, posts
 from partool.schedule.simulate import StageTimes, TimedAction, Timeline, simulate
 from partool.schedule.text import (
@@ -43,6 +43,7 @@ __all__ = [
     "from_text",
     "generate",
     "in_flight",
+    "layers_in_flight",
     "makespan",
     "nearest",
     "order",

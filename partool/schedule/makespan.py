@@ -112,6 +112,21 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
     return tuple(two + max(0, ceil((two - one) * times)) for one, two in zip(start, stop, strict=True))
 
 
+@lru_cache(maxsize=1024)
+def layers_in_flight(sizes: tuple[str, int, int, int, int], layers: tuple[int, ...]) -> tuple[float, ...]:
+    """Return, for each rank, the layers per activation when most layers are held; ``layers`` are those of each stage.
+
+    ``sizes`` are the arguments of :func:`in_flight`.
+    Stages of a rank whose numbers of layers differ do not have equal numbers of activations in flight. What repeats
+    does not change the number; so only a few rounds of micro-batches are looked at.
+    """
+    name, ranks, micro_batches, chunks, cap = sizes
+    by, enough = growth(name, ranks, micro_batches, chunks), 4 * ranks
+    few = micro_batches if micro_batches <= enough else enough + (micro_batches - enough) % by
+    lists = order(name, ranks, few, chunks, cap)
+    return tuple(peak_held(actions, layers) / max(1, peak_held(actions)) for actions in lists)
+
+
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
     """Return two numbers of micro-batches, at most ``most`` and congruent to ``micro_batches`` modulo ``ranks``."""
     later = most - (most - micro_batches) % ranks

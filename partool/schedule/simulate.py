@@ -129,18 +129,20 @@ def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float
     return start, stop
 
 
-def peak_held(actions: Sequence[Action]) -> int:
+def peak_held(actions: Sequence[Action], layers: Sequence[int] = ()) -> int:
     """Return the peak number of activations held, each from its forward pass to the last action that reads it.
 
+    With ``layers``, the number of layers in each stage, the peak number of layers whose activations are held.
     Forward passes that no backward pass follows, as in frozen stages and evaluations, hold nothing.
     """
     halved = {(stage, batch) for kind, stage, batch in actions if kind == "W"}
     read = halved | {(stage, batch) for kind, stage, batch in actions if kind == "B"}
     held = peak = 0
     for kind, stage, batch in actions:
+        size = layers[stage] if layers else 1
         if kind == "F":
-            held += (stage, batch) in read
+            held += size * ((stage, batch) in read)
         elif kind == "W" or (kind == "B" and (stage, batch) not in halved):
-            held -= 1
+            held -= size
         peak = max(peak, held)
     return peak

@@ -19,6 +19,7 @@ from partool.cost.memory.moments import VARYING, Moment
 from partool.cost.memory.peak import rank_moments
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.elastic import job_of_plan
 from partool.planner.make import resolve
 from partool.planner.search.cost_job import cost_job
 from partool.spec import load_text
@@ -27,10 +28,7 @@ WORKER = Path(__file__).with_name("_dry_terms.py")
 SPECS = Path(__file__).parents[2] / "specs"
 SHARE, LEAST_BYTES = 0.03, 2**20
 """Two figures agree if they differ by at most this share of the larger one, or by at most these bytes."""
-REFUSED = {
-    "deepseek-v3-mi355x": "PT405",
-    "mixtral-8x7b": "PT405",
-}
+REFUSED = {}
 """Specs whose plan the runtime refuses, and the finding."""
 MECHANISMS: dict[str, tuple[Any, ...]] = {
     "data": (*({"zero": zero} for zero in range(4)), {"zero": 3, "gather": "sequential"}, {"zero": 3, "prefetch": 0}),
@@ -217,3 +215,17 @@ def random_spec_of_one() -> str:
     made = yaml.safe_load(random_spec(0))
     made |= {"hardware": {"accelerator": "h100-sxm", "per_node": 1}, "parallel": {"compile": "none"}}
     return yaml.safe_dump(made)
+
+
+def test_a_plan_is_priced_again_with_the_gathers_of_its_layout() -> None:
+    made = yaml.safe_load(random_spec(0))
+    made |= {"hardware": {"accelerator": "h100-sxm", "per_node": 4}}
+    made["parallel"] = {"compile": "none", "data": {"zero": 3, "gather": "sequential", "prefetch": 2}}
+    (case,) = cases_of(yaml.safe_dump(made))
+    again = rank_moments(job_of_plan(case.plan, case.plan.devices), case.plan.layout)
+    assert again == [case.moments]
+    usual = case.plan.layout.model_copy(
+        update={"data": case.plan.layout.data.model_copy(update={"gather": "coalesced"})}
+    )
+    other = case.plan.model_copy(update={"layout": usual})
+    assert rank_moments(job_of_plan(other, other.devices), usual) != [case.moments]

@@ -100,7 +100,8 @@ LLAMA = ModelConfig(layers=32, hidden=4096, ffn_hidden=14336, heads=32, kv_heads
 
 
 def long_job(length: int = 131072) -> TrainingJob:
-    return TrainingJob(LLAMA, GPU, length, 1, "bf16", own_stack("cuda", "none"))
+    """Return a job whose norms are fused: the wide tensors of others outweigh those of tiled networks."""
+    return TrainingJob(LLAMA, GPU, length, 1, "bf16", own_stack("cuda", "none", ("norm",)))
 
 
 def test_tiles_take_what_is_wide_out_of_the_slope() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from partool.schedule import Schedule, StageTimes, from_text, generate, in_fligh
 from partool.schedule import graph as graphs
 from partool.schedule.generators import order
 from partool.schedule.graph import base, graph, growth, longest, repeating
+from partool.schedule.makespan import layers_in_flight
 from partool.schedule.simulate import peak_held
 from partool.strategies.schedules import SCHEDULES
 
@@ -53,6 +55,26 @@ def as_arrays(times: StageTimes) -> dict[str, Any]:
 @given(sized())
 def test_in_flight_is_that_of_the_lists(size: tuple[str, int, int, int, int]) -> None:
     assert in_flight(*size) == tuple(peak_held(actions) for actions in order(*size))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(sized(), st.integers(0, 2**32 - 1))
+def test_layers_in_flight_are_those_of_the_lists(size: tuple[str, int, int, int, int], seed: int) -> None:
+    pick = random.Random(seed)
+    lists = order(*size)
+    stages = 1 + max(stage for actions in lists for _, stage, _ in actions)
+    layers = tuple(pick.randint(1, 5) for _ in range(stages))
+    wanted = [peak_held(actions, layers) / peak_held(actions) for actions in lists]
+    assert list(layers_in_flight(size, layers)) == pytest.approx(wanted)
+    assert layers_in_flight(size, (3,) * stages) == (3.0,) * len(lists)
+
+
+def test_larger_stages_that_run_first_hold_more_layers() -> None:
+    """Of two ranks, the first holds most micro-batches of its first stage, which here is the larger one."""
+    forward = [("F", 0, batch) for batch in (0, 1)] + [("F", 2, 0)]
+    backward = [("B", 2, 0), ("B", 0, 0), ("B", 0, 1)]
+    assert peak_held([*forward, *backward]) == 3
+    assert peak_held([*forward, *backward], (5, 1, 2)) == 12
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -120,7 +120,7 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
         return sizes.hidden * small * tokens
     if policy == KEEP_ATTENTION:
         return ((sizes.hidden + sizes.result) * small + _core(job, stack, sizes)) * tokens
-    compiled = 1 if stack.recompiles else layouts.compiled
+    compiled = 1 if stack.recompiles else 0 if stack.traced and kind == MOE else layouts.compiled
     if policy == SELECTIVE and stack.selective != "attention":
         return _matmuls(job, stack, sizes, compiled) * tokens
     whole: Column = np.where(compiled == 1, _compiled(job, stack, sizes), _eager(job, stack, sizes))
@@ -187,6 +187,8 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column, kin
         )
         return (per_token - dropped) * tokens + known.layer
 
+    if kind == MOE:
+        return total(eager)  # the runtime compiles layers without experts only
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 
@@ -321,13 +323,14 @@ def early_loss(job: TrainingJob, layouts: Layouts) -> Mask:
     return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
 
 
-def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column) -> Column | None:
+def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column, whole: Column) -> Column | None:
     """Return the bytes by which a layer's backward pass exceeds what the layer saves, at the pass's fullest moment.
 
     The moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist, the
     product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's backward
     pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
-    ``exchanged``, the buffers of exchanges between ranks. Returns None if what the layer saves is not traced.
+    ``exchanged``, the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
+    are the bytes that the layer saves without recomputation. Returns None if what the layer saves is not traced.
     """
     m, small = job.model, job.compute_bytes
     fused = job.stack.fused
@@ -345,7 +348,16 @@ def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Col
     gradients = small * (sizes.attention - sizes.latent)
     freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
     attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
-    return np.maximum(gate, attention)
+    found = np.maximum(gate, attention)
+    if "norm" in fused or m.norm != "rmsnorm":
+        return found
+    # A norm of several operators has five wide tensors of the model's width at once; the wide input still exists.
+    wide = max(small, 4)
+    matrices = small * m.hidden * (sizes.inner * (2 + m.gated))
+    second = tokens * (sizes.hidden * (5 * wide - small) - np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner)
+    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - whole
+    norms = matrices + np.maximum(second, first)
+    return np.where(layouts.compiled == 1, found, np.maximum(found, norms))
 
 
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:

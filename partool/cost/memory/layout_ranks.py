@@ -6,7 +6,7 @@ import numpy as np
 
 from partool.cost.case import RECOMPUTE, Column, TrainingJob
 from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad, WeightRing
-from partool.cost.time.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
+from partool.cost.time.pipeline import held_by_ranks, layers_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
 from partool.plan.layout import Layout
 
 
@@ -26,7 +26,10 @@ def held_by_layout(job: TrainingJob, layout: Layout) -> RankLoad:
         np.array([int(stage in mine or ring is not None) for mine in stages]) for stage in (0, last)
     )  # fmt: skip
     in_flight = np.array(held_by_ranks(layout)) / np.array([len(mine) for mine in stages])
-    return RankLoad((dense, moe), begins, ends, in_flight, kept, ring)
+    # Larger stages may have more micro-batches in flight than the mean of a rank's stages.
+    in_each = np.array([len(mine) for mine in stages]) * np.array(layers_by_ranks(layout))
+    larger = in_each / np.maximum(dense + moe, 1)
+    return RankLoad((dense, moe), begins, ends, in_flight, kept, ring, larger)
 
 
 def _joined(rings: list[WeightRing]) -> WeightRing:

@@ -80,6 +80,8 @@ class RankLoad:
     """Number of layers by (kind, index of the recompute policy)."""
     ring: WeightRing | None = None
     """Tensors held to pass weights from rank to rank; None if no layout passes weights."""
+    larger: Column = 1.0
+    """Ratio of the layers whose activations exist at the peak to the layers of as many activations of mean stages."""
 
     @property
     def layer_count(self) -> Column:

@@ -108,6 +108,13 @@ class _Step:
         """
         return np.where(self.reduces, self.wide * elements, 0.0)
 
+    def reduced(self, elements: Column) -> Column:
+        """Return the bytes of a unit's reduced gradients; all its gradients have been freed when these are allocated.
+
+        Those of later micro-batches are added to earlier ones at once.
+        """
+        return np.where(self.reduces, self.wide / self.shards * elements, 0.0)
+
     def moment(self, name: str, message: Column = 0.0, **parts: Column) -> Moment:
         """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""
         done, state = self.done, self.state
@@ -168,12 +175,14 @@ class _Pass:
             activations=saved + working, loss=done.loss_after, working=working,
         )  # fmt: skip
         # Where gradients accumulate, a unit's sums exist together with what is added to them.
-        rest, matrices = saved - done.of_layer, step.small * layer + done.stream
+        rest, matrices, result = saved - done.of_layer, step.small * layer, step.reduced(layer)
         first_sum = np.where(step.reduces, 0.0, step.wide * layer) if self.first else 0.0
+        ended = result > matrices
+        own, message = np.where(ended, 0.0, matrices) + done.stream, np.where(ended, result, 0.0)
         yield step.moment(
             "last layer, reduced", step.message(layer), gathered=step.gathered(root, layer, everything - layer),
-            gradients=self.before + first_sum, activations=rest + matrices, loss=done.loss_after,
-            communication=step.reduction(layer), working=matrices,
+            gradients=self.before + first_sum + (message if self.first else 0.0), activations=rest + own,
+            loss=done.loss_after, communication=step.reduction(layer) + (0.0 if self.first else message), working=own,
         )  # fmt: skip
         one = np.where(step.reduces, step.wide / step.shards, step.wide) * layer if self.first else 0.0
         yield step.moment(
@@ -199,22 +208,31 @@ class _Pass:
         )  # fmt: skip
 
     def _of_ends(self) -> Iterator[Moment]:
+        """FSDP2 reduces the root's gradients first, then those of the embedding, whose inputs have no gradients."""
         step, done, state = self.step, self.step.done, self.step.state
         layer, first, root = state.layer_elements, state.input_elements, state.root_elements
-        rows, there = step.small * first, first > 0
+        rows, there = step.small * first, first + state.tied_elements > 0
         missing = np.where(step.reduces, 1.0, 0.0)
-        working = rows + done.stream
+        # Of a tied matrix there are both gradients and their sum; the head's counts as the loss's.
+        working = rows + np.maximum(done.stream, step.small * state.tied_elements) + step.small * state.tied_elements
         yield step.moment(
             "embedding", gathered=step.gathered(root + first, left=root + first), loss=done.loss_after, working=working,
             gradients=self._gradients(first + root), activations=self._others + working,
             communication=step.reduction(layer),
         ).only(there)  # fmt: skip
+        result = step.reduced(root)
+        ended = result > done.loss_after
         yield step.moment(
-            "embedding, reduced", gathered=step.gathered(root, left=root), loss=done.loss_after, working=rows,
-            gradients=self._gradients(missing * first + root), activations=self._others + rows,
-            communication=step.reduction(first),
-        ).only(there)  # fmt: skip
-        yield step.moment(
-            "head, reduced", gathered=step.gathered(0.0, left=0.0), loss=done.loss_after,
-            gradients=self._gradients(missing * root), activations=self._others, communication=step.reduction(root),
+            "head, reduced", gathered=step.gathered(first, left=first), loss=np.where(ended, 0.0, done.loss_after),
+            gradients=self._gradients(missing * (first + np.where(ended, 0.0, root))), working=rows,
+            activations=self._others + rows,
+            communication=step.reduction(root) + (0.0 if self.first else np.where(ended, result, 0.0)),
         )  # fmt: skip
+        result = step.reduced(first)
+        ended = result > rows
+        own = np.where(ended, 0.0, rows)
+        yield step.moment(
+            "embedding, reduced", gathered=step.gathered(0.0, left=0.0), working=own,
+            gradients=self._gradients(missing * np.where(ended, 0.0, first)), activations=self._others + own,
+            communication=step.reduction(first) + (0.0 if self.first else np.where(ended, result, 0.0)),
+        ).only(first > 0)  # fmt: skip

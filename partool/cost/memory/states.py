@@ -49,6 +49,8 @@ class States:
     """Elements of the embedding; 0 on ranks that do not hold it as the input of the first layer."""
     root_elements: Column
     """Elements of the final norm and the head, or of the tied embedding; 0 on ranks without a head."""
+    tied_elements: Column
+    """Elements of a matrix that the rank uses as the embedding and as the head."""
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
@@ -125,7 +127,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
         gathered, kept = gathered + copied, kept + copied
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
     shared = sizes.input * held.last if job.model.tied_embeddings else 0.0
-    units = sizes.layer, sizes.input - shared, sizes.root + shared
+    units = sizes.layer, sizes.input - shared, sizes.root + shared, shared + 0.0 * sizes.root
     return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, *units, terms)
 
 

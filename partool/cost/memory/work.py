@@ -84,7 +84,7 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     return PassBytes(
         saved=saved - on_host,
         at_work=at_work,
-        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.layer_count, 1.0),
+        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.larger * held.layer_count, 1.0),
         of_norm=of_norm,
         stream=stream,
         on_host=on_host,
@@ -171,7 +171,7 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
         whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
         backward: Column = 0.0
         if job.devices.backend != "cpu":
-            backward = _backward_bytes(job, layouts, stack, kind)
+            backward = _backward_bytes(job, layouts, stack, kind, whole)
         for policy in policies:
             there = whole
             if policy != 0:
@@ -183,12 +183,12 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
     return found
 
 
-def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> Column:
     gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
     if not stack.traced:
         return gradients
     exchanged = exchange_bytes(job, layouts)
-    found = backward_bytes(job, layouts, kind, exchanged)
+    found = backward_bytes(job, layouts, kind, exchanged, whole)
     return gradients + exchanged if found is None else found
 
 
@@ -210,7 +210,7 @@ def _activations(
     norm = held.last * norm_per_token(job, layouts, stack) * tokens
     if stack.traced:
         norm = norm * at_the_end(layouts, held.in_flight)
-    whole = saved * held.in_flight
+    whole = saved * held.in_flight * held.larger
     if held.ring is not None:
         ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
         rebuilt = sum(

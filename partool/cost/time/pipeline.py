@@ -20,7 +20,7 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.tensor_shares import share_columns
 from partool.plan.layout import Layout
 from partool.plan.schedule import placement_of, read, schedule_of, sizes_of
-from partool.schedule import Schedule, StageTimes, in_flight, makespan
+from partool.schedule import Schedule, StageTimes, in_flight, layers_in_flight, makespan
 from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
 from partool.schedule.weipipe import room, volume
@@ -76,6 +76,16 @@ def held_by_ranks(layout: Layout) -> tuple[int, ...]:
     if layout.pipeline.schedule == "file":
         return _held(layout.derived.schedule_text)
     return in_flight(*sizes_of(layout))
+
+
+def layers_by_ranks(layout: Layout) -> tuple[float, ...]:
+    """Return, for each pipeline rank, the layers per activation when it holds the activations of most layers."""
+    layers = tuple(stop - start for start, stop in layout.pipeline.bounds)
+    stages = stages_of_ranks(layout)
+    even = all(len({layers[stage] for stage in mine}) == 1 for mine in stages)
+    if even or layout.pipeline.schedule == "file" or moves_weights(layout):
+        return tuple(sum(layers[stage] for stage in mine) / len(mine) for mine in stages)
+    return layers_in_flight(sizes_of(layout), layers)
 
 
 @lru_cache(maxsize=4)

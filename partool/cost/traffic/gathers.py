@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from partool.layout.parameters import layer_parameters, parameters
+from partool.plan.layout import DataLayout
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import DataParallel, Gather, ZeroStage
 
@@ -123,6 +124,11 @@ def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Con
     prefetch = data.prefetch if data.prefetch != "auto" else 0 if pressed else 1
     small = longest_vector(model) if gather == "sequential" else 0
     return Controls(gather, prefetch, data.persistent if data.persistent != "auto" else small)
+
+
+def controls_of_layout(data: DataLayout) -> Controls:
+    """Return how a layout gathers parameters."""
+    return Controls(data.gather, data.prefetch, data.persistent)
 
 
 def longest_vector(model: ModelConfig) -> int:

@@ -11,7 +11,7 @@ from partool.cost.codec import encode
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.traffic.expert import expert_bytes
-from partool.cost.traffic.gathers import Controls, kept_elements, messages_of_unit
+from partool.cost.traffic.gathers import controls_of_layout, kept_elements, messages_of_unit
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.cost.traffic.tensor import tensor_bytes
 from partool.layout.parameters import count, is_frozen, parameters
@@ -70,7 +70,7 @@ def _traffic(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTra
     ring = (shards - 1) / shards
     gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
     calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
-    controls = Controls(layout.data.gather, layout.data.prefetch, layout.data.persistent)
+    controls = controls_of_layout(layout.data)
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0
     if gathers and zero == 3 and controls.persistent_elements:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,19 @@ class DryEvent:
         return 0.0
 
 
+_OPERATORS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+_ONE_KERNEL = ("silu_backward", "mish_backward")
+"""Operators that are one kernel on CUDA. Where torch has no kernels for CUDA, autograd would run them as several
+operators, whose results a real device does not hold."""
+
+
+@cache
+def _as_one_kernel() -> None:
+    """Let autograd pass on what is one kernel; torch takes this only once in a process."""
+    for operator in _ONE_KERNEL:
+        _OPERATORS.impl(operator, torch.library.fallthrough_kernel, "AutogradCUDA")  # type: ignore[no-untyped-call]
+
+
 def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: int) -> None:
     """Make ``torch.cuda`` describe ``devices`` devices of a kind; for the rest of the process.
 
@@ -134,3 +148,4 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
     for function, answer in answers.items():
         setattr(torch.cuda, function, answer)
     torch.Event = DryEvent  # type: ignore[misc,assignment]
+    _as_one_kernel()

@@ -23,6 +23,7 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/partool_runtime/parallel/weipipe/shifts.py", "", "communication"),
     ("/partool_runtime/model/loss.py", "", "loss"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "looked_up", "activations"),
+    ("/partool_runtime/parallel/tensor/vocabulary.py", "vocabulary_rows", "activations"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "", "loss"),
     ("/partool_kernels/cross_entropy/", "", "loss"),
     ("/partool_kernels/linear_cross_entropy/", "", "loss"),
