@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
+.PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
+	@echo "make bench-experts  layers of experts against DeepSpeed and transformers (DEEPSPEED=folder with its packages)"
 	@echo "make bench-gpu    first steps of every schedule on this machine's GPUs, one JSON to send back (2 minutes); then the"
 	@echo "                  kernels on one GPU: correct, how fast, and their tables filled for it (under 9 minutes)"
 	@echo "make bench-gpu-long  correctness, speed, memory and the longest sequence on one GPU (an hour)"
@@ -97,6 +98,9 @@ bench-pipeline: venv
 
 bench-tensor: venv
 	$(BIN)/python tests/bench/tensor.py --deepspeed "$(DEEPSPEED)"
+
+bench-experts: venv
+	$(BIN)/python tests/bench/experts.py --deepspeed "$(DEEPSPEED)"
 
 bench-gpu: venv
 	$(BIN)/python tests/bench/first_contact.py; found=$$?; test $$found -ne 2 || exit 2; \

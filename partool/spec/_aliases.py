@@ -73,6 +73,10 @@ NOTES = {
         ("lora", "peft", "adapter"),
         "there are no adapters; `model.frozen` names parameters that are not trained",
     ),
+    **dict.fromkeys(
+        ("expert_tensor", "expert_tensor_parallel_size", "expert_tensor_parallel_degree", "etp", "etp_size"),
+        "with `parallel.expert` above 1 ranks hold whole experts; with 1 tensor ranks cut the width of each",
+    ),
 }
 """Name of a setting in other tools that no single setting of a spec matches → what to do."""
 

@@ -11,6 +11,7 @@ from partool.cost.memory.fit import GREEN
 from partool.cost.time.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.planner.evidence import margin, tier_of
+from partool.planner.explain.expert import expert_reasons
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
 from partool.planner.explain.summary import TIE, recompute, summary
@@ -54,6 +55,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
             )
     found += tensor_reasons(solution.problem, best)
     found += sequence_reasons(solution.problem, best)
+    found += expert_reasons(best)
     found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
     found += tiles.sentences(solution.problem, layout)
