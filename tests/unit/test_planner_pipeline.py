@@ -438,8 +438,9 @@ _PROVEN = SimpleNamespace(spec=SimpleNamespace(limits=SimpleNamespace(prefer="pr
 class _Fitting:
     """A layout that is sure to fit, as far as reasons read it."""
 
-    time: Any
+    step_time_s: float
     memory: Any
+    terms_s: Any = field(default_factory=dict)
     layout: Any = field(default_factory=_layout)
     fits: bool = True
     safe: bool = True
@@ -449,9 +450,8 @@ class _Fitting:
 
 def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
     def priced(step_time_s: float, **values: Any) -> Any:
-        time = SimpleNamespace(step_time_s=step_time_s, terms_s={})
         memory = SimpleNamespace(total_bytes=2**30, capacity_bytes=2**31, fit_probability=0.5)
-        return _Fitting(time, memory, **values)
+        return _Fitting(step_time_s, memory, **values)
 
     best, offloaded = priced(1.0), _layout(offload_optimizer="cpu")
     assert why_lost(best, priced(0.9, layout=offloaded)).startswith("10.0 % faster on paper, taken from 23 % on")
