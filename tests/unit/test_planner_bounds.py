@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
 
 from partool.cost.case import CAPPED
+from partool.cost.memory.peak import least_memory
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.cost_job import cost_job
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced
+from partool.planner.search.price import Priced, room, room_below
 from partool.planner.search.refine import refined
 from partool.planner.search.space import Space, build
 from partool.planner.search.tiers import by_tier, least_margin
@@ -116,6 +118,24 @@ def test_batched_memory_is_the_exact_memory(seeds: range) -> None:
 @given(st.integers(0, 10**6))
 def test_no_bound_of_many_problems_is_above_the_exact_time(seed: int) -> None:
     assert above(problem_of(document(Random(seed).choice)), seed, 3 * LAYOUTS) == []
+
+
+def test_layouts_that_are_not_priced_are_too_large() -> None:
+    """The training state that rules layouts out, before activations are priced, is never more than the whole."""
+    ruled_out = 0
+    for seed in range(12):
+        problem = problem_of(document(Random(seed).choice))
+        space, random = build(problem), np.random.default_rng(seed)
+        if not space.size:
+            continue
+        rows = space.rows(random.integers(0, space.size, 200), random.integers(0, len(space.policies), 200))
+        total = np.broadcast_to(room(problem, rows).total_bytes, 200)
+        assert np.all(least_memory(cost_job(problem), rows) <= total)
+        most = np.quantile(total, 0.3)
+        below = np.broadcast_to(room_below(problem, rows, most).total_bytes, 200)
+        assert np.array_equal(below <= most, total <= most)
+        ruled_out += int(np.sum(below != total))
+    assert ruled_out > 0
 
 
 def prices(problem: Problem, space: Space) -> list[Priced]:

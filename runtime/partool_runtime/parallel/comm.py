@@ -88,23 +88,13 @@ class _Meant:
 
 
 @contextmanager
-def counted_as(kind: str) -> Iterator[None]:
-    """Make :class:`CommCounter` count collectives as ``kind``, for code that builds ``kind`` from other collectives."""
-    _Meant.kind = kind
+def counted_as(kind: str | None = None, *, purpose: str | None = None) -> Iterator[None]:
+    """Make :class:`CommCounter` count collectives as of another ``kind``, or as of groups opened for ``purpose``."""
+    _Meant.kind, _Meant.purpose = kind, purpose
     try:
         yield
     finally:
-        _Meant.kind = None
-
-
-@contextmanager
-def counted_for(purpose: str) -> Iterator[None]:
-    """Make :class:`CommCounter` count collectives as those of groups with the description ``purpose``."""
-    _Meant.purpose = purpose
-    try:
-        yield
-    finally:
-        _Meant.purpose = None
+        _Meant.kind = _Meant.purpose = None
 
 
 _OWN = "partool"

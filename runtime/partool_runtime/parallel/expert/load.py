@@ -24,7 +24,7 @@ from partool_kernels.moe.op import route
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.model.moe import MixtureOfExperts
-from partool_runtime.parallel.comm import LOADS, counted_for, sum_over
+from partool_runtime.parallel.comm import LOADS, counted_as, sum_over
 from partool_runtime.parallel.expert.tokens import TokenShares
 from partool_runtime.torch_internals.collectives import finished, start_gather
 
@@ -78,7 +78,7 @@ class LayerLoad:
         counts_BE = counted.double()
         # Summed in a new tensor: recomputation keeps the counts themselves.
         group = self._scopes.stage if scope == "global_batch" else self._scopes.sharers
-        with counted_for(LOADS):
+        with counted_as(purpose=LOADS):
             counts_BE = sum_over(counts_BE.clone(), group)
         return self._moe.experts * counts_BE / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1)
 
@@ -93,7 +93,7 @@ class LayerLoad:
         shares, group = self._scopes.shares, self._scopes.sharers
         of_all_BSK = experts_TK.view(sequences, -1, self._moe.top_k)
         if group is not None:
-            with counted_for(LOADS):
+            with counted_as(purpose=LOADS):
                 of_ranks = finished(start_gather(shares.padded(of_all_BSK)[None], group.size(), group.group_name))
             of_all_BSK = shares.joined(of_ranks)
         most = math.ceil(self._moe.capacity * of_all_BSK.numel() / self._moe.experts)
