@@ -169,7 +169,9 @@ class Layouts:
     cp: Column = 1
     tp: Column = 1
     ep: Column = 1
-    """Number of ranks that share the experts; it divides ``dp * cp`` (``dp * cp * tp`` with ``expert_tensor``)."""
+    """Number of ranks among which experts are divided; ``ep * etp`` divides ``shards * cp * tp``."""
+    etp: Column = 1
+    """Number of ranks that hold parts of the same experts; 1 where ``ep`` is 1."""
     zero: Column = 0
     micro_batch: Column = 1
     accumulation: Column = 1
@@ -226,6 +228,11 @@ class Layouts:
     def ring(self) -> Mask:
         """True where ranks send weights around a ring instead of activations."""
         return among(self.schedule, RING) & (self.pp > 1)
+
+    @property
+    def expert_ranks(self) -> Column:
+        """Number of ranks that together hold a layer's experts, and exchange their tokens; 1 without such a group."""
+        return self.ep * self.etp
 
     @property
     def dp(self) -> Column:

@@ -46,14 +46,14 @@ def group(job: TrainingJob, size: Column, stride: Column) -> RankGroup:
 
 
 def axis_group(job: TrainingJob, layouts: Layouts, axis: str) -> RankGroup:
-    """Return the group along ``axis``: a mesh axis, or ``ep``, which spans cp and data-parallel ranks."""
+    """Return the group along ``axis``: a mesh axis, or ``ep``, the ranks that share experts."""
     tp, cp = layouts.tp, layouts.cp
     if axis == "tp":
         return group(job, tp, 1)
     if axis == "cp":
         return group(job, cp, tp)
     if axis == "ep":
-        return group(job, layouts.ep, 1 if job.stack.folded_experts else tp)
+        return group(job, layouts.expert_ranks, 1 if job.stack.folded_experts else tp)
     if axis == "shards":
         return group(job, layouts.shards * cp, tp)
     if axis == "replicas":

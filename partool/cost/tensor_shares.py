@@ -111,7 +111,7 @@ class ShareColumns(NamedTuple):
     embedding: Column
     layers: tuple[tuple[Column, Column], tuple[Column, Column]]
     """For a dense layer and for a layer with experts: number of elements outside of experts, and number of elements of
-    experts (of whole experts where expert parallelism shares experts, else of the tensor rank's shards)."""
+    experts (of the fullest of the ranks that share experts where there are any, else of the tensor rank's shards)."""
     head: Column
     summed: tuple[Column, tuple[Column, Column], Column]
     """Numbers of elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""
@@ -136,7 +136,11 @@ def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:
     for kind in (0, 1):
         own = [one.layers[kind] for one in table]
         whole = own[0].whole_expert
-        expert = np.where(layouts.ep > 1, whole / layouts.ep, column([share.expert for share in own])) if whole else 0.0
+        expert: Column = 0.0
+        if whole and job.model.moe is not None:
+            size, parts = job.model.moe.ffn_hidden, np.asarray(layouts.etp)
+            shared = whole // size * width(size, parts) / layouts.ep
+            expert = np.where(layouts.ep > 1, shared, column([share.expert for share in own]))
         layers.append((column([share.common for share in own]), expert))
     summed = (
         column([one.embedding.summed for one in table]),

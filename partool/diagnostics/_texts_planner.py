@@ -192,8 +192,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT266",
         "Experts cannot be split over the ranks",
-        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with "
-        "the same experts share their training state, so ZeRO is 1, 2 or 3.",
+        "Expert parallelism gives every rank the same number of experts, or with expert_tensor a part of each of them; "
+        "a dense model has none. The expert × expert_tensor ranks share one copy of the training state, and ranks that "
+        "hold the same parts shard the state of these, so ZeRO is 1, 2 or 3.",
         _gpus("parallel: {expert: 2}"),
         _gpus("parallel: {expert: 1}"),
     ),

@@ -82,15 +82,22 @@ class _Cut:
 
 
 def gemms(
-    model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1, shares: bool = False
+    model: ModelConfig,
+    *,
+    tensor: int,
+    expert: int,
+    tokens: int,
+    inner: int = 1,
+    shares: bool = False,
+    expert_tensor: int = 1,
 ) -> list[Gemm]:
     """Return each product of the rank with the largest shards, for ``tokens`` tokens per micro-batch.
 
     Products of the same kind and shape are one entry. The first matrices of a layer are cut over ``tensor`` ranks by
     columns, the second by rows (arXiv 1909.08053). If ``tensor`` is d1 · d2 with ``inner`` = d2, these cuts are over d1
     ranks, and the other dimension of each matrix is cut over d2 ranks (arXiv 2301.08658). Experts are spread over
-    ``expert`` ranks; they are cut over tensor ranks only if ``expert`` is 1. With ``shares`` the norms of a layer work
-    on shares of the tokens, and so do the projections to latents.
+    ``expert`` ranks, and their widths over ``expert_tensor``; tensor ranks cut them only if ``expert`` is 1. With
+    ``shares`` the norms of a layer work on shares of the tokens, and so do the projections to latents.
     """
     cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens, tokens)
@@ -107,7 +114,7 @@ def gemms(
         if model.moe.shared_experts:
             width = cut.width(model.moe.shared_experts * model.moe.ffn_hidden)
             found += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))
-        found += _experts(model, cut, expert, tokens, moe_layers)
+        found += _experts(model, cut, (expert, expert_tensor), tokens, moe_layers)
     found.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
     return found
 
@@ -152,16 +159,17 @@ def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tupl
     ]
 
 
-def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: int) -> list[Gemm]:
-    """Return the products of the experts of one rank.
+def _experts(model: ModelConfig, cut: _Cut, form: tuple[int, int], tokens: int, layers: int) -> list[Gemm]:
+    """Return the products of the experts of one rank; ``form`` is (``expert``, ``expert_tensor``).
 
     An expert may get no token, or all tokens of the ranks over which the experts are spread.
     """
-    moe = model.moe
+    moe, (expert, parts) = model.moe, form
     if moe is None:
         return []
     own = max(tokens // cut.ranks, 1) if expert > 1 else tokens
-    width = moe.ffn_hidden if expert > 1 else cut.width(moe.ffn_hidden)
-    rows = Rows(0, own * expert, own * expert * moe.top_k / moe.experts)
+    width = -(-moe.ffn_hidden // parts) if expert > 1 else cut.width(moe.ffn_hidden)
+    most = own * expert * parts
+    rows = Rows(0, most, most * moe.top_k / moe.experts)
     each = (rows, layers, max(moe.experts // expert, 1))
     return _network(model, "moe.experts", (width, _Cut(1, 1) if expert > 1 else cut), each)

@@ -55,6 +55,11 @@ def ranks_on_a_node(axis: str, sizes: Sequence[int], per_node: int) -> int:
     return max(1, min(sizes[index], per_node // stride))
 
 
+def all_have_rows(rows: int, ranks: int) -> bool:
+    """Return True if :func:`shard_rows` leaves none of the ranks without rows."""
+    return -(-rows // ranks) * (ranks - 1) < rows
+
+
 def shard_rows(rows: int, ranks: int, rank: int) -> RowRange:
     """Return the rows of dimension 0 that a rank holds, as ``torch.chunk`` cuts them.
 

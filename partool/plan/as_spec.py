@@ -37,6 +37,7 @@ def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
         "sequence": _sequence(layout),
         "tiles": {"mlp": layout.tiles.mlp, "loss": layout.tiles.loss},
         "expert": layout.expert,
+        **({"expert_tensor": layout.expert_tensor} if layout.expert > 1 else {}),
         "offload": _offload(layout, asked.offload),
         "recompute": layout.recompute[0] if len(set(layout.recompute)) == 1 else list(layout.recompute),
         "compile": layout.compile,

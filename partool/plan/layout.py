@@ -257,7 +257,10 @@ class Layout(Record):
     sequence: SequenceLayout = SequenceLayout()
     tiles: TilesLayout = TilesLayout()
     expert: Experts = 1
-    """Number of ranks that share the experts of a layer."""
+    """Number of ranks among which the experts of a layer are divided."""
+    expert_tensor: TensorRanks = 1
+    """Number of neighbouring ranks that hold parts of the inner widths of the same experts; 1 where ``expert`` is 1, as
+    tensor ranks then cut experts like dense networks."""
     offload: OffloadLayout = OffloadLayout()
     recompute: tuple[Recompute, ...]
     """Recomputation policy of each layer."""
@@ -271,6 +274,11 @@ class Layout(Record):
         """Sizes of the axes of the dense mesh, computed from the degrees in all sections."""
         data, derived = self.data, self.derived
         return Mesh(self.pipeline.stages, derived.replicas, data.shard, self.sequence.degree, self.tensor.degree)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that together hold the experts of a layer, and exchange their tokens; 1 without a group."""
+        return self.expert * self.expert_tensor
 
     @property
     def contradiction(self) -> str:

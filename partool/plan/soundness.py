@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from partool.layout.mesh import all_have_rows
 from partool.layout.parameters import parameters
 from partool.layout.tensor import Partition, by_name
 from partool.plan.layout import Layout
@@ -24,16 +25,20 @@ def experts_contradiction(model: ModelConfig, layout: Layout) -> str:
     """Return why ranks cannot share the model's experts as the layout says, in words; empty if they can."""
     experts = 0 if model.moe is None else model.moe.experts
     if layout.expert == 1:
-        return ""
+        parts = layout.expert_tensor
+        return "" if parts == 1 else f"layout.expert_tensor is {parts} with expert: 1, and must be 1"
     if not experts or experts % layout.expert:
         return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
-    mesh = layout.mesh
+    mesh, ranks = layout.mesh, layout.expert_ranks
     sharers = mesh.dp_shard * mesh.cp * mesh.tp
     if layout.data.zero == 0:
         return f"layout.expert is {layout.expert}, which needs ZeRO 1, 2 or 3"
-    return (
-        "" if sharers % layout.expert == 0 else f"layout.expert is {layout.expert}, of {sharers} ranks with one state"
-    )
+    if model.moe is not None and not all_have_rows(model.moe.ffn_hidden, layout.expert_tensor):
+        return f"layout.expert_tensor is {layout.expert_tensor}, of an inner width of {model.moe.ffn_hidden}"
+    name = f"layout.expert is {layout.expert}"
+    if layout.expert_tensor > 1:
+        name += f" × expert_tensor {layout.expert_tensor}"
+    return "" if sharers % ranks == 0 else f"{name}, of {sharers} ranks with one state"
 
 
 def partition_contradiction(model: ModelConfig, layout: Layout, partition: Sequence[Partition]) -> str:

@@ -136,7 +136,8 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     if mesh.cp > 1:
         rows.append(("sequences", f"over {mesh.cp} ranks by {layout.sequence.form}, {layout.sequence.order}"))
     if layout.expert > 1:
-        rows.append(("experts", f"over {layout.expert} ranks"))
+        parts = f", {layout.expert_tensor} of which hold parts of the same experts" if layout.expert_tensor > 1 else ""
+        rows.append(("experts", f"over {layout.expert_ranks} ranks{parts}"))
     kinds = list(dict.fromkeys(layout.recompute))
     recompute = kinds[0] if len(kinds) == 1 else ", ".join(f"{k} in {layout.recompute.count(k)} layers" for k in kinds)
     rows += [("recompute", recompute), ("compile", layout.compile)]

@@ -142,7 +142,7 @@ def _axes(plan: Plan) -> str:
     sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp))
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
     text = " × ".join(parts) if parts else "one rank"
-    return text + (f" (experts over {plan.layout.expert})" if plan.layout.expert > 1 else "")
+    return text + (f" (experts over {plan.layout.expert_ranks})" if plan.layout.expert > 1 else "")
 
 
 def _recompute(plan: Plan) -> str:

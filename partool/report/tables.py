@@ -72,7 +72,10 @@ def _shown_ranks(plan: Plan) -> list[Any]:
 def plan_gemms(plan: Plan) -> list[Gemm]:
     """Return the matrix products of a rank under a plan."""
     layout, tensor = plan.layout, plan.layout.tensor
-    sizes = {"tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "tokens": plan.tokens}
+    sizes = {
+        "tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "expert_tensor": layout.expert_tensor,
+        "tokens": plan.tokens,
+    }  # fmt: skip
     return gemms(plan.model, **sizes, shares=tensor.sequence_norms)
 
 

@@ -36,6 +36,9 @@ ALIASES = {
         ("expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree", "ep", "ep_size"),
         "parallel.expert",
     ),
+    **dict.fromkeys(
+        ("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "etp", "etp_size"), "parallel.expert_tensor"
+    ),
     **dict.fromkeys(("zero_stage", "zero_optimization", "fsdp", "fsdp_config"), "parallel.data"),
     **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_param"), "parallel.offload"),
     **dict.fromkeys(
@@ -72,10 +75,6 @@ NOTES = {
     **dict.fromkeys(
         ("lora", "peft", "adapter"),
         "there are no adapters; `model.frozen` names parameters that are not trained",
-    ),
-    **dict.fromkeys(
-        ("expert_tensor", "expert_tensor_parallel_size", "expert_tensor_parallel_degree", "etp", "etp_size"),
-        "with `parallel.expert` above 1 ranks hold whole experts; with 1 tensor ranks cut the width of each",
     ),
 }
 """Name of a setting in other tools that no single setting of a spec matches → what to do."""

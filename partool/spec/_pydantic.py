@@ -36,6 +36,7 @@ _DEGREES = {
     for names in (
         ("tensor",), ("tensor", "degree"),
         ("pipeline",), ("pipeline", "stages"), ("sequence",), ("sequence", "degree"), ("expert",),
+        ("expert_tensor",),
         ("data", "shard"),
     )
 }  # fmt: skip

@@ -188,7 +188,10 @@ class ParallelSpec(Section):
     sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int, str))] = Sequence()
     tiles: Tiles = Tiles()
     expert: Experts | Auto = "auto"
-    """Ranks that share the experts of a layer."""
+    """Ranks among which the experts of a layer are divided."""
+    expert_tensor: TensorRanks | Auto = "auto"
+    """Neighbouring ranks that hold parts of the inner width of the same experts, so that ``expert`` × ``expert_tensor``
+    ranks share a layer's experts. With ``expert: 1`` they are the tensor ranks."""
     offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
     """Section, or one word: none (nothing leaves the device), cpu or nvme (the optimizer does), or auto."""
     recompute: Recompute | Auto | list[Recompute] = "auto"

@@ -57,7 +57,7 @@ def _star(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int, int]]:
 
 def _expert_places(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int]]:
     """Return the executed places, on the axes inside of a copy of the state, among the ranks that share experts."""
-    expert = plan.layout.expert
+    expert = plan.layout.expert_ranks
     if expert == 1:
         return set()
     sizes = (mesh.dp_shard, mesh.cp, mesh.tp)

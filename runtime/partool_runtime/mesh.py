@@ -62,7 +62,8 @@ class Ranks:
     tp1: MeshAxis
     """The inner axis of the tensor ranks; without two-dimensional tensor parallelism it has one rank."""
     expert: MeshAxis | None = None
-    """The ranks that share the experts of a layer; None if each rank, or team of tensor ranks, has all experts."""
+    """The ranks that share the experts of a layer, of which neighbours hold parts of the same experts; None if each
+    rank, or team of tensor ranks, has all experts."""
     expert_replicate: MeshAxis | None = None
     """The copies of the training state of this rank's experts."""
     expert_shard: MeshAxis | None = None
@@ -124,7 +125,7 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     if plan.layout.data.zero:
         copies, sharers = mesh.dp_replicate, mesh.dp_shard * mesh.cp
     of_state = (mesh.pp, copies, sharers, mesh.tp)
-    expert = plan.layout.expert
+    expert = plan.layout.expert_ranks
     # Sequence and tensor ranks share experts as well (parallel folding, arXiv 2504.14960), neighbours first.
     of_experts = (mesh.pp, copies, sharers * mesh.tp // expert, expert)
     expert_axes = [_axis(of_experts, axis) if expert > 1 else None for axis in (1, 2, 3)]

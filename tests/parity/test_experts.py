@@ -56,7 +56,10 @@ def core_cases(text: Path) -> Cases:
     return {
         "two ranks zero-3": (make(Mesh(dp_shard=2), settings={"zero": 3}, recompute="full"), "short"),
         "four ranks zero-2": (make(Mesh(dp_shard=4), settings={"zero": 2}, expert=4), "short"),
-        "tensor ranks share tokens": (make(Mesh(dp_shard=2, tp=2), expert=4, settings={"zero": 3}, **NORMS), "short"),
+        "tensor ranks share tokens": (
+            make(Mesh(dp_shard=2, tp=2), expert_tensor=2, settings={"zero": 3}, **NORMS),
+            "short",
+        ),
         "widths of experts": (make(Mesh(dp_shard=2, tp=2), expert=1, **NORMS), "short"),
         "zb-v": (piped(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "mixed"),
         "1f1b of tensor ranks": (
@@ -91,6 +94,9 @@ def further_cases(text: Path) -> Cases:
                 if mesh.dp_shard * mesh.cp * mesh.tp % expert == 0 and expert <= mesh.dp_shard * mesh.cp * mesh.tp:
                     name = f"{title} zero-{zero} expert {expert}"
                     found[name] = (make(mesh, settings=settings, expert=expert, **fields), "mixed")
+            if mesh.dp_shard * mesh.cp * mesh.tp == 4:
+                halves = make(mesh, settings=settings, expert=2, expert_tensor=2, **fields)
+                found[f"{title} zero-{zero} halves of experts"] = (halves, "mixed")
         for expert in (1, 2, 4):
             longer = make(Mesh(dp_shard=4), settings=settings | {"steps": 5}, expert=expert)
             found[f"five steps zero-{zero} expert {expert}"] = (longer, "five steps")
@@ -119,7 +125,7 @@ def balanced_cases(text: Path) -> dict[str, Plan]:
     return {
         "balanced": make(Mesh(dp_shard=2, tp=2), expert=4, settings={"steps": 2}, **NORMS),
         "balanced recomputed": make(Mesh(dp_shard=4), settings={"zero": 3, "steps": 2}, **once),
-        "balanced tensor ranks": make(Mesh(dp_shard=2, tp=2), settings={"steps": 2}, **once),
+        "balanced tensor ranks": make(Mesh(dp_shard=2, tp=2), expert_tensor=2, settings={"steps": 2}, **once),
         "balanced widths": make(
             Mesh(dp_shard=2, tp=2), micro_batches=1, settings={"steps": 2}, recompute="full", **NORMS
         ),
@@ -154,7 +160,8 @@ def ran(pools: Pools, folder: Path) -> Jobs:
     for name, case in balanced_cases(folder / "text").items():
         jobs.train(name, case, run=f"case {name}")
     make = partial(tensor_plan, folder / "text", model=MIXED)
-    jobs.train("stopped", make(Mesh(dp_shard=4), expert=4, settings={"zero": 3}), run="crossed", stop_at=1)
+    halves = make(Mesh(dp_shard=4), expert=2, expert_tensor=2, settings={"zero": 3})
+    jobs.train("stopped", halves, run="crossed", stop_at=1)
     piped = make(Mesh(pp=2, tp=2), expert=2, schedule="1f1b", stages=HALVES, settings={"steps": 2})
     jobs.train("resumed", piped, run="crossed", resume=True)
     jobs.train("alone", make(ONE), run="crossed", resume=True)
@@ -201,7 +208,7 @@ def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs,
     planned = traffic_bytes(job, case.layout)
     summary = next(event for event in ran.events(f"case {name}", "summary") if event["scope"] == "rank")
     measured = summary["measures"]["traffic"]
-    for term, ranks in (("expert", case.layout.expert), ("tensor", case.layout.mesh.tp)):
+    for term, ranks in (("expert", case.layout.expert_ranks), ("tensor", case.layout.mesh.tp)):
         assert (planned[term] > 0) == (ranks > 1)
         assert planned[term] == (measured[term]["value"] if ranks > 1 else 0), term
     for term in ("gradient_sync", "parameter_gather"):  # the odd rows of small matrices are padded to whole shards

@@ -90,7 +90,8 @@ def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
     if kind == MOE and m.moe:
         visits: Column = m.moe.top_k * np.where(layouts.ep > 1, job.load, 1.0)
         inner = (visits + m.moe.shared_experts) * tensor_shares.width(m.moe.ffn_hidden, ranks)
-        routed = 2 * visits * m.hidden + 2 * m.moe.experts
+        # Each part of an expert is sent the expert's tokens; the parts of its inner width are as wide as the whole.
+        routed = 2 * visits * layouts.etp * m.hidden + 2 * m.moe.experts
     return LayerWidths(
         hidden=m.hidden / tensor_shares.stream(job, layouts),
         query=query,
@@ -136,7 +137,8 @@ def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     moe, hidden = job.model.moe, job.model.hidden
     assert moe is not None, "a dense model"
     shared = np.asarray(layouts.ep) > 1
-    arrived, own = moe.top_k * np.where(shared, job.load, 1.0), float(moe.top_k)
+    own: Column = moe.top_k * np.asarray(layouts.etp, dtype=float)
+    arrived: Column = own * np.where(shared, job.load, 1.0)
     rows = {
         NONE: arrived + own,
         ATTENTION: arrived + own,
@@ -146,7 +148,7 @@ def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     wide = max(job.compute_bytes, 4)
     router = wide * (hidden + moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0)))
     found = job.compute_bytes * hidden * rows + (router if policy in (NONE, ATTENTION) else 0)
-    # Tensor ranks route shares of the tokens if ranks share whole experts.
+    # Tensor ranks route shares of the tokens if ranks share experts.
     return found / np.where(shared, layouts.tp, 1)
 
 

@@ -43,7 +43,7 @@ def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
     inner = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     if job.stack.name != PARTOOL.name:
         # With head exchange inside a ring, there are groups for the heads and groups for the rings.
-        axes = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // inner, inner, layouts.ep)
+        axes = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // inner, inner, layouts.expert_ranks)
         return Communicators(sum(np.where(ranks > 1, 1, 0) for ranks in axes), 0)
     world, ring = layouts.world, layouts.ring
     stateless = ring | (np.asarray(layouts.zero) == 0)  # each data-parallel rank has a whole copy of the state
@@ -81,7 +81,7 @@ def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
     The group in which tokens travel is counted elsewhere. Tensor ranks that have parts of all experts count the same
     tokens, so each of them counts with the ranks of its own place.
     """
-    tp, ep, cp = layouts.tp, layouts.ep, layouts.cp
+    tp, ep, cp = layouts.tp, layouts.expert_ranks, layouts.cp
     yield np.where(ep > 1, sharers * tp // ep, 1), ep
     own = np.where(ep > 1, tp, 1)
     stride = np.where(ep > 1, 1, tp)

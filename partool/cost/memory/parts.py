@@ -26,14 +26,14 @@ Parts = tuple[States, PassBytes]
 _STATES = tuple(one.name for one in fields(States) if one.name != "host")
 _WORK = tuple(one.name for one in fields(PassBytes))
 _OF_STATES = (
-    "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "chunks", "gpu_fraction", "offload_parameters",
+    "pp", "replicas", "shards", "cp", "tp", "ep", "etp", "zero", "chunks", "gpu_fraction", "offload_parameters",
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
 """Columns that affect the training state, besides those of :func:`_state_case`."""
 _OF_WORK = (
-    "pp", "cp", "tp", "ep", "micro_batch", "chunks", "in_flight", "recompute", "recompute_share", "sequence_method",
-    "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens",
-    "offload_activations", "compiled", "tensor_inner", "sequence_norms",
+    "pp", "cp", "tp", "ep", "etp", "micro_batch", "chunks", "in_flight", "recompute", "recompute_share",
+    "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens",
+    "loss_tile_tokens", "offload_activations", "compiled", "tensor_inner", "sequence_norms",
 )  # fmt: skip
 """Columns that affect the work of passes, besides those of :func:`_work_case`."""
 

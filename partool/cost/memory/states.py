@@ -87,7 +87,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     def sharded(stage: int, only_trained: bool = False) -> Column:
         cut = np.where(zero >= stage, shards, 1)
         with_tensor = np.where((layouts.ep > 1) & (zero >= stage), layouts.tp, 1)
-        experts = np.maximum(1, cut * with_tensor / layouts.ep)
+        experts = np.maximum(1, cut * with_tensor / layouts.expert_ranks)
         common, expert = (sizes.common, sizes.expert) if not only_trained else (sizes.trained, sizes.trained_expert)
         return np.ceil(common / cut) + np.ceil(expert / experts)
 

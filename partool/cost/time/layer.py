@@ -250,9 +250,10 @@ def expert_products(job: TrainingJob, layouts: Layouts, rows: Column) -> list[tu
     if moe is None:
         return []
     local = np.maximum(moe.experts / layouts.ep, 1.0)
-    each = job.load * rows * moe.top_k / local
+    # Ranks that hold parts of the same experts all get these experts' tokens.
+    each = job.load * rows * moe.top_k * layouts.etp / local
     # Experts are sharded by tensor parallelism only where no ranks are dedicated to sharing them.
-    width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, 1, tensor_shares.outer(layouts)))
+    width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, layouts.etp, tensor_shares.outer(layouts)))
     each = np.where(layouts.ep > 1, each / layouts.tp, each)
     return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
 
@@ -322,7 +323,7 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
     if kind.moe and model.moe:
         inner = (model.moe.top_k + model.moe.shared_experts) * tensor_shares.width(model.moe.ffn_hidden, ranks)
         # Tokens are copied into the experts' order, for sending and for the products, then weighted and summed back.
-        stream = stream + 7.0 * model.moe.top_k * model.hidden / layouts.tp
+        stream = stream + 7.0 * model.moe.top_k * layouts.etp * model.hidden / layouts.tp
     else:
         inner = tensor_shares.width(model.ffn_hidden, ranks)
     parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
@@ -345,18 +346,18 @@ def _gap_s(job: TrainingJob) -> float:
 
 
 def _expert_s(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the seconds to send tokens to experts and back; each token goes to ``top_k`` experts."""
+    """Return the seconds to send tokens to experts and back; each token goes to all parts of ``top_k`` experts."""
     if job.model.moe is None:
         return 0.0
     rows = tokens(job, layouts) / layouts.tp
     ranks = collective.axis_group(job, layouts, "ep")
-    visits = job.model.moe.top_k
+    visits = job.model.moe.top_k * layouts.etp
     sent = job.load * rows * visits * job.model.hidden * job.compute_bytes
     if not job.stack.sends_once:
         return 2.0 * collective.all_to_all_s(job, sent, ranks)
     # A token is sent once to each node, however many of its experts are there; this is the expected number of nodes.
     nodes = np.maximum(ranks.domains, 1.0)
-    different = nodes * (1.0 - (1.0 - 1.0 / nodes) ** visits)
+    different = nodes * (1.0 - (1.0 - 1.0 / nodes) ** job.model.moe.top_k)
     return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
 
 

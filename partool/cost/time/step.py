@@ -79,7 +79,7 @@ def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Co
     """Return the number of trained parameters in a rank's optimizer shard; experts are sharded over fewer ranks."""
     shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
-    owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.ep, 1))
+    owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.expert_ranks, 1))
     cut = np.where(layouts.zero > 0, owners, 1.0)
     return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
 

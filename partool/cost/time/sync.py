@@ -182,8 +182,8 @@ def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: 
 def _expert_group(job: TrainingJob, layouts: Layouts) -> RankGroup:
     ranks = layouts.dp * layouts.cp
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
-    size = np.maximum(ranks * with_tensor // np.maximum(layouts.ep, 1), 1)
-    return collective.group(job, size, layouts.tp * layouts.ep)
+    size = np.maximum(ranks * with_tensor // np.maximum(layouts.expert_ranks, 1), 1)
+    return collective.group(job, size, layouts.tp * layouts.expert_ranks)
 
 
 def _wire_bytes(job: TrainingJob) -> tuple[float, float]:

@@ -32,16 +32,17 @@ def _of_stages(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
 def _of_layer(job: TrainingJob, layout: Layout, policy: str) -> int:
     """Return the bytes of one layer and micro-batch: rows and numbers of rows go out, results come back, twice.
 
-    A fully recomputed layer sends rows, numbers and results once more; other policies keep what has arrived.
+    Each part of an expert gets the rows of the whole. A fully recomputed layer sends rows, numbers and results once
+    more; other policies keep what has arrived.
     """
     moe = job.model.moe
     assert moe is not None, "a dense model"
-    others = layout.expert - 1
-    choices = layout.micro_batch * most_tokens(job.model, layout, job.sequence_length) * moe.top_k
-    rows = choices * others // layout.expert
+    ranks, parts = layout.expert_ranks, layout.expert_tensor
+    choices = layout.micro_batch * most_tokens(job.model, layout, job.sequence_length) * moe.top_k * parts
+    rows = choices * (ranks - 1) // ranks
     kept = min(1.0, moe.capacity) if moe.capacity else 1.0
     passes = 3 if policy == "full" else 2
-    numbers = (passes - 1) * _COUNT_BYTES * moe.experts * others // layout.expert
+    numbers = (passes - 1) * _COUNT_BYTES * moe.experts * parts * (ranks - 1) // ranks
     return round(2 * passes * kept * rows) * job.model.hidden * job.compute_bytes + numbers
 
 

@@ -117,7 +117,7 @@ def _network_pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
 def _expert_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives around routed experts.
 
-    Where ranks share whole experts, tensor ranks route different tokens: those of their shard of the norms, or shares
+    Where ranks share experts, tensor ranks route different tokens: those of their shard of the norms, or shares
     of all tokens, whose results are gathered forward, whose inputs' gradients backward. Elsewhere tensor ranks hold
     parts of all experts, and of the shared ones, and exchange the inputs and results of the layer as a pair does,
     without products beside the collectives; the gathered inputs are kept.

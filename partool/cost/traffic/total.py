@@ -99,7 +99,7 @@ def _of_experts(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Zero
     units = sum(job.model.is_moe_layer(layer) for layer in layers)
     elements = units * int(share_columns(job, encode(layout)).layers[True][1])
     trained = elements * _trained_experts(job.model, job.frozen)
-    shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert
+    shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert_ranks
     ring, replicas = (shards - 1) / shards, mesh.dp_replicate
     gathers = 0 if shards == 1 else 1 if zero < 3 else 2 * k
     reductions = 0 if shards == 1 else k if zero >= 2 else 1

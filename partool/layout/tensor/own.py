@@ -219,10 +219,10 @@ def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     """Return the decision for stacked experts, each of which is cut as a feed-forward network is.
 
-    If ranks share experts (expert parallelism), every rank has whole experts.
+    If ranks share experts (expert parallelism), tensor ranks do not cut them.
     """
     if ranks.expert > 1:
-        return _Decision("replicated", why=f"whole experts, of which each of {ranks.expert} ranks holds some")
+        return _Decision("replicated", why=f"experts, which are divided over {ranks.expert} ranks")
     moe = ranks.config.moe
     assert moe is not None, "experts of a model without experts"
     why = "inner widths of every expert"

@@ -23,7 +23,8 @@ def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
     if problem.described is not None:
         return _of_transformers(problem.described.structure)
     ranks = layout.mesh.tp
-    every = gemms(problem.model, tensor=ranks, inner=layout.tensor.inner, expert=layout.expert, tokens=1)
+    inner, expert, parts = layout.tensor.inner, layout.expert, layout.expert_tensor
+    every = gemms(problem.model, tensor=ranks, inner=inner, expert=expert, expert_tensor=parts, tokens=1)
     products = [one for one in every if one.name not in _WIDE]
     odd = [one for one in products if one.n % MULTIPLE or one.k % MULTIPLE]
     if not odd:

@@ -13,7 +13,7 @@ from partool.planner.checks.weights import check_frozen
 from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
-from partool.planner.search import gathers, tiles
+from partool.planner.search import experts, gathers, tiles
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
 
@@ -35,26 +35,6 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
         yield Diagnostic(
             "PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more"
         )
-
-
-def _experts(problem: Problem) -> Iterator[Diagnostic]:
-    expert, moe = problem.spec.parallel.expert, problem.model.moe
-    path = ("parallel", "expert")
-    if expert == "auto":
-        return
-    if expert > 1 and moe is None:
-        message = f"expert: {expert}, but the model has no experts"
-        yield Diagnostic("PT266", message, path=path, help="drop it, or choose a model with experts")
-    elif moe is not None and moe.experts % expert:
-        message = f"{moe.experts} experts cannot be split over expert: {expert}"
-        yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, divisors(moe.experts))}")
-    elif expert > 1 and problem.spec.parallel.data.zero == 0:
-        message = f"expert: {expert} needs ZeRO 1, 2 or 3, and zero is 0"
-        yield Diagnostic("PT266", message, path=path, help="use data: {zero: 1}, which sends as much")
-    elif problem.world_size % expert:
-        message = f"expert: {expert} does not divide the {problem.world_size} devices"
-        legal = [n for n in divisors(problem.world_size) if moe is None or moe.experts % n == 0]
-        yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, legal)}")
 
 
 def _expert_layers(problem: Problem) -> Iterator[Diagnostic]:
@@ -138,7 +118,7 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
-    check_sequence, _experts, _expert_layers, check_frozen, optimizer.check, _recompute, offload.check,
+    check_sequence, experts.check, _expert_layers, check_frozen, optimizer.check, _recompute, offload.check,
     _position, _mesh, gathers.check, tiles.check,
 )  # fmt: skip
 """Rules that each check one size."""

@@ -22,13 +22,19 @@ def expert_reasons(best: Priced) -> Iterator[str]:
     if layout.expert == 1 or job.model.moe is None:
         return
     waits_s = best.terms_s.get(_TERM, 0.0)
-    domains = -(-layout.expert // job.domain)
+    ranks, parts = layout.expert_ranks, layout.expert_tensor
+    domains = -(-ranks // job.domain)
     one, several = ("node", "nodes") if job.domain == job.devices.per_node else ("rack", "racks")
     where = f"inside one {one}" if domains == 1 else f"over {domains} {several}"
+    held = f"{job.model.moe.experts // layout.expert} of a layer's experts"
+    if parts > 1:
+        held = f"one of {parts} parts of {held}"
     yield (
-        f"Experts over {layout.expert} ranks, {where}: each rank holds {job.model.moe.experts // layout.expert} of a "
-        f"layer's experts, and waits {waits_s / best.step_time_s:.1%} of the step for tokens."
+        f"Experts over {ranks} ranks, {where}: each rank holds {held}, and waits "
+        f"{waits_s / best.step_time_s:.1%} of the step for tokens."
     )
+    if parts > 1:
+        yield f"Each token is sent to all {parts} parts of its experts, {parts} times the bytes of whole experts."
     if domains == 1 or job.stack.sends_once:
         return
     levels = time_terms(replace(job, stack=replace(job.stack, sends_once=True)), layout)

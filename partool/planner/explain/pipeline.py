@@ -105,6 +105,7 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
     groups, search, mesh = solution.space.groups, solution.search, best.layout.mesh
     layout = best.layout
     same = (groups.pp == mesh.pp) & (groups.tp == mesh.tp) & (groups.cp == mesh.cp) & (groups.ep == layout.expert)
+    same &= groups.etp == layout.expert_tensor
     same &= (groups.micro_batch == layout.micro_batch) & ((groups.zero == layout.data.zero) | groups.ring)
     same &= (groups.shards == mesh.dp_shard) | groups.ring
     same &= groups.schedule != SCHEDULES.index(layout.pipeline.schedule)
@@ -185,7 +186,11 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
     pipeline = Pipeline(stages=mesh.pp, schedule=name, chunks=chunks, layers=kept)  # type: ignore[arg-type]
     tensor = problem.spec.parallel.tensor.model_copy(update={"degree": mesh.tp})
     other = problem.with_parallel(
-        pipeline=pipeline, micro_batch=layout.micro_batch, tensor=tensor, expert=layout.expert
+        pipeline=pipeline,
+        micro_batch=layout.micro_batch,
+        tensor=tensor,
+        expert=layout.expert,
+        **({"expert_tensor": layout.expert_tensor} if layout.expert > 1 else {}),
     )
     space = build(other)
     groups = space.groups

@@ -41,6 +41,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
         ("Pipeline", parallel.pipeline.stages, mesh.pp, groups.pp),
         ("Sequence", parallel.sequence.degree, mesh.cp, groups.cp),
         ("Expert", parallel.expert, layout.expert, groups.ep),
+        ("Expert tensor", parallel.expert_tensor, layout.expert_tensor, groups.etp),
     ):
         if degree > 1:
             pinned = field != "auto"

@@ -26,7 +26,8 @@ def summary(layout: Layout) -> str:
     if mesh.cp > 1:
         parts.append(f"sequence {mesh.cp} ({layout.sequence.form})")
     if layout.expert > 1:
-        parts.append(f"expert {layout.expert}")
+        cut = f" × {layout.expert_tensor} parts" if layout.expert_tensor > 1 else ""
+        parts.append(f"expert {layout.expert}{cut}")
     parts.append(f"micro-batch {layout.micro_batch} × {layout.derived.accumulation}")
     parts.append(f"recompute {recompute(layout)}")
     parts += [f"{what} in tiles of {tokens}" for what, tokens in _tiles(layout)]

@@ -80,7 +80,10 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
     """
     layout, sequence = plan.layout, plan.training.sequence_length
     tensor = layout.tensor
-    sizes = {"tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "tokens": plan.tokens}
+    sizes = {
+        "tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "expert_tensor": layout.expert_tensor,
+        "tokens": plan.tokens,
+    }  # fmt: skip
     for separate in gemms(plan.model, **sizes, shares=tensor.sequence_norms):
         gemm, pieces = _joined(separate), 1.0
         if gemm.name.startswith("ffn") and layout.tiles.mlp:

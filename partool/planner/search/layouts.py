@@ -142,7 +142,7 @@ def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[floa
 def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
     """Return the key by which layouts of the same speed are sorted, the simplest first."""
     mesh = layout.mesh
-    degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
+    degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert, layout.expert_tensor)
     moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)
     return (
         sum(degree > 1 for degree in degrees),

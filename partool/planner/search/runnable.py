@@ -81,6 +81,7 @@ def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
     yield "tensor with fused collectives", (rows.tp > 1) & (rows.tensor_overlap == OVERLAPS.index("symmetric"))
     yield "tensor in a pipeline", (rows.tp > 1) & (rows.pp > 1)
     yield "expert", rows.ep > 1
+    yield "parts of experts", rows.etp > 1
     yield "tiles of networks", rows.mlp_tile_tokens > 0
     yield "tiles of the loss", rows.loss_tile_tokens > 0
     yield "offload", rows.gpu_fraction < 1

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, RING, Column, Layouts
 from partool.planner.checks.tensor_cuts import cuttable
 from partool.planner.problem import Problem, divisors
+from partool.planner.search.experts import Form
+from partool.planner.search.experts import forms as expert_forms
+from partool.planner.search.experts import shared as can_share
 from partool.planner.search.policies import Policies, policies_of
 from partool.planner.search.runnable import able, nothing_runs
 from partool.planner.search.schedules import Scheduled, schedules
@@ -125,7 +128,7 @@ class Space:
 _UNCUT = "no sequence method cuts the model so"
 _BEATEN = "another sequence method takes less time and no more memory"
 _GROUP_COLUMNS = (
-    "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
+    "pp", "replicas", "shards", "cp", "tp", "ep", "etp", "zero", "micro_batch", "accumulation", "schedule", "chunks",
     "in_flight", "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside",
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
@@ -290,7 +293,7 @@ class _Builder:
             for zero, _ in self._sharing(dp, cp, tp)
         )  # fmt: skip
         shapes = max(1, len(self._forms(tp, cp)))
-        experts, schedules = len(self._experts(dp * cp * tp)), len(self._schedules(pp))
+        experts, schedules = len(self._experts(tp, dp * cp * tp)), len(self._schedules(pp))
         return max(1, len(self._every_form[cp, tp])) * batches * sharing * schedules * experts * shapes
 
     @cached_property
@@ -336,19 +339,15 @@ class _Builder:
     def _schedules(self, pp: int) -> tuple[Scheduled, ...]:
         return schedules(self.problem, pp)
 
-    def _experts(self, ranks: int) -> list[int]:
-        """Return the degrees of expert parallelism to try; each divides ``ranks``, the ranks of a stage."""
-        pinned, moe = self.problem.spec.parallel.expert, self.problem.model.moe
-        if pinned != "auto":
-            return [pinned] if ranks % pinned == 0 else []
-        if moe is None:
-            return [1]
-        found = [n for n in divisors(moe.experts) if ranks % n == 0]
-        return [n for n in found if _power(n)] if self.coarse else found
+    def _experts(self, tp: int, ranks: int) -> list[Form]:
+        """Return the forms of expert parallelism to try; the ranks of each divide ``ranks``, the ranks of a stage."""
+        found = expert_forms(self.problem, tp, ranks)
+        pinned = self.problem.spec.parallel.expert != "auto"
+        return [form for form in found if pinned or all(map(_power, form))] if self.coarse else found
 
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with one row for each name in :data:`_GROUP_COLUMNS`."""
-        sequences, experts = self._best_forms[cp, tp], self._experts(dp * cp * tp)
+        sequences, experts = self._best_forms[cp, tp], self._experts(tp, dp * cp * tp)
         sharing = self._sharing(dp, cp, tp)
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
         lists = (sequences, experts, sharing, schedules, batches, self._forms(tp, cp))
@@ -368,7 +367,7 @@ class _Builder:
         same = np.ones_like(micro)
         block = np.stack(
             [
-                pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, np.array(experts)[index[1]],
+                pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, *np.array(experts)[index[1]].T,
                 shared[:, 0], micro, share // micro, *scheduled.T, *sequence.T, *shape.T,
             ]
         )  # fmt: skip
@@ -377,8 +376,7 @@ class _Builder:
         whole = takes[index[3], index[4]]
         # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.
         whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
-        # Ranks with the same experts share these experts' state; copies of it are those of the other parameters.
-        fits = (block[5] == 1) | ((shared[:, 0] > 0) & (shared[:, 1] * cp * tp % block[5] == 0))
+        fits = can_share(shared[:, 1] * cp * tp, shared[:, 0], block[5] * block[6])
         self._count_out("experts do not divide over the ranks of a copy of the state", shared[~fits, 0])
         self._count_out(
             "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor or sequence parallelism",

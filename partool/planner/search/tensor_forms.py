@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost import tensor_shares
 from partool.cost.case import OVERLAPS, Layouts
 from partool.cost.kinds import kinds
 from partool.cost.repeats import codes, distinct
 from partool.cost.time.layer import layer
 from partool.cost.time.tensor import layer_seconds
 from partool.cost.traffic.tensor import halves_passes
+from partool.layout.mesh import all_have_rows
 from partool.layout.tensor import head_ranges
 from partool.planner.problem import Problem, divisors
 from partool.planner.search.cost_job import cost_job
@@ -116,7 +116,7 @@ def busy(model: ModelConfig, ranks: int) -> bool:
     """Return True if every tensor rank has at least one head and a part of every inner width."""
     heads = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
     sizes = [*(width for _, width in inner_widths(model)), model.vocab]
-    return heads.idle == 0 and all(tensor_shares.width(size, ranks) * (ranks - 1) < size for size in sizes)
+    return heads.idle == 0 and all(all_have_rows(size, ranks) for size in sizes)
 
 
 def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:

@@ -266,7 +266,7 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _expert_mesh(ranks: Ranks) -> DeviceMesh | None:
-    """Return the mesh of :func:`_mesh` for the ranks with the same experts; None if ranks share no whole experts."""
+    """Return the mesh of :func:`_mesh` for the ranks with the same experts; None if ranks share no experts."""
     shard, replicate = ranks.expert_shard, ranks.expert_replicate
     return None if shard is None or replicate is None else _mesh_over(ranks, shard, replicate)
 

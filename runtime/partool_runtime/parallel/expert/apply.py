@@ -12,8 +12,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from partool.layout.mesh import shard_rows
+from partool.layout.tensor import Range
 from partool.plan.types import Plan
-from partool_runtime.mesh import Ranks
+from partool_runtime.mesh import MeshAxis, Ranks
 from partool_runtime.model import Block, Decoder, DecoderParts
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.parallel.comm import EXPERT
@@ -27,8 +28,9 @@ from partool_runtime.placement import Placement
 def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read: Read) -> None:
     """Cut the layers of experts to this rank's share, in place, after tensor parallelism has cut the other layers.
 
-    If ranks share whole experts (``parallel.expert``), each holds consecutive experts of every layer, and tensor ranks
-    divide their tokens. Otherwise tensor ranks hold parts of the inner widths of every expert.
+    If ranks share experts (``parallel.expert``), each holds consecutive experts of every layer, or a part of the inner
+    widths of each (``parallel.expert_tensor``), and tensor ranks divide their tokens. Otherwise tensor ranks hold parts
+    of the inner widths of every expert.
     """
     layers = {number: block.moe for number, block in model.blocks() if isinstance(block, Block) and block.moe}
     expert = ranks.expert
@@ -44,24 +46,48 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
     assert group is not None, "one rank has no group"
     held = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
     tokens_of = tuple(len(held[rank % len(held)]) for rank in expert.mine)
-    exchange = ExpertTeam(group.group_name, expert.place, tokens_of, read)
+    parts = plan.layout.expert_tensor
+    exchange = ExpertTeam(group.group_name, expert.place, tokens_of, read, parts)
     for number, layer in layers.items():
-        _place(model, f"layers.{number}.moe", layer, expert.place, expert.size)
+        _place(model, f"layers.{number}.moe", layer, expert, parts)
         hook(layer, "routed", routed, layer, exchange)
 
 
-def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, place: int, ranks: int) -> None:
-    """Give the experts' matrices the rows of this rank's experts, and record their places in the model."""
+def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, axis: MeshAxis, parts: int) -> None:
+    """Give the experts' matrices this rank's experts, or its part of their widths, and record their places."""
     placements = dict(model.placements)
     for leaf, stacked in layer.experts.stacked():
-        rows, columns = stacked.weight.shape
-        each = rows // ranks
-        part = torch.empty(each, columns, dtype=stacked.weight.dtype, device=stacked.weight.device)
+        placement = _placement(leaf, stacked.weight.shape, layer.number, axis, parts)
+        part = torch.empty(placement.local_shape, dtype=stacked.weight.dtype, device=stacked.weight.device)
         stacked.weight = nn.Parameter(part, requires_grad=stacked.weight.requires_grad)
         full = f"{name}.experts.{leaf}.weight"
-        placements[full] = Placement((rows, columns), (((place * each, (place + 1) * each),), ((0, columns),)))
+        placements[full] = placement
         model.copies -= {full}
     model.placements = MappingProxyType(placements)
+
+
+def _placement(leaf: str, shape: torch.Size, experts: int, axis: MeshAxis, parts: int) -> Placement:
+    """Return the place of a rank's part of a layer's stacked matrices, which have ``shape``.
+
+    ``parts`` neighbours hold consecutive ranges of the inner widths, the columns of ``down``, of the same experts.
+    """
+    rows, columns = shape
+    place, part = divmod(axis.place, parts)
+    here = experts * parts // axis.size
+    each = rows // experts
+    first = place * here * each
+    held: tuple[Range, ...] = ((first, first + here * each),)
+    if leaf == "down":
+        return Placement((rows, columns), (held, (_bounds(columns, parts, part),)))
+    if parts > 1:
+        start, stop = _bounds(each, parts, part)
+        held = tuple((at + start, at + stop) for at in range(first, first + here * each, each))
+    return Placement((rows, columns), (held, ((0, columns),)))
+
+
+def _bounds(size: int, parts: int, part: int) -> Range:
+    rows = shard_rows(size, parts, part)
+    return rows.start, rows.stop
 
 
 def _hook_widths(layer: MixtureOfExperts, team: Team) -> None:

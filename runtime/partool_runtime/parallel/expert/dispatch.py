@@ -1,8 +1,10 @@
 """Sends tokens to the ranks that hold their experts, and the experts' results back (GShard, arXiv 2006.16668).
 
-Each rank holds the same number of consecutive experts. First the ranks exchange how many rows they will send, then the
-rows, sorted by expert; both are all-to-alls of the ranks that share the experts. Every rank takes part, even without
-tokens, or with experts that no token chose.
+Each rank holds the same number of consecutive experts, or neighbouring ranks hold one part each of their inner widths.
+As an expert works on each inner element alone, its result is the sum of its parts' results: a part is treated as an
+expert of its own, which gets the same tokens with the same weights as the others. First the ranks exchange how many
+rows they will send, then the rows, sorted by expert; both are all-to-alls of the ranks that share the experts. Every
+rank takes part, even without tokens, or with experts that no token chose.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class ExpertTeam:
     tokens: tuple[int, ...]
     """Number of tokens of a sequence that each rank routes."""
     read: Read
+    parts: int = 1
+    """Number of neighbouring ranks that hold parts of the same experts."""
 
     @property
     def ranks(self) -> int:
@@ -74,8 +78,9 @@ def routed(
     layer: MixtureOfExperts, team: ExpertTeam, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute :meth:`MixtureOfExperts.routed` with experts on several ranks; ``beside`` runs while rows travel."""
-    routing = route(choices.experts, layer.number)
-    here = layer.number // team.ranks
+    choices, number = _of_parts(choices, layer.number, team), layer.number * team.parts
+    routing = route(choices.experts, number)
+    here = number // team.ranks
     sent_E = routing.counts
     received_E = finished(start_exchange(sent_E, [here] * team.ranks, [here] * team.ranks, team.group_name), EXPERT)
     totals = torch.stack([sent_E, received_E]).view(2, team.ranks, here).sum(dim=-1)
@@ -90,6 +95,21 @@ def routed(
     if dropped := choices.experts.numel() - len(returned_RH):
         returned_RH = F.pad(returned_RH, (0, 0, 0, dropped))
     return unpermute(returned_RH, routing, choices.weights), other
+
+
+def _of_parts(choices: Choices, number: int, team: ExpertTeam) -> Choices:
+    """Return the choices of experts' parts: each of ``number`` experts is chosen with all of its parts.
+
+    Parts are numbered by rank, as experts are: first one part of each of a few experts, then the next part of these.
+    """
+    if team.parts == 1:
+        return choices
+    here = number * team.parts // team.ranks
+    experts_TK1 = choices.experts[..., None]
+    first_TK1 = experts_TK1 // here * team.parts * here + experts_TK1 % here
+    every_TKP = first_TK1 + here * torch.arange(team.parts, device=first_TK1.device)
+    parts_TKP = torch.where(experts_TK1 < 0, experts_TK1, every_TKP)
+    return Choices(parts_TKP.flatten(1), choices.weights.repeat_interleave(team.parts, dim=1))
 
 
 def _by_expert(counts_E: torch.Tensor, here: int, rows: int) -> Routing:

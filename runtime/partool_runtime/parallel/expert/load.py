@@ -252,7 +252,7 @@ class ExpertLoads:
 
 
 def _scopes(plan: Plan, moe: Moe, ranks: Ranks) -> Scopes:
-    """Return the scopes of a plan's layers; tensor ranks share tokens only if whole experts are shared."""
+    """Return the scopes of a plan's layers; tensor ranks share tokens only if ranks share experts."""
     mesh = plan.layout.mesh
     copies = 1 if plan.layout.expert > 1 else mesh.tp
 

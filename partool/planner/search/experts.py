@@ -1,0 +1,118 @@
+"""Numbers of ranks that share experts, and of ranks that hold parts of each: those to try, and rules about pinned ones.
+
+A *form* is (``parallel.expert``, ``parallel.expert_tensor``); with one rank that shares experts, the form is (1, 1) and
+tensor ranks cut the inner width of each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.cost.case import Column
+from partool.diagnostics.record import Diagnostic
+from partool.layout.mesh import all_have_rows
+from partool.planner.problem import Problem, divisors, nearest
+
+Form = tuple[int, int]
+
+
+def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
+    """Return the forms to try on ``tensor`` tensor ranks; the product of each divides ``ranks``, those of a stage.
+
+    If the spec leaves the number of parts open, experts are whole unless each rank has a single one: each row travels
+    to all parts, so that parts cost more than further ranks with other experts.
+    """
+    parallel, moe = problem.spec.parallel, problem.model.moe
+    pinned, parts = parallel.expert, parallel.expert_tensor
+    degrees = [pinned] if pinned != "auto" else divisors(1 if moe is None else moe.experts)
+    found = []
+    for expert in degrees:
+        if expert == 1:
+            found += [(1, 1)] if moe is None or parts in ("auto", tensor) else []
+        elif parts != "auto":
+            found.append((expert, parts))
+        elif moe is not None and expert == moe.experts:
+            found += [(expert, n) for n in divisors(moe.ffn_hidden) if n == 1 or expert * n <= problem.domain]
+        else:
+            found.append((expert, 1))
+    return [form for form in found if ranks % prod(form) == 0]
+
+
+def shared(sharers: Column, zero: Column, ranks: Column) -> NDArray[np.bool_]:
+    """Return a mask of layouts in which ``ranks`` ranks can share experts, of ``sharers`` with one copy of the state.
+
+    Ranks with the same experts share these experts' state; its copies are those of the other parameters.
+    """
+    found: NDArray[np.bool_] = np.asarray((ranks == 1) | ((zero > 0) & (sharers % ranks == 0)))
+    return found
+
+
+def check(problem: Problem) -> Iterator[Diagnostic]:
+    """Yield a finding if the spec sets numbers of ranks that cannot share the model's experts, or parts of them."""
+    found = next(_of_model(problem), None) or next(_of_ranks(problem), None)
+    if found is not None:
+        name, message, help = found
+        yield Diagnostic("PT266", message, path=("parallel", name), help=help)
+
+
+Finding = tuple[str, str, str]
+"""Name of the field, message and help."""
+
+
+def _of_model(problem: Problem) -> Iterator[Finding]:
+    """Yield findings about the number of experts and their width."""
+    parallel, moe = problem.spec.parallel, problem.model.moe
+    for name, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+        if size not in ("auto", 1) and moe is None:
+            yield name, f"{name}: {size}, but the model has no experts", "drop it, or choose a model with experts"
+    expert, parts = parallel.expert, parallel.expert_tensor
+    if moe is None:
+        return
+    if expert != "auto" and moe.experts % expert:
+        message = f"{moe.experts} experts cannot be split over expert: {expert}"
+        yield "expert", message, f"use {nearest(expert, divisors(moe.experts))}"
+    if parts != "auto" and not all_have_rows(moe.ffn_hidden, parts):
+        message = f"expert_tensor: {parts} leaves ranks without a part of an expert's inner width of {moe.ffn_hidden}"
+        yield "expert_tensor", message, f"use {nearest(parts, divisors(moe.ffn_hidden))}"
+
+
+def _of_ranks(problem: Problem) -> Iterator[Finding]:
+    """Yield findings about the ranks that there are for the experts."""
+    parallel, moe, tensor = problem.spec.parallel, problem.model.moe, problem.tensor_degree
+    expert, parts = parallel.expert, parallel.expert_tensor
+    if expert not in ("auto", 1) and parallel.data.zero == 0:
+        message = f"expert: {expert} needs ZeRO 1, 2 or 3, and zero is 0"
+        yield "expert", message, "use data: {zero: 1}, which sends as much"
+    if expert == 1 and moe is not None and "auto" not in (parts, tensor) and parts != tensor:
+        message = f"with expert: 1 the {tensor} tensor ranks hold the parts of experts, and expert_tensor is {parts}"
+        yield "expert_tensor", message, f"use {tensor}, or expert: 2 or more"
+    ranks, words = _sharers(problem)
+    shared = 1 if expert == "auto" else expert
+    cut = 1 if parts == "auto" else parts
+    if ranks % shared:
+        legal = [n for n in divisors(ranks) if moe is None or moe.experts % n == 0]
+        yield "expert", f"expert: {expert} does not divide {words}", f"use {nearest(shared, legal)}"
+    elif ranks % (shared * cut):
+        product = f"expert: {shared} × expert_tensor: {cut} = {shared * cut}"
+        name = product if shared > 1 else f"expert_tensor: {cut}"
+        legal = divisors(ranks // shared)
+        yield "expert_tensor", f"{name} does not divide {words}", f"use {nearest(cut, legal)}"
+
+
+def _sharers(problem: Problem) -> tuple[int, str]:
+    """Return the number of ranks over which the spec lets experts be spread, with words for these ranks."""
+    world, pinned = problem.world_size, problem.pinned_degrees
+    shard, tensor, sequence = problem.spec.parallel.data.shard, pinned.get("tensor"), pinned.get("sequence.degree")
+    stages = pinned.get("pipeline.stages", 1)
+    if world % prod(pinned.values()):  # another rule's finding
+        return world, f"the {world} devices"
+    if shard != "auto" and tensor and sequence and world % (shard * prod(pinned.values())) == 0:
+        ranks = shard * tensor * sequence
+        return ranks, f"the {ranks} ranks that share one copy of the training state"
+    if stages > 1:
+        return world // stages, f"the {world // stages} devices of a pipeline stage"
+    return world, f"the {world} devices"
