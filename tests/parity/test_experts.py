@@ -100,7 +100,17 @@ def further_cases(text: Path) -> Cases:
         for expert in (1, 2, 4):
             longer = make(Mesh(dp_shard=4), settings=settings | {"steps": 5}, expert=expert)
             found[f"five steps zero-{zero} expert {expert}"] = (longer, "five steps")
+        # Ranks that hold the same halves of experts share their state.
+        for title, mesh, fields in (
+            ("tp", Mesh(dp_shard=4, tp=2), {}),
+            ("replicas", Mesh(dp_replicate=2, dp_shard=2, tp=2), {}),
+            ("1f1b tp shares", Mesh(dp_shard=2, pp=2, tp=2), {"schedule": "1f1b", "stages": HALVES} | NORMS),
+        ):
+            halves = make(mesh, settings=settings, expert=2, expert_tensor=2, **fields)
+            found[f"eight {title} zero-{zero} halves of experts"] = (halves, "mixed")
     for policy in ("attention", "selective", "keep_attention", "full"):
+        halves = make(Mesh(cp=2, tp=2), expert=2, expert_tensor=2, recompute=policy, **RING)
+        found[f"recompute {policy} halves of experts"] = (halves, "mixed")
         found[f"recompute {policy}"] = (make(Mesh(dp_shard=2, tp=2), expert=4, recompute=policy, **NORMS), "mixed")
         found[f"recompute {policy} limited"] = (
             make(Mesh(cp=2, tp=2), model=LIMITED, expert=2, recompute=policy, **RING),

@@ -93,6 +93,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         "mlp_tile_tokens": draw(st.integers(0, 9)), "loss_tile_tokens": draw(st.integers(0, 9)),
         "offload_optimizer": optimizer, "offload_parameters": draw(TIERS),
         "offload_activations": draw(st.sampled_from(("none", "cpu"))), "expert": draw(st.integers(1, 9)),
+        "expert_tensor": draw(st.integers(1, 9)),
         "in_flight": draw(st.integers(0, 9)), "schedule": schedule, "chunks": chunks, "mesh": mesh,
         "gpu_fraction": 1.0 if optimizer == "none" else draw(st.floats(0.0, 0.99)),
         "speculate": draw(st.sampled_from((False, True, "undo"))), "undo_gib": draw(st.floats(0.0, 9.0)),

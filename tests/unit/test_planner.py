@@ -83,6 +83,7 @@ def specs(draw: st.DrawFn) -> Spec:
             "pipeline": {"stages": draw(degrees), "schedule": draw(st.sampled_from(["auto", "1f1b", "interleaved"]))},
             "sequence": {"degree": draw(degrees)},
             "expert": draw(degrees),
+            "expert_tensor": draw(st.sampled_from(["auto", "auto", "auto", 1, 2])),
             "offload": {"optimizer": draw(st.sampled_from(["auto", "none", "cpu"]))},
             "recompute": draw(st.sampled_from(["auto", "none", "selective", "full", ["none", "full"]])),
             "micro_batch": draw(st.sampled_from(["auto", "auto", 1, 2, 5])),

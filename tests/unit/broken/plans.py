@@ -54,6 +54,7 @@ EDITS: list[tuple[str, dict[str, Any], str]] = [
     ("accelerate #1463: nvme, but nowhere to write", {
         "layout.offload.optimizer": "nvme", "layout.offload.gpu_fraction": 0.0,
     }, "names no dir for files"),
+    ("parts of experts without expert parallelism", {"layout.expert_tensor": 2}, "expert_tensor is 2 with expert: 1"),
     ("experts of a model that has none", {"layout.expert": 2}, "the model has no experts"),
     (
         "a plan that cannot run, made runnable by hand",
