@@ -85,7 +85,9 @@ CASES = {
         "tensor: 2, sequence: 1, expert: 2, pipeline: {stages: 2, schedule: zb-v, layers: [2, 2, 2, 2]}, "
         "data: {zero: 1}"
     ),
-    "experts of tensor ranks": f"{ALONE.replace('tensor: 1', 'tensor: 2')}, expert: 4, data: {{zero: 3}}",
+    "experts of tensor ranks": (
+        f"{ALONE.replace('tensor: 1', 'tensor: 2')}, expert: 2, expert_tensor: 2, data: {{zero: 3}}"
+    ),
 }  # fmt: skip
 EXPERTS = (
     ", moe: {experts: 4, top_k: 2, ffn_hidden: 12, shared_experts: 1, first_dense_layers: 6, routing: balanced, "
