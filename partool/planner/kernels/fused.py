@@ -20,8 +20,8 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
     that such norms need.
 
     With ``auto`` the fused parts are the loss and, if some blocks are not compiled (layers of experts never are), all
-    parts of a block that apply. A fused loss computes its gradients at once. The optimizer's update is left to torch's fused kernel, which moves as few
-    bytes as partool's kernel.
+    parts of a block that apply. A fused loss computes its gradients at once. The optimizer's update is left to torch's
+    fused kernel, which moves as few bytes as partool's kernel.
     """
     pinned = problem.spec.kernels.fused
     left = WHOLE_WIDTH if inner > 1 else ()
