@@ -49,16 +49,17 @@ def command(
     if html is not None:
         from partool.report.html_run import render_run_html
 
-        write_or_exit(render_run_html(plan, found.id, summary, comparison, note, status=status), html)
+        shown = render_run_html(plan, found.id, summary, comparison, note, status=status, loads=loads)
+        write_or_exit(shown, html)
     if timeline is not None and comparison is not None:
         write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
     if output == "json":
-        shown = comparison_data(comparison) if comparison is not None else None
+        pipeline_data = comparison_data(comparison) if comparison is not None else None
         data = {
             "run": found.id,
             "state": status.state if status is not None else None,
             "summary": summary,
-            "pipeline": shown,
+            "pipeline": pipeline_data,
             "experts": loads or None,
             "note": note or None,
         }

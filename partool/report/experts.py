@@ -32,25 +32,43 @@ def _events(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from (event["data"] for event in last_events(log) if event["kind"] == "experts")
 
 
+def load_table(layers: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings of the loads' table, and the cells of each layer's row."""
+    biased = any(layer["bias"] is not None for layer in layers)
+    heads = ["layer", "busiest", "idlest", "unused", "dropped", "entropy", *(["bias"] if biased else [])]
+    return heads, [_cells(layer, biased=biased) for layer in layers]
+
+
+def _cells(layer: dict[str, Any], *, biased: bool) -> list[str]:
+    cells = [
+        str(layer["layer"]), f"{layer['imbalance']:.2f} ×", f"{min(shares(layer)):.2f} ×",
+        str(layer["tokens"].count(0)), f"{layer['dropped']:.1%}", f"{layer['entropy']:.2f}",
+    ]  # fmt: skip
+    low, high = layer["bias"] or (0.0, 0.0)
+    return [*cells, f"{low:+.3g} to {high:+.3g}"] if biased else cells
+
+
+def shares(layer: dict[str, Any]) -> list[float]:
+    """Return the tokens of each expert of a layer as multiples of the mean expert's."""
+    mean = max(sum(layer["tokens"]), 1) / len(layer["tokens"])
+    return [tokens / mean for tokens in layer["tokens"]]
+
+
+def load_title(layers: Sequence[dict[str, Any]]) -> str:
+    """Return the title of the loads' table."""
+    return f"Experts at step {layers[-1]['step']}: tokens as multiples of the mean expert's"
+
+
 def render_expert_loads(layers: Sequence[dict[str, Any]], console: Console) -> None:
     """Print the loads as a table; nothing if there are none."""
     if not layers:
         return
+    heads, rows = load_table(layers)
     table = Table(box=None, pad_edge=False)
-    heads = ("layer", "busiest", "idlest", "unused", "dropped", "entropy")
-    biased = any(layer["bias"] is not None for layer in layers)
-    for at, name in enumerate((*heads, "bias") if biased else heads):
+    for at, name in enumerate(heads):
         table.add_column(name, justify="right" if at else "left", header_style="dim")
-    for layer in layers:
-        mean = max(sum(layer["tokens"]), 1) / len(layer["tokens"])
-        cells = [
-            str(layer["layer"]), f"{layer['imbalance']:.2f} ×", f"{min(layer['tokens']) / mean:.2f} ×",
-            str(layer["tokens"].count(0)), f"{layer['dropped']:.1%}", f"{layer['entropy']:.2f}",
-        ]  # fmt: skip
-        if biased:
-            low, high = layer["bias"] or (0.0, 0.0)
-            cells.append(f"{low:+.3g} to {high:+.3g}")
+    for cells in rows:
         table.add_row(*cells)
-    console.print(Text(f"Experts at step {layers[-1]['step']}: tokens as multiples of the mean expert's", "bold"))
+    console.print(Text(load_title(layers), "bold"))
     console.print(table)
     console.print()

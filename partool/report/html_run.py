@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.executed import Comparison
+from partool.report.experts import load_table, load_title, shares
 from partool.report.html import page
+from partool.report.html_svg import Picture, tag, text
 from partool.report.html_timeline import drawing_view, page_windows
 from partool.report.run import (
     headline,
@@ -26,6 +29,11 @@ from partool.report.run import (
     term_rows,
 )
 
+_FULL = 2
+"""Tokens of an expert, as multiples of the mean expert's, from which on its colour is full."""
+_EDGED = 64
+"""Number of experts up to which gaps between their rectangles can be seen."""
+
 
 def render_run_html(
     plan: Plan,
@@ -35,8 +43,12 @@ def render_run_html(
     note: str,
     *,
     status: RunStatus | None = None,
+    loads: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """Return the page of a run; ``note`` says why the page has no timeline. ``status`` is None if it is not known."""
+    """Return the page of a run, with the ``loads`` of its experts.
+
+    ``note`` says why the page has no timeline; ``status`` is None if this machine does not know it.
+    """
     return page(
         "run.html.jinja",
         plan=plan,
@@ -46,9 +58,37 @@ def render_run_html(
         stale_terms=stale_terms(status),
         slow_words=slow_words(summary),
         terms=term_rows(summary) if summary is not None else [],
+        experts=_experts(loads) if loads else None,
         pipeline=_pipeline(found) if found is not None else None,
         note=note,
     )
+
+
+def _experts(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    heads, rows = load_table(loads)
+    return {
+        "title": load_title(loads),
+        "full": _FULL,
+        "heads": heads,
+        "rows": [(cells, _strip(layer)) for cells, layer in zip(rows, loads, strict=True)],
+    }
+
+
+def _strip(layer: dict[str, Any]) -> str:
+    """Return the SVG of a layer's experts side by side, the busier the darker."""
+    found = shares(layer)
+    width = 1000.0 / len(found)
+    name = f"layer {layer['layer']}"
+    said = f"{len(found)} experts, {min(found):.2f} to {max(found):.2f} times the mean"
+    picture = Picture(1000, 24, f"Tokens of the experts of {name}", said, preserveAspectRatio="none", class_="bar")
+    edges = {"style": "stroke: none"} if len(found) > _EDGED else {}
+    for at, share in enumerate(found):
+        words = tag("title", text(f"expert {at}: {share:.2f} ×"))
+        opacity = min(share / _FULL, 1.0)
+        picture.add(
+            "rect", words, class_="c0", x=at * width, y=0, width=width, height=24, fill_opacity=opacity, **edges
+        )
+    return picture.markup(f"experts-{layer['layer']}")
 
 
 def _pipeline(found: Comparison) -> dict[str, Any]:

@@ -7,9 +7,18 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from planned import plan_of
 from rich.console import Console
 
 from partool.report.experts import expert_loads, render_expert_loads
+from partool.report.html_run import render_run_html
+
+SPEC = """
+model: {layers: 2, hidden: 32, heads: 2, vocab: 256, max_position: 64, moe: {experts: 4, top_k: 2, ffn_hidden: 16}}
+hardware: {accelerator: cpu, per_node: 1}
+data: {source: python-stdlib}
+training: {steps: 2, global_batch: 1, sequence_length: 16, precision: fp32}
+"""
 
 
 def layer(number: int, tokens: list[int], **fields: Any) -> dict[str, Any]:
@@ -43,3 +52,14 @@ def test_a_dense_run_has_no_table(tmp_path: Path) -> None:
     text = StringIO()
     render_expert_loads(expert_loads(tmp_path), Console(file=text))
     assert text.getvalue() == ""
+
+
+def test_the_page_shows_each_expert(tmp_path: Path) -> None:
+    write(tmp_path, 0, 20, [layer(1, [6, 2, 0, 0]), layer(2, [2, 2, 2, 2])])
+    plan = plan_of(SPEC)
+    page = render_run_html(plan, "run", None, None, "no pipeline", loads=expert_loads(tmp_path))
+    assert page.count("<title>expert ") == 2 * 4
+    assert "<title>expert 1: 1.00 ×</title>" in page
+    assert "4 experts, 0.00 to 3.00 times the mean" in page
+    assert 'fill-opacity="0.5"' in page
+    assert "Load of experts" not in render_run_html(plan, "run", None, None, "no pipeline")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_runtime_experts import observed
 
 from partool.catalog.huggingface import convert
+from partool.catalog.lookup import table
 from partool.spec.model import Mla, ModelConfig, Moe, Weights
 from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.errors import ConfigurationError
@@ -325,3 +326,15 @@ def test_selection_biases_stay_exact(tmp_path: Path) -> None:
     state = load_whole(tmp_path, torch.bfloat16)
     assert torch.equal(state[name], model.state_dict()[name])
     assert {tensor.dtype for other, tensor in state.items() if other != name} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("deepseek-v3", "DeepseekV3"), ("mixtral-8x7b", "Mixtral")])
+def test_routers_of_presets_are_those_of_transformers(name: str, kind: str) -> None:
+    """The defaults of these two configuration classes are the published models; the loss is not part of them."""
+    config = getattr(transformers, f"{kind}Config")().to_dict() | {"architectures": [f"{kind}ForCausalLM"]}
+    read, _ = convert(config)
+    assert read is not None
+    preset = table("models")[name]["fields"]
+    unrouted = {"aux_loss": 0.0}
+    assert Moe(**preset["moe"]).model_copy(update=unrouted) == Moe(**read["moe"]).model_copy(update=unrouted)
+    assert preset.get("mla") == read.get("mla")

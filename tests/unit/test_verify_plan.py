@@ -306,3 +306,24 @@ def test_models_of_transformers_are_executed_for_gpus(spec: Path, command: Calla
     assert "All 2 ranks executed" in done.output
     again = command("plan", str(spec), "--verify", "--check")
     assert again.exit_code == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(170)
+def test_experts_on_more_ranks_than_are_executed(spec: Path, command: Callable[..., Done]) -> None:
+    """Of 16 ranks, each stage's first and last tensor rank run, and two ranks that exchange tokens with each other."""
+    moe = "{experts: 8, top_k: 2, ffn_hidden: 48, shared_experts: 1, first_dense_layers: 1}"
+    text = SPEC.replace("ffn_hidden: 96", f"ffn_hidden: 96, moe: {moe}").replace(
+        "nodes: 1, per_node: 4", "per_node: 16"
+    )
+    spec.write_text(
+        text.replace("pipeline: 2}", "pipeline: 2, expert: 8}").replace("global_batch: 8", "global_batch: 16")
+    )
+    out = spec.with_name("plan.json")
+    done = command("plan", str(spec), "--verify", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    found = Plan.from_json(out.read_text()).verification
+    assert found is not None
+    assert not found.findings
+    assert {rank.pipeline_rank for rank in found.ranks} == {0, 1}
+    assert 4 <= len(found.ranks) < 16
