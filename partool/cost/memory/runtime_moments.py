@@ -191,7 +191,7 @@ class _Pass:
         root, everything, coming = step.state.root_elements, step.state.gathered / step.small, self._next_elements
         saved, working = self.saved - done.of_norm, done.at_work
         lone = step.stage3 & ((coming == 0) | (step.ahead == 0))
-        if lone.any():
+        if np.any(lone):
             # The layer's message is there until it is copied out; no message follows.
             own = np.where(root > 0, done.stream, 0.0) + done.handed
             yield step.moment(
@@ -228,11 +228,11 @@ class _Pass:
     def _of_first_layer(self) -> Iterator[Moment]:
         step, done, state = self.step, self.step.done, self.step.state
         layer, first, root = state.layer_elements, self._input_elements, state.root_elements
-        working = done.at_work
+        working, reduced = done.at_work, np.where(done.of_stage > 1, step.reduction(layer), 0.0)
         yield step.moment(
             "first layer", step.message(first), gathered=step.gathered(root + layer, first, root + layer + first),
             gradients=self._gradients(layer + first + root), activations=self._others + done.of_layer + working,
-            loss=done.loss_after, communication=np.where(done.of_stage > 1, step.reduction(layer), 0.0), working=working,
+            loss=done.loss_after, communication=reduced, working=working,
         )  # fmt: skip
 
     def _of_ends(self) -> Iterator[Moment]:

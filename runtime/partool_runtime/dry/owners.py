@@ -55,11 +55,11 @@ def loss_known(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
     def known(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         total = loss(hidden, *args, **kwargs)
-        ahead = [total.grad_fn]
+        ahead: list[Any] = [total.grad_fn]
         while ahead:
             node = ahead.pop()
-            if node is not None and node is not hidden.grad_fn and _TERM not in node.metadata:
-                node.metadata[_TERM] = "loss"
+            if node is not None and node is not hidden.grad_fn and _TERM not in _metadata(node):
+                _metadata(node)[_TERM] = "loss"
                 ahead.extend(following for following, _ in node.next_functions)
         return total
 
@@ -88,8 +88,13 @@ def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
 
 
 def _of_node() -> str:
-    node = torch._C._current_autograd_node()
-    return "working" if node is None else node.metadata.get(_TERM, "working")
+    node: Any = torch._C._current_autograd_node()
+    return "working" if node is None else _metadata(node).get(_TERM, "working")
+
+
+def _metadata(node: Any) -> dict[str, str]:
+    found: dict[str, str] = node.metadata  # torch's annotations take this property for a method
+    return found
 
 
 def _term(code: CodeType) -> str:

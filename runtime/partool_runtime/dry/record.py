@@ -83,7 +83,8 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _takes_lists(func):
             _check_lists(name, args)
         if name == "wait_tensor":
-            # The operator returns its argument; its implementation for fake tensors would make another tensor.
+            # The operator returns its argument; its implementation for fake tensors makes another tensor.
+            func(*args, **(kwargs or {}))
             return args[0]
         if func._schema.name in _EXCHANGING:
             with self:
