@@ -120,6 +120,7 @@ def test_a_failing_rank(login: Login) -> None:
     assert "srun: error: node1: task 0: Exited with exit code 78" in login.partool("logs", run.id).stderr
 
 
+@pytest.mark.long
 def test_an_array(login: Login) -> None:
     spec = login.folder / "sweep.yaml"
     spec.write_text(

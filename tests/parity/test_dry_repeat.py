@@ -11,7 +11,7 @@ from pathlib import Path
 import _dry_repeat
 import pytest
 
-OFTEN = ("layers: 1f1b, micro-batches", "unequal")
+OFTEN = ("layers: 1f1b, micro-batches",)
 GPUS = [name for name, case in _dry_repeat.CASES.items() if case.accelerator != "cpu" and name not in OFTEN]
 CPUS = [name for name, case in _dry_repeat.CASES.items() if case.accelerator == "cpu"]
 PARTS = {"GPUs, 1": GPUS[::3], "GPUs, 2": GPUS[1::3], "GPUs, 3": [*GPUS[2::3], "mixed"], "CPUs": CPUS}
@@ -29,7 +29,7 @@ def check(names: Sequence[str], folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_repeated_micro_batches_and_layers(tmp_path: Path) -> None:
-    """A stage of a pipeline; and layers of which only the comparison shows that they differ."""
+    """A stage of a pipeline, whose layers and micro-batches are equal."""
     check(OFTEN, tmp_path)
 
 

@@ -63,7 +63,7 @@ def test_cases_on_two_ranks_of_a_cpu_show_no_fault(tmp_path: Path, monkeypatch: 
     assert set(result["rounds"]["as usual"]) == {*some, "contexts"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 8, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 def test_every_case_has_a_plan(ranks: int) -> None:
     for name, parallel in first_contact.cases(ranks).items():
         for kind in ("cpu", "cuda"):

@@ -19,8 +19,8 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
     Norms whose width is cut over ``inner`` > 1 tensor ranks are excluded, as no kernel does the reduction over ranks
     that such norms need.
 
-    With ``auto`` the fused parts are the loss and, if blocks are not compiled, all parts of a block that apply. A fused
-    loss computes its gradients at once. The optimizer's update is left to torch's fused kernel, which moves as few
+    With ``auto`` the fused parts are the loss and, if some blocks are not compiled (layers of experts never are), all
+    parts of a block that apply. A fused loss computes its gradients at once. The optimizer's update is left to torch's fused kernel, which moves as few
     bytes as partool's kernel.
     """
     pinned = problem.spec.kernels.fused
@@ -29,8 +29,9 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
         return tuple(part for part in PARTS if part in pinned and part not in left)
     if problem.spec.kernels.mode == "torch" or problem.spec.training.precision == "fp64" or not has_kernels(problem):
         return ()
+    all_compiled = compile == "block" and problem.model.moe is None
     wanted: tuple[Fused, ...] = tuple(
-        name for name, part in PARTS.items() if part.place == "loss" or (part.place == "block" and compile != "block")
+        name for name, part in PARTS.items() if part.place == "loss" or (part.place == "block" and not all_compiled)
     )
     return tuple(part for part in wanted if part not in left and not why_not(problem, part))
 
@@ -109,5 +110,5 @@ def words(problem: Problem, layout: Layout) -> Iterator[str]:
     listed = [PARTS[part].words for part in layout.derived.fused]
     joined = " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
     how = "loss and its gradients at once" if layout.derived.fused == ("loss",) else f"{joined}, each in one pass"
-    rest = "; the compiler fuses the rest" if layout.compile == "block" else ""
+    rest = "; the compiler fuses the rest" if layout.compile == "block" and problem.model.moe is None else ""
     yield f"Own kernels: {how}{rest}."
