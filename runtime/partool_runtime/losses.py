@@ -14,7 +14,11 @@ def set_loss(model: nn.Module, **how: Any) -> None:
 
     The model keeps its loss function (for one rank or for tensor ranks), which gets these keywords in every call.
     """
+    put_around_loss(model, lambda before: partial(before, **how))
+
+
+def put_around_loss(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the model's loss function by what ``around`` returns for it; no effect on ranks without a loss."""
     holder: Any = getattr(model, "loss_module", model)  # model parts that WeiPipe runs separately have no loss_module
     if hasattr(holder, "loss"):
-        before: Callable[..., Any] = holder.loss
-        holder.loss = partial(before, **how)
+        holder.loss = around(holder.loss)

@@ -26,15 +26,19 @@ def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     micro-batches in flight than later ones do.
     """
     step = _Step.of(job, layouts, state, done)
-    later = np.minimum(done.in_flight, layouts.accumulation - 1.0 / np.maximum(layouts.chunks, 1))
+    chunks = np.maximum(layouts.chunks, 1)
+    # Gradients of all stages exist once backward passes have reached the first of a rank's stages.
+    before = 1.0 + np.where(np.asarray(layouts.folded), 0, np.minimum(layouts.pp, layouts.accumulation) * (chunks - 1))
+    later = np.minimum(done.in_flight, layouts.accumulation - before / chunks)
     less = np.maximum(done.in_flight - later, 0.0)
     saved = done.saved - less * done.of_layer * done.layers
+    alone = chunks == 1
     found = [Moment("update", gradients=state.gradients_at_step, activations=done.tables)]
-    found += _Pass(step, True, done.saved, 0.0, state.leaving).moments()
+    found += _Pass(step, True, done.saved, 0.0, state.leaving, alone).moments()
     several = np.asarray(layouts.accumulation) > 1
     if not several.any():
         return found
-    others = _Pass(step, False, saved, less * done.loss_held, state.gradients_before)
+    others = _Pass(step, False, saved, less * done.loss_held, state.gradients_before, True)
     return [*found, *(each.only(several) for each in others.moments())]
 
 
@@ -60,7 +64,7 @@ class _Step:
     ahead: float
     """Number of layers that are gathered while another one is in use."""
     apart: bool
-    """True if each parameter is gathered into its own memory; then only shards are copied for a message."""
+    """True if each parameter is gathered into its own memory; then only shards are copied, where they are cast."""
 
     @classmethod
     def of(cls, job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> _Step:
@@ -68,7 +72,9 @@ class _Step:
         shards = np.where(zero > 0, layouts.shards * layouts.cp, 1)
         single = np.asarray(layouts.accumulation) == 1
         apart = job.controls.gather == "sequential"
-        sent = np.where(shards > 1, small / shards if apart else small, 0.0)
+        # Without a message only shards of another type than the gathered parameters' are copied, to be cast.
+        cast = small / shards if small != job.master_bytes else 0.0
+        sent = np.where(shards > 1, cast if apart else small, 0.0)
         return cls(
             state, done, small, job.master_bytes, shards, zero == 3, single, (zero >= 2) | single, sent,
             ahead=float(job.controls.prefetch), apart=apart,
@@ -138,16 +144,30 @@ class _Pass:
     """Bytes by which the loss needs less than in the first micro-batch."""
     before: Column
     """Bytes of gradients when a backward pass begins."""
+    of_first_stage: Mask
+    """False where the pass is that of the rank's last stage, which does not begin with the embedding."""
 
     def moments(self) -> list[Moment]:
         """Return the moments in their order."""
         return [*self._of_loss(), *self._of_last_layers(), *self._of_first_layer(), *self._of_ends()]
+
+    @property
+    def _input_elements(self) -> Column:
+        """Elements of the embedding, if the stage begins with it."""
+        return np.where(self.of_first_stage, self.step.state.input_elements, 0.0)
+
+    @property
+    def _next_elements(self) -> Column:
+        """Elements of the unit whose backward pass follows that of the last layer."""
+        return np.where(self.step.done.of_stage > 1, self.step.state.layer_elements, self._input_elements)
 
     def _gradients(self, missing: Column) -> Column:
         """Return the bytes of gradients while those of ``missing`` elements have not been computed."""
         if not self.first:
             return self.before
         each = np.where(self.step.reduces, self.step.wide / self.step.shards, self.step.wide)
+        others = np.where(self.of_first_stage, 0.0, self.step.done.layers - self.step.done.of_stage)
+        missing = missing + others * self.step.state.layer_elements
         return np.maximum(self.step.state.gradients - each * missing, self.before)
 
     def _of_loss(self) -> Iterator[Moment]:
@@ -168,19 +188,27 @@ class _Pass:
 
     def _of_last_layers(self) -> Iterator[Moment]:
         step, done, layer = self.step, self.step.done, self.step.state.layer_elements
-        root, everything = step.state.root_elements, step.state.gathered / step.small
+        root, everything, coming = step.state.root_elements, step.state.gathered / step.small, self._next_elements
         saved, working = self.saved - done.of_norm, done.at_work
+        lone = step.stage3 & ((coming == 0) | (step.ahead == 0))
+        if np.any(lone):
+            # The layer's message is there until it is copied out; no message follows.
+            own = np.where(root > 0, done.stream, 0.0) + done.handed
+            yield step.moment(
+                "last layer, gathered", step.sent * layer, gathered=step.gathered(root + layer), gradients=self.before,
+                activations=saved + own, loss=done.loss_after, working=own,
+            ).only(lone)  # fmt: skip
         yield step.moment(
-            "last layer", step.message(layer), gathered=step.gathered(root + layer, layer), gradients=self.before,
+            "last layer", step.message(coming), gathered=step.gathered(root + layer, coming), gradients=self.before,
             activations=saved + working, loss=done.loss_after, working=working,
         )  # fmt: skip
         # Where gradients accumulate, a unit's sums exist together with what is added to them.
         rest, matrices, result = saved - done.of_layer, step.small * layer, step.reduced(layer)
         first_sum = np.where(step.reduces, 0.0, step.wide * layer) if self.first else 0.0
-        ended = result > matrices
+        ended = result >= matrices
         own, message = np.where(ended, 0.0, matrices) + done.stream, np.where(ended, result, 0.0)
         yield step.moment(
-            "last layer, reduced", step.message(layer), gathered=step.gathered(root, layer, everything - layer),
+            "last layer, reduced", step.message(coming), gathered=step.gathered(root, coming, everything - layer),
             gradients=self.before + first_sum + (message if self.first else 0.0), activations=rest + own,
             loss=done.loss_after, communication=step.reduction(layer) + (0.0 if self.first else message), working=own,
         )  # fmt: skip
@@ -189,22 +217,22 @@ class _Pass:
             "last layer but one", step.message(layer), gathered=step.gathered(root + layer, layer, everything - layer),
             gradients=np.minimum(self.before + one, np.maximum(step.state.gradients, self.before)),
             activations=rest + working, loss=done.loss_after, communication=step.reduction(layer), working=working,
-        ).only(done.layers > 1)  # fmt: skip
+        ).only(done.of_stage > 2)  # fmt: skip
 
     @property
     def _others(self) -> Column:
         """Bytes that the other micro-batches in flight save when one backward pass ends."""
         done = self.step.done
-        return np.maximum(self.saved - done.of_norm - done.of_layer * done.layers, 0.0)
+        return np.maximum(self.saved - done.of_norm - done.of_layer * done.of_stage, 0.0)
 
     def _of_first_layer(self) -> Iterator[Moment]:
         step, done, state = self.step, self.step.done, self.step.state
-        layer, first, root = state.layer_elements, state.input_elements, state.root_elements
-        working = done.at_work
+        layer, first, root = state.layer_elements, self._input_elements, state.root_elements
+        working, reduced = done.at_work, np.where(done.of_stage > 1, step.reduction(layer), 0.0)
         yield step.moment(
             "first layer", step.message(first), gathered=step.gathered(root + layer, first, root + layer + first),
             gradients=self._gradients(layer + first + root), activations=self._others + done.of_layer + working,
-            loss=done.loss_after, communication=np.where(done.layers > 1, step.reduction(layer), 0.0), working=working,
+            loss=done.loss_after, communication=reduced, working=working,
         )  # fmt: skip
 
     def _of_ends(self) -> Iterator[Moment]:
@@ -221,7 +249,7 @@ class _Pass:
             communication=step.reduction(layer),
         ).only(there)  # fmt: skip
         result = step.reduced(root)
-        ended = result > done.loss_after
+        ended = result >= done.loss_after
         yield step.moment(
             "head, reduced", gathered=step.gathered(first, left=first), loss=np.where(ended, 0.0, done.loss_after),
             gradients=self._gradients(missing * (first + np.where(ended, 0.0, root))), working=rows,
@@ -229,7 +257,7 @@ class _Pass:
             communication=step.reduction(root) + (0.0 if self.first else np.where(ended, result, 0.0)),
         )  # fmt: skip
         result = step.reduced(first)
-        ended = result > rows
+        ended = result >= rows
         own = np.where(ended, 0.0, rows)
         yield step.moment(
             "embedding, reduced", gathered=step.gathered(0.0, left=0.0), working=own,

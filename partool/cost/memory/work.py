@@ -65,6 +65,8 @@ class PassBytes:
     received: Column
     """Bytes of buffers of messages between stages."""
     layers: Column
+    of_stage: Column
+    """Number of layers of one of the rank's stages, whose units FSDP2 gathers and reduces one after the other."""
     exchanged: Column
     """Bytes of buffers of tensor, sequence and expert parallelism."""
     copies: Column
@@ -100,6 +102,7 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
         inputs=inputs,
         received=buffers,
         layers=held.layer_count,
+        of_stage=held.layer_count / np.maximum(layouts.chunks, 1),
         exchanged=exchange_bytes(job, layouts),
         copies=_copies_bytes(job, held),
         in_flight=held.in_flight,
@@ -117,7 +120,8 @@ def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
     """Return the number of stage inputs in flight that came as messages, and of all buffers of messages.
 
     Buffers last (``_Buffers`` of ``parallel/pipeline/wires.py``): beside the inputs in flight there is one for a
-    gradient or for the next input, and there are two more where messages come for several stages.
+    gradient or for the next input, and there are two more where messages come for several stages. The rank with the
+    last stage makes the first gradient itself.
     """
     pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
     there = np.where((pp > 1) & ~np.asarray(layouts.ring), 1.0, 0.0)
@@ -126,7 +130,7 @@ def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
     turns, rest = np.divmod(all_inputs, pp * chunks)
     own = np.where(held.first == 1, turns * pp + np.minimum(rest, pp), 0.0)
     inputs = np.maximum(all_inputs - own, 0.0)
-    ahead = np.where(all_inputs < layouts.accumulation * chunks, 1.0, 0.0)
+    ahead = np.where((all_inputs < layouts.accumulation * chunks) | (held.last == 0), 1.0, 0.0)
     buffers = np.maximum(inputs + ahead + np.where((chunks > 1) & (held.first == 0), 2.0, 0.0), 1.0)
     return there * inputs, there * buffers
 

@@ -91,7 +91,7 @@ class MemoryRecord:
         address = storage._cdata
         if address in self._live:
             return
-        term, module = caller(self.phase, self._names, operator)
+        term, module = caller(self.phase, self._names)
         size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
         holding = Holding(size_bytes, term, operator, self._stream(), self.passing(), module=module)
         self._enter(storage, address, holding)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType
+from typing import Any
 
+import torch
 from torch import nn
 
 from partool_runtime.torch_internals.fake import in_backward
@@ -34,12 +36,8 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
 )
 """(part of a file's path, name of a function or nothing, memory term); of the calls on the stack the innermost one that
 appears here decides."""
-_BY_OPERATOR = {
-    "aten::nll_loss_backward": "loss",
-    "aten::nll_loss2d_backward": "loss",
-    "aten::_log_softmax_backward_data": "loss",
-}
-"""Memory terms of operators that autograd runs without code of the model on the stack."""
+_TERM = "partool memory term"
+"""Key of a node's metadata: the term of what the node makes in the backward pass."""
 _DEPTH = 24
 """Number of calls on the stack that are looked at."""
 _KNOWN: dict[CodeType, str] = {}
@@ -49,13 +47,33 @@ _CALL = nn.Module._call_impl.__code__
 """Runs a module's forward pass and hooks."""
 
 
-def caller(otherwise: str, names: Mapping[int, str], operator: str = "") -> tuple[str, str]:
-    """Return the memory term of a tensor that ``operator`` and the code above on the stack create, and the module.
+def loss_known(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a loss function of the hidden state and more, whose backward pass :func:`caller` knows as the loss's.
 
-    A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is ``working``. ``names`` are
-    the modules' names by their ``id``. The module is empty where none runs, as in most of a backward pass.
+    Autograd runs operators without the code that called them forward, so that their nodes carry the term.
     """
-    frame, term, module = sys._getframe(2), _BY_OPERATOR.get(operator, ""), ""
+
+    def known(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        total = loss(hidden, *args, **kwargs)
+        ahead: list[Any] = [total.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node is not hidden.grad_fn and _TERM not in _metadata(node):
+                _metadata(node)[_TERM] = "loss"
+                ahead.extend(following for following, _ in node.next_functions)
+        return total
+
+    return known
+
+
+def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
+    """Return the memory term of a tensor that the code above on the stack creates, and the module.
+
+    A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is of the loss or ``working``.
+    ``names`` are the modules' names by their ``id``. The module is empty where none runs, as in most of a backward
+    pass.
+    """
+    frame, term, module = sys._getframe(2), "", ""
     for _ in range(_DEPTH):
         code = frame.f_code
         if not term:
@@ -66,7 +84,17 @@ def caller(otherwise: str, names: Mapping[int, str], operator: str = "") -> tupl
         if (term and module) or frame.f_back is None:
             break
         frame = frame.f_back
-    return term or ("working" if in_backward() else otherwise), module
+    return term or (_of_node() if in_backward() else otherwise), module
+
+
+def _of_node() -> str:
+    node: Any = torch._C._current_autograd_node()
+    return "working" if node is None else _metadata(node).get(_TERM, "working")
+
+
+def _metadata(node: Any) -> dict[str, str]:
+    found: dict[str, str] = node.metadata  # torch's annotations take this property for a method
+    return found
 
 
 def _term(code: CodeType) -> str:

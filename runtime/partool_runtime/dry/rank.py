@@ -20,16 +20,19 @@ from partool_runtime.dry.layer_log import LayerLog, Unequal, UnequalLayers
 from partool_runtime.dry.layers import repeat_layers, stages_of
 from partool_runtime.dry.marks import MarkedBatch, Marks
 from partool_runtime.dry.memory import MemoryRecord
+from partool_runtime.dry.owners import loss_known
 from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.repeat import Shorter, shorter
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
+from partool_runtime.losses import put_around_loss
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
+from partool_runtime.torch_internals.fsdp import whole_gradients
 
 
 def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
@@ -90,6 +93,7 @@ def traced(
     with memory.watching():
         prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host(ranks.tensors) if host else None)
         memory.know(prepared.model)
+        put_around_loss(prepared.model, loss_known)
         with ranks.tensors():
             stepper = _stepper(plan, prepared, ranks, memory)
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
@@ -179,11 +183,14 @@ class _Phases:
     """The timer of a step: tells the record of memory which part of the step runs."""
 
     def __init__(self, memory: MemoryRecord, prepared: Prepared, marks: Marks) -> None:
-        self._marks = marks
+        self._marks, self._roots = marks, prepared.model.roots()
         self._memory, self._parameters = memory, dict(prepared.model.named_parameters())
         memory.phase = "activations"
 
     def __call__(self, term: str) -> AbstractContextManager[None]:
+        # What a backward pass has left in gathered parameters accumulates over the micro-batches.
+        for root in self._roots:
+            self._memory.belongs("gradients", whole_gradients(root))
         if term in ("optimizer", "offload") and self._memory.phase == "activations":
             self._memory.belongs("gradients", {name: each.grad for name, each in self._parameters.items()})
             self._memory.phase = "optimizer"

@@ -67,6 +67,15 @@ def gradient_bytes(model: nn.Module) -> int:
     return local_bytes(tensor for tensor in held if tensor is not None)
 
 
+def whole_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return gradients of gathered parameters that have not been reduced, by the parameter's name.
+
+    FSDP2 keeps a sum of such gradients in the parameters themselves if it has the type of the reduction.
+    """
+    found = {each._param_fqn or "": getattr(each, "_unsharded_param", None) for each in _fsdp_parameters(root)}
+    return {name: whole.grad for name, whole in found.items() if whole is not None and whole.grad is not None}
+
+
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
     return [parameter for group in _fsdp_groups(model) for parameter in group.fsdp_params]
 
