@@ -115,6 +115,7 @@ def layout_changes(old: Plan, new: Plan) -> list[str]:
         layout, mesh = plan.layout, plan.layout.mesh
         schedule = layout.pipeline.schedule if mesh.pp > 1 else "none"
         sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "zero": layout.data.zero}
+        sizes |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
         batches = {"micro_batch": layout.micro_batch, "micro-batches": layout.derived.accumulation}
         return {
             "schedule": schedule,

@@ -396,8 +396,8 @@ RULES: tuple[Rule, ...] = (
         "PT303",
         "The model could not be traced",
         "plan --trace runs the runtime on fake tensors, which needs torch and a model that the runtime can build.",
-        "partool plan --trace mixtral.yaml   # the runtime has no experts yet",
-        "partool plan mixtral.yaml",
+        "partool plan --trace spec.yaml   # in an environment without torch",
+        "partool plan spec.yaml",
         "command",
     ),
     Rule(

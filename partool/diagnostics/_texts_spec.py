@@ -80,6 +80,14 @@ RULES: tuple[Rule, ...] = (
         _model("heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32}"),
     ),
     Rule(
+        "PT240",
+        "One expert per token, with weights that are normalised",
+        "A weight that is divided by itself is 1 whatever the router's score, so only balancing trains the router. "
+        "Switch Transformers weigh the expert's result by its score (arXiv 2101.03961, section 2.1).",
+        _model("heads: 4, moe: {experts: 4, top_k: 1, ffn_hidden: 32}"),
+        _model("heads: 4, moe: {experts: 4, top_k: 1, ffn_hidden: 32, normalise: false}"),
+    ),
+    Rule(
         "PT237",
         "Groups of experts that cannot be chosen from",
         "Groups have the same number of consecutive experts. A token chooses all of its experts from top_groups groups "

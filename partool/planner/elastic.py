@@ -93,9 +93,10 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
         needs = f"needs {fixed} ranks" if ranks < fixed else f"takes {fixed} ranks at a time"
         return f"{_degrees(mesh)} {needs}, {_nodes(nodes)} {'has' if nodes == 1 else 'have'} {ranks}"
     dp, batch = ranks // fixed, plan.training.global_batch
-    if dp * mesh.cp % layout.expert_ranks:
+    sharers = _shard(mesh, dp) * mesh.cp * mesh.tp
+    if sharers % layout.expert_ranks:
         parts = f" × expert_tensor {layout.expert_tensor}" if layout.expert_tensor > 1 else ""
-        return f"expert {layout.expert}{parts} does not divide the {dp * mesh.cp} ranks that would share the experts"
+        return f"expert {layout.expert}{parts} does not divide the {sharers} ranks that would share the experts"
     if batch % dp:
         return f"global batch {batch} does not divide by {dp} data-parallel ranks"
     share = batch // dp

@@ -33,7 +33,8 @@ ALIASES = {
         "parallel.sequence",
     ),
     **dict.fromkeys(
-        ("expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree", "ep", "ep_size"),
+        ("expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree", "expert_parallel", "ep",
+         "ep_size"),
         "parallel.expert",
     ),
     **dict.fromkeys(
@@ -58,7 +59,20 @@ ALIASES = {
     "save_total_limit": "checkpoint.keep",
     "intermediate_size": "model.ffn_hidden",
     "max_position_embeddings": "model.max_position",
-    "num_experts_per_tok": "model.moe.top_k",
+    **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts", "num_moe_experts"), "model.moe.experts"),
+    **dict.fromkeys(("num_experts_per_tok", "moe_router_topk"), "model.moe.top_k"),
+    **dict.fromkeys(("moe_intermediate_size", "moe_ffn_hidden_size"), "model.moe.ffn_hidden"),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), "model.moe.shared_experts"),
+    **dict.fromkeys(("scoring_func", "moe_router_score_function"), "model.moe.scores"),
+    **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha"), "model.moe.aux_loss"),
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "model.moe.capacity"),
+    **dict.fromkeys(("n_group", "moe_router_num_groups"), "model.moe.groups"),
+    **dict.fromkeys(("topk_group", "moe_router_group_topk"), "model.moe.top_groups"),
+    "norm_topk_prob": "model.moe.normalise",
+    "routed_scaling_factor": "model.moe.scaling_factor",
+    "first_k_dense_replace": "model.moe.first_dense_layers",
+    "kv_lora_rank": "model.mla.kv_rank",
+    "q_lora_rank": "model.mla.q_rank",
 }  # fmt: skip
 """Name of a setting in other tools → path of the matching setting in a spec."""
 
@@ -72,6 +86,7 @@ NOTES = {
     ),
     "warmup_ratio": "write `warmup_steps`: this share of `training.steps`",
     "resume_from_checkpoint": "partool launch SPEC --resume RUN continues a run",
+    "drop_tokens": "set `model.moe.capacity` to drop tokens beyond it; without it no token is dropped",
     **dict.fromkeys(
         ("lora", "peft", "adapter"),
         "there are no adapters; `model.frozen` names parameters that are not trained",

@@ -225,7 +225,8 @@ def suggest(key: str, siblings: list[str]) -> str:
         return f"did you mean `{BESIDE[key]}`?"
     elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
     # The same name in another section is a better guess than a similar name here.
-    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7):
+    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7)
+    if near and ALIASES.get(key, near[0]).endswith(near[0]):
         return f"did you mean `{near[0]}`?"
     if key in ALIASES:
         return f"here that is `{ALIASES[key]}`"

@@ -178,6 +178,12 @@ def _moe(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT210", message, path=("model", "moe", "top_k"), help=f"use at most {moe.experts}")
     elif moe:
         yield from _expert_groups(moe)
+    if moe and moe.top_k == 1 and moe.normalise:
+        message = (
+            "normalise: true makes the only weight of each token 1, so that the model's loss does not train the router"
+        )
+        help = "write normalise: false, as Switch Transformers (arXiv 2101.03961, section 2.1), or use top_k: 2"
+        yield Diagnostic("PT240", message, severity="warning", path=("model", "moe", "normalise"), help=help)
 
 
 def _expert_groups(moe: Moe) -> Iterator[Diagnostic]:

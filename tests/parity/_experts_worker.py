@@ -150,7 +150,8 @@ def main() -> None:
 def _compare_weights(alone: MixtureOfExperts, mine: MixtureOfExperts, rank: int, ranks: int, close: Any) -> None:
     for (_, whole), (_, part) in zip(alone.experts.stacked(), mine.experts.stacked(), strict=True):
         rows = len(whole.weight) // ranks
-        close(_grad(part.weight), _grad(whole.weight)[rank * rows : (rank + 1) * rows])
+        assert part.weight.grad is not None, "a stack of experts without a gradient"
+        close(part.weight.grad, _grad(whole.weight)[rank * rows : (rank + 1) * rows])
     summed = _grad(mine.router.weight).clone()
     dist.all_reduce(summed)
     close(summed, _grad(alone.router.weight))

@@ -18,6 +18,7 @@ from partool.cost.case import TrainingJob
 from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.report.experts import expert_loads
 from partool_runtime.checkpoint import step_folder
 
 MIXED: dict[str, Any] = {
@@ -182,6 +183,18 @@ def ran(pools: Pools, folder: Path) -> Jobs:
 @pytest.mark.parametrize("name", list(core_cases(Path("text"))))
 def test_training_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, *core_cases(Path("text"))[name])
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_loads_are_those_of_one_process(ran: Jobs, name: str) -> None:
+    """Each choice is counted once, whichever rank made it, and however often its layer was computed."""
+    run, reference = f"case {name}", f"reference {core_cases(Path('text'))[name][1]}"
+    found, wanted = (expert_loads(ran.folder / each) for each in (run, reference))
+    assert [layer["tokens"] for layer in found] == [layer["tokens"] for layer in wanted]
+    for key in ("step", "layer", "dropped", "entropy", "imbalance"):
+        assert [layer[key] for layer in found] == pytest.approx([layer[key] for layer in wanted], rel=1e-9), key
+    assert all(sum(layer["tokens"]) > 0 for layer in found)
 
 
 @pytest.mark.timeout(500)

@@ -90,6 +90,12 @@ def test_predictions_are_those_of_a_plan_made_for_that_size(plan: Plan) -> None:
         (Mesh(pp=2, tp=8, dp_shard=2), {}, 1, "tensor 8 × pipeline 2 needs 16 ranks, 1 node has 8"),
         (Mesh(cp=16, dp_shard=2), {}, 3, "sequence 16 takes 16 ranks at a time, 3 nodes have 24"),
         (Mesh(dp_shard=32), {"expert": 16}, 3, "expert 16 does not divide the 24 ranks that would share the experts"),
+        (
+            Mesh(dp_shard=4, tp=8),
+            {"expert": 16},
+            3,
+            "expert 16 does not divide the 24 ranks that would share the experts",
+        ),
         (Mesh(dp_shard=32), {}, 4, "the plan has 4 nodes, fewer are asked for"),
         (Mesh(dp_shard=32), {}, 0, "the plan has 4 nodes, fewer are asked for"),
     ],

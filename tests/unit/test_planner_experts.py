@@ -54,7 +54,7 @@ def planned(fields: str) -> Plan:
         ("expert: 2, expert_tensor: 3", "expert_tensor", "= 6 does not divide the 8 devices", "use 2 or 4"),
         ("expert_tensor: 3", "expert_tensor", "expert_tensor: 3 does not divide the 8 devices", "use 2 or 4"),
         ("expert: 4, expert_tensor: 2, pipeline: 2", "expert_tensor", "the 4 devices of a pipeline stage", "use 1"),
-        ("expert: 8, pipeline: 4", "expert", "4 experts cannot be split", "use 2 or 4"),
+        ("expert: 8, pipeline: 4", "expert", "4 experts cannot be split", "use 1 or 2"),
         ("expert: 4, pipeline: 4", "expert", "does not divide the 2 devices of a pipeline stage", "use 1 or 2"),
         (
             "expert: 2, expert_tensor: 4, tensor: 1, pipeline: 1, sequence: 1, data: {zero: 1, shard: 4}",
@@ -77,6 +77,20 @@ def test_illegal_sizes_are_findings(fields: str, field: str, words: str, help: s
     assert (found.help or "").startswith(help)
 
 
+def test_tensor_ranks_alone_share_experts_from_stage_1_on() -> None:
+    """Without data-parallel ranks, nothing else is shared; no finding speaks against the stage, and no reason lies."""
+    for zero in ("auto", "1"):
+        loaded = load_text(
+            SPEC.replace("FIELDS", f"tensor: 4, pipeline: 2, sequence: 1, expert: 4, data: {{zero: {zero}}}")
+        )
+        assert loaded.spec is not None
+        made = make_plan(loaded.spec, base_dir=Path("specs"), default_name="spec")
+        assert made.plan is not None, made.diagnostics
+        assert (made.plan.layout.expert, made.plan.layout.data.zero, made.plan.layout.mesh.dp) == (4, 1, 1)
+        assert "PT268" not in {one.code for one in made.diagnostics}
+        assert not any("would not fit" in reason for reason in made.plan.reasons if reason.startswith("ZeRO"))
+
+
 def test_a_dense_model_has_no_parts_of_experts() -> None:
     text = SPEC.replace(", moe: {experts: 4, top_k: 2, ffn_hidden: 48, routing: balanced}", "")
     loaded = load_text(text.replace("FIELDS", "expert_tensor: 2"))
@@ -85,6 +99,18 @@ def test_a_dense_model_has_no_parts_of_experts() -> None:
     assert [(one.code, one.path[-1], one.help) for one in found if one.severity == "error"] == [
         ("PT266", "expert_tensor", "drop it, or choose a model with experts")
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("n_routed_experts", "model.moe.experts"), ("scoring_func", "model.moe.scores"),
+        ("norm_topk_prob", "model.moe.normalise"), ("moe_router_topk", "model.moe.top_k"),
+    ],
+)  # fmt: skip
+def test_names_of_routers_elsewhere_lead_to_their_fields(name: str, path: str) -> None:
+    found = load_text(SPEC.replace("routing: balanced", f"{name}: 2").replace("FIELDS", "expert: 2")).diagnostics
+    assert [one.help for one in found] == [f"here that is `{path}`"]
 
 
 @pytest.mark.parametrize("name", ["etp", "expert_tensor_parallel_size"])

@@ -182,3 +182,13 @@ def test_biases_follow_the_load_unless_a_step_is_skipped_or_they_are_frozen() ->
         assert (report.tokens, report.dropped) == ([5, 3, 1], 0.0)
         assert report.imbalance == pytest.approx(5 / 3)
         assert report.entropy == pytest.approx(math.log(3))
+
+
+def test_a_rank_without_tokens_takes_none_of_those_of_whole_sequences() -> None:
+    shares = TokenShares(((0, 1), (2,), ()), rank=2)
+    whole = torch.arange(6.0).view(1, 3, 2)
+    assert shares.mine(whole).shape == (1, 0, 2)
+    padded = [
+        shares.__class__(shares.places, rank).padded(whole[:, list(held)]) for rank, held in enumerate(shares.places)
+    ]
+    assert torch.equal(shares.joined(torch.stack(padded)), whole)

@@ -51,7 +51,11 @@ def _of_transformers(structure: Structure) -> list[Diagnostic]:
         return []
     named = ", ".join(sorted({m.name.rpartition(".")[2] for m in (*odd, *other)}))
     reason = f"widths are no multiples of {MULTIPLE}" if not other else "they are no linear modules of such widths"
-    help = _WIDTHS if not other else "this is how models of transformers run; partool's own decoder has no experts yet"
+    help = (
+        _WIDTHS
+        if not other
+        else "this is how models of transformers run; partool's own decoder has experts in bf16 only"
+    )
     return [_finding(f"precision: fp8, but {named} of every layer stay in bf16: {reason}", help)]
 
 

@@ -83,8 +83,11 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
     dp = problem.world_size // shared
     # Sequence-parallel ranks have the same parameters, so their state is sharded over them too.
     shared_ranks = problem.pinned_degrees.get("sequence.degree", 1)
-    # On a single device ZeRO-3 has only one use: it keeps compute-precision copies of one layer at a time.
+    # On a single device ZeRO-3 has only one use: it keeps compute-precision copies of one layer at a time. Tensor ranks
+    # share experts from stage 1 on.
     alone = data.zero == 3 and problem.world_size == 1 and problem.host_link
+    tensor = problem.pinned_degrees.get("tensor", 1)
+    alone = alone or experts.experts_on_tensor_ranks(problem, tensor)
     if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1 and not alone:
         message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"
         help = "use zero: 0 or auto, or more devices"

@@ -157,6 +157,8 @@ def _zero(solution: Solution, best: Priced) -> str:
         return f"ZeRO-{layout.data.zero}: the spec asks for it."
     if layout.mesh.dp * layout.mesh.cp == 1 and layout.data.zero == 3:
         return "ZeRO-3 on one rank: a layer's copies of parameters exist only while it computes."
+    if layout.data.zero == 1 and layout.expert_ranks > 1:
+        return "ZeRO-1: ranks that share experts need stage 1 or above."
     if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
     if layout.data.zero == 0:
@@ -164,9 +166,10 @@ def _zero(solution: Solution, best: Priced) -> str:
     mesh, groups = layout.mesh, solution.space.groups
     same = (groups.tp == mesh.tp) & (groups.pp == mesh.pp) & (groups.cp == mesh.cp) & (groups.zero < layout.data.zero)
     same = same & (groups.micro_batch == layout.micro_batch)
-    fits = {zero for zero in range(layout.data.zero) if _any_fits(solution, same & (groups.zero == zero))}
-    none = [str(zero) for zero in range(layout.data.zero) if zero not in fits]
-    if len(none) == layout.data.zero:
+    lower = range(1 if layout.expert_ranks > 1 else 0, layout.data.zero)
+    fits = {zero for zero in lower if _any_fits(solution, same & (groups.zero == zero))}
+    none = [str(zero) for zero in lower if zero not in fits]
+    if not fits:
         return f"ZeRO-{layout.data.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
     return f"ZeRO-{layout.data.zero}: the fastest of the stages that fit."
 

@@ -42,6 +42,11 @@ def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
     return [form for form in found if ranks % prod(form) == 0]
 
 
+def experts_on_tensor_ranks(problem: Problem, tensor: int) -> bool:
+    """Return True if ``tensor`` tensor ranks, without data-parallel ones, may share whole experts of the model."""
+    return tensor > 1 and problem.model.moe is not None and problem.spec.parallel.expert != 1
+
+
 def shared(sharers: Column, zero: Column, ranks: Column) -> NDArray[np.bool_]:
     """Return a mask of layouts in which ``ranks`` ranks can share experts, of ``sharers`` with one copy of the state.
 
@@ -74,7 +79,7 @@ def _of_model(problem: Problem) -> Iterator[Finding]:
         return
     if expert != "auto" and moe.experts % expert:
         message = f"{moe.experts} experts cannot be split over expert: {expert}"
-        yield "expert", message, f"use {nearest(expert, divisors(moe.experts))}"
+        yield "expert", message, f"use {nearest(expert, _legal(problem, _sharers(problem)[0]))}"
     if parts != "auto" and not all_have_rows(moe.ffn_hidden, parts):
         message = f"expert_tensor: {parts} leaves ranks without a part of an expert's inner width of {moe.ffn_hidden}"
         yield "expert_tensor", message, f"use {nearest(parts, divisors(moe.ffn_hidden))}"
@@ -94,13 +99,19 @@ def _of_ranks(problem: Problem) -> Iterator[Finding]:
     shared = 1 if expert == "auto" else expert
     cut = 1 if parts == "auto" else parts
     if ranks % shared:
-        legal = [n for n in divisors(ranks) if moe is None or moe.experts % n == 0]
+        legal = _legal(problem, ranks)
         yield "expert", f"expert: {expert} does not divide {words}", f"use {nearest(shared, legal)}"
     elif ranks % (shared * cut):
         product = f"expert: {shared} × expert_tensor: {cut} = {shared * cut}"
         name = product if shared > 1 else f"expert_tensor: {cut}"
         legal = divisors(ranks // shared)
         yield "expert_tensor", f"{name} does not divide {words}", f"use {nearest(cut, legal)}"
+
+
+def _legal(problem: Problem, ranks: int) -> list[int]:
+    """Return the numbers of ranks, of ``ranks``, that can share the model's experts."""
+    moe = problem.model.moe
+    return [n for n in divisors(ranks) if moe is None or moe.experts % n == 0]
 
 
 def _sharers(problem: Problem) -> tuple[int, str]:

@@ -12,6 +12,8 @@ from fnmatch import fnmatchcase
 from typing import cast
 
 from partool.cost.case import Layouts
+from partool.cost.kinds import kinds
+from partool.cost.time.micro import layer_elements
 from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import parameters
@@ -189,4 +191,7 @@ def _persistent(problem: Problem, layout: Layout) -> str:
 
 
 def _layer_elements(problem: Problem, layout: Layout) -> int:
-    return problem.layer_elements // layout.mesh.tp
+    """Return the number of parameters that a rank gathers of the model's largest layer."""
+    experts = layout.expert_ranks if layout.expert > 1 else layout.mesh.tp
+    sizes = (layer_elements(problem.model, kind) for kind in set(kinds(problem.model)))
+    return max(shared // layout.mesh.tp + stacked // experts for shared, stacked in sizes)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, RING, Column, Layouts
 from partool.planner.checks.tensor_cuts import cuttable
 from partool.planner.problem import Problem, divisors
-from partool.planner.search.experts import Form
+from partool.planner.search.experts import Form, experts_on_tensor_ranks
 from partool.planner.search.experts import forms as expert_forms
 from partool.planner.search.experts import shared as can_share
 from partool.planner.search.policies import Policies, policies_of
@@ -326,7 +326,8 @@ class _Builder:
         found = []
         for zero in zeros:
             if zero == 0 or dp * cp == 1:
-                if data.zero != "auto" or to_host or (zero in (0, 3 * alone) and data.shard in ("auto", 1)):
+                least = zero in (0, 3 * alone) or (zero == 1 and experts_on_tensor_ranks(self.problem, tp))
+                if data.zero != "auto" or to_host or (least and data.shard in ("auto", 1)):
                     found.append((zero, 1))
             elif data.shard != "auto":
                 found += [(zero, data.shard)] if dp % data.shard == 0 else []
@@ -348,7 +349,7 @@ class _Builder:
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with one row for each name in :data:`_GROUP_COLUMNS`."""
         sequences, experts = self._best_forms[cp, tp], self._experts(tp, dp * cp * tp)
-        sharing = self._sharing(dp, cp, tp)
+        sharing, data_zero = self._sharing(dp, cp, tp), self.problem.spec.parallel.data.zero
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
         lists = (sequences, experts, sharing, schedules, batches, self._forms(tp, cp))
         if not all(lists):
@@ -376,6 +377,8 @@ class _Builder:
         whole = takes[index[3], index[4]]
         # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.
         whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
+        # Without ranks that share anything, stage 1 is stage 0 by another name.
+        whole &= (data_zero != "auto") | (shared[:, 0] != 1) | (shared[:, 1] * cp > 1) | (block[5] * block[6] > 1)
         fits = can_share(shared[:, 1] * cp * tp, shared[:, 0], block[5] * block[6])
         self._count_out("experts do not divide over the ranks of a copy of the state", shared[~fits, 0])
         self._count_out(

@@ -48,7 +48,7 @@ class TokenShares:
 
     def mine(self, x_BSK: torch.Tensor) -> torch.Tensor:
         """Return this rank's values of those of whole sequences."""
-        return x_BSK[:, torch.tensor(self.places[self.rank], device=x_BSK.device)]
+        return x_BSK[:, torch.tensor(self.places[self.rank], dtype=torch.int64, device=x_BSK.device)]
 
     @cached_property
     def _order(self) -> torch.Tensor:
