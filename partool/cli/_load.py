@@ -213,7 +213,7 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
     """Return the plan in a file; ends the command with PT503 if the file is no plan, PT012 if it is another tool's."""
     refuse_foreign(path)
     if overrides:
-        raise typer.BadParameter("--set changes a spec; a plan is run as it is")
+        raise typer.BadParameter("--set changes a spec, not a plan: partool launch SPEC --resume RUN --set ...")
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
         reason = plan.contradiction

@@ -136,7 +136,8 @@ class _Process:
         """Raise :class:`DryRunError` if the rank has taken longer than ``limit_s``."""
         if time.monotonic() - self._since_s > limit_s:
             message = f"the dry run of rank {self.rank} took more than {limit_s:g} s and was ended"
-            raise DryRunError("PT698", message, "an endless loop in the model's code, or give --rank-limit SECONDS")
+            help = "a large model needs more: --rank-limit SECONDS; or the model's code has an endless loop"
+            raise DryRunError("PT698", message, help)
 
     def check(self) -> None:
         """Raise :class:`DryRunError` if the process, which has closed its output, has failed."""
