@@ -10,7 +10,7 @@ import pytest
 from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools
-from _tensor_plans import HALVES, ONE, QUARTERS, STEPS, tensor_plan
+from _tensor_plans import HALVES, LATENT, ONE, QUARTERS, STEPS, tensor_plan
 from test_checkpoint import stored_values
 from test_tensor_trainer import assert_equal, assert_same_state
 
@@ -41,7 +41,15 @@ SPREAD: dict[str, Any] = {
 }  # fmt: skip
 """One expert per token; the load is counted over all ranks."""
 SHORT = MIXED | {"layers": 3}
-MODELS = {"mixed": MIXED, "short": SHORT, "limited": LIMITED | {"layers": 2}, "spread": SPREAD | {"layers": 2}}
+DEEPSEEK = SHORT | LATENT
+"""Latent attention, a dense layer, and layers of experts with a shared one."""
+MODELS = {
+    "deepseek": DEEPSEEK,
+    "mixed": MIXED,
+    "short": SHORT,
+    "limited": LIMITED | {"layers": 2},
+    "spread": SPREAD | {"layers": 2},
+}
 LONG = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD, "spread twice": SPREAD, "five steps": MIXED}
 NORMS = {"sequence_norms": True}
 RING = {"sequence_method": "ring", "sequence_order": "zigzag"}
@@ -68,6 +76,12 @@ def core_cases(text: Path) -> Cases:
             "mixed",
         ),
         "limited": (make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="full", **RING), "limited"),
+        "latent attention": (
+            make(
+                Mesh(cp=2, tp=2), model=DEEPSEEK, expert=4, settings={"zero": 3}, recompute="selective", **RING | NORMS
+            ),
+            "deepseek",
+        ),
         "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=spread, micro_batches=1), "spread"),
     }
 
