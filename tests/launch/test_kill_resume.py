@@ -115,6 +115,16 @@ def test_kills_change_no_bit(runs, precision):
     assert sorted(leftovers) == [".lock", f"step-{STEPS - 3:08}", f"step-{STEPS:08}"]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_twenty_kills_change_no_bit(runs):
+    folder, _ = runs
+    (count,) = killer(folder, ("fp32-often", plan_of(folder), 20), timeout_s=350)
+    assert_killed(count, 20)
+    assert_same_end(folder / "fp32", folder / "fp32-often")
+    assert losses(folder / "fp32") == losses(folder / "fp32-often")
+
+
 def test_low_precision_stays_near_and_the_comparison_can_fail(runs):
     folder, _ = runs
     with pytest.raises(AssertionError):

@@ -49,6 +49,7 @@ def check(names: Sequence[str], home: Path) -> None:
 @pytest.mark.timeout(300)
 def test_faults_of_the_code_are_found(tmp_path: Path) -> None:
     assert len(faults.OFTEN) >= 7
+    assert len(faults.FAULTS) >= 27
     check(list(faults.OFTEN), tmp_path)
 
 

@@ -168,7 +168,7 @@ def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
         assert counts.fitting <= counts.evaluated
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.sampled_from([DENSE, EXPERTS]), st.sampled_from([4, 6, 8]), st.sampled_from([8, 24]), st.integers(0, 3))
 def test_more_memory_never_hurts_and_never_unfits(model: dict[str, Any], per_node: int, batch: int, zero: int) -> None:
     document = case(

@@ -52,9 +52,7 @@ def _of_transformers(structure: Structure) -> list[Diagnostic]:
     named = ", ".join(sorted({m.name.rpartition(".")[2] for m in (*odd, *other)}))
     reason = f"widths are no multiples of {MULTIPLE}" if not other else "they are no linear modules of such widths"
     help = (
-        _WIDTHS
-        if not other
-        else "this is how models of transformers run; partool's own decoder has experts in bf16 only"
+        "this is how models of transformers run; partool's own decoder has experts in bf16 only" if other else _WIDTHS
     )
     return [_finding(f"precision: fp8, but {named} of every layer stay in bf16: {reason}", help)]
 
