@@ -19,7 +19,7 @@ help:
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
 	@echo "make bench-experts  layers of experts against DeepSpeed and transformers (DEEPSPEED=folder with its packages)"
-	@echo "make bench-gpu    first steps of every schedule on this machine's GPUs, one JSON to send back (2 minutes); then the"
+	@echo "make bench-gpu    first steps of every schedule on this machine's GPUs, one JSON to send back (4 minutes); then the"
 	@echo "                  kernels on one GPU: correct, how fast, and their tables filled for it (under 9 minutes)"
 	@echo "make bench-gpu-long  correctness, speed, memory and the longest sequence on one GPU (an hour)"
 	@echo "make bench-offload  optimizers on this machine's processors and in its memory (DEEPSPEED=folder with its packages)"

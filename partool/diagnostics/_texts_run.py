@@ -119,8 +119,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT516",
         "This machine lacks what a dry run needs",
-        "A dry run needs torch, for plans of GPUs one without CUDA, against which it compiles a small library on its "
-        "first use.",
+        "A dry run needs torch; for plans of GPUs it compiles a small library against it on its first use.",
         "python -m partool_runtime.dry plan.json 0   # without a C++ compiler",
         "apt install g++",
     ),

@@ -33,6 +33,7 @@ from partool_runtime.weights import fill, post_load
 from partool_runtime.worker import load_plan
 
 STEPS = 3
+"""Steps of a case where the job does not say."""
 GRACE_S = 4.0
 """Seconds from the stacks of a rank that hangs to its end by SIGALRM."""
 WIRES = ("pipeline", "weipipe")
@@ -53,7 +54,7 @@ def main(job: Path, out: Path) -> None:
         plan = load_plan(Path(path))
         configure_process(plan)
         started, first = first is None, open_ranks(plan) if first is None else first
-        found[name] = case(plan, first.device)
+        found[name] = case(plan, first.device, asked.get("steps", STEPS))
         if first.rank == 0 and (started or name == list(asked["plans"])[-1]):
             found["contexts"] = contexts(first.device)
         keep(found, out)
@@ -68,14 +69,16 @@ def keep(found: dict[str, Any], out: Path) -> None:
     unfinished.replace(out)
 
 
-def case(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Run a plan's first steps and an evaluation; return what was seen, and close the plan's groups."""
+def case(plan: Plan, device: torch.device, count: int) -> dict[str, Any]:
+    """Run a plan's first ``count`` steps and an evaluation; return what was seen, and close the plan's groups."""
+    torch.compiler.reset()  # type: ignore[no-untyped-call]  # torch compiles one function for a few models only
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_accumulated_memory_stats(device)
     before_bytes = outside_bytes(device)
+    held_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     ranks = build_ranks(plan, device)
     prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
     for group in open_groups():  # communicators take most of their memory when they are first used
@@ -84,17 +87,21 @@ def case(plan: Plan, device: torch.device) -> dict[str, Any]:
     groups_bytes = outside_bytes(device)
     stepper = made(plan, prepared, ranks)
     batch = micro_batches(plan, ranks.dp.place)
-    steps = [timed(stepper, number, batch) for number in range(STEPS)]
+    steps = [timed(stepper, number, batch) for number in range(count)]
+    of_steps = allocator(device)
     stepper.validate(iter(batch[:1]))
     result = {
         "losses": [loss for loss, _ in steps],
         "seconds": [seconds for _, seconds in steps],
         "groups": groups(),
-        "host_waits": host_waits(stepper, batch, device),
+        "host_waits": host_waits(stepper, batch, device, count),
         "outside_bytes": {"before": before_bytes, "groups": groups_bytes, "steps": outside_bytes(device)},
+        "held_before_bytes": held_bytes,
+        "allocator_of_steps": of_steps,
         "allocator": allocator(device),
         "predicted_bytes": plan.prediction.memory.total_bytes,
     }
+    stepper.optimizer.close()
     prepared.passes.close()
     if prepared.shards is not None:
         prepared.shards.close()
@@ -143,16 +150,16 @@ def groups() -> dict[str, int]:
     return dict(Counter("wires" if group.group_desc.partition(" ")[0] in WIRES else "collective" for group in held))
 
 
-def host_waits(stepper: Stepper, batch: list[MicroBatch], device: torch.device) -> int | None:
+def host_waits(stepper: Stepper, batch: list[MicroBatch], device: torch.device, number: int) -> int | None:
     """Return how often the host waits for the device in one more step, by torch's own count; None on a CPU."""
     if device.type == "cpu":
-        stepper.step(STEPS, batch, lambda term: nullcontext())
+        stepper.step(number, batch, lambda term: nullcontext())
         return None
     torch.cuda.set_sync_debug_mode("default")  # the first call itself warns, that the mode is a prototype
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        stepper.step(STEPS, batch, lambda term: nullcontext())
+        stepper.step(number, batch, lambda term: nullcontext())
         torch.cuda.set_sync_debug_mode("default")
     return sum("called a synchronizing" in str(one.message) for one in seen)
 

@@ -25,6 +25,7 @@ parallel: {tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: interleaved},
 """
 RING = "{tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: weipipe}}"
 GRID = "tied_embeddings: true, attention: {grid: [8, 8], layer_types: {pattern: [row, column]}}"
+OFFLOADED = "{micro_batch: 2, tensor: 1, sequence: 1, pipeline: 1, recompute: full, offload: {activations: cpu}}"
 DSP = "{tensor: 1, pipeline: 1, sequence: {degree: 4, method: dsp}}"
 
 
@@ -40,7 +41,13 @@ def with_parallel(parallel: str) -> str:
 @pytest.fixture(scope="module")
 def small() -> dict[str, Recorded]:
     """Plans and the traces of all their ranks, from one process."""
-    return recorded({"ring": with_parallel(RING), "grid": with_parallel(DSP).replace("tied_embeddings: true", GRID)})
+    return recorded(
+        {
+            "ring": with_parallel(RING),
+            "grid": with_parallel(DSP).replace("tied_embeddings: true", GRID),
+            "offloaded": with_parallel(OFFLOADED).replace("per_node: 4", "per_node: 1").replace("h: 64", "h: 8192"),
+        }
+    )
 
 
 def dry(plan: Plan, folder: Path, *ranks: int, **environment: str) -> tuple[int, list[dict[str, Any]]]:
@@ -70,6 +77,15 @@ def test_ranks_of_a_gpu_plan_agree_on_what_they_exchange(tmp_path: Path) -> None
         assert sent == [each[3:5] for each in receiver if each[0] == "recv_" and each[5] == peer] != []
     assert {each[2].partition(" ")[0] for each in first if each[0] == "send"} == {"pipeline"}
     assert list((tmp_path / "dry").glob("shim-*.so")), "the library is kept"
+
+
+def test_offloaded_activations_leave_the_device(small: dict[str, Recorded]) -> None:
+    """Of four layers' inputs of 2 MiB, those of at most two layers are on the device, and none after the step."""
+    ((trace, *_),) = small["offloaded"][1:]
+    assert trace.memory is not None
+    assert (trace.memory.left_bytes, trace.memory.left) == (0, ())
+    inputs = [owner for owner in trace.memory.owners if owner.operator in ("aten::add", "aten::embedding")]
+    assert sum(owner.size_bytes for owner in inputs) <= 3 * 2**21
 
 
 @pytest.mark.timeout(60)

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from partool_runtime.dry import shim
+from partool_runtime.torch_internals.tensors import skip_first_allocation
+
 _CUDA = 1
 """Number of the device type CUDA in torch's ``c10::DeviceType``."""
 
@@ -148,4 +151,10 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
     for function, answer in answers.items():
         setattr(torch.cuda, function, answer)
     torch.Event = DryEvent  # type: ignore[misc,assignment]
-    _as_one_kernel()
+    # Asking a real cuDNN would ask the driver.
+    torch.backends.cudnn.version = lambda: None
+    torch.backends.cudnn.is_available = lambda: False
+    shim.guard_devices()
+    skip_first_allocation()
+    if torch.version.cuda is None and torch.version.hip is None:
+        _as_one_kernel()

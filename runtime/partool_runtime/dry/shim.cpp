@@ -1,7 +1,8 @@
-// Stands in for CUDA in a torch that was built without CUDA, so that autograd accepts fake tensors of the device "cuda".
+// Stands in for CUDA, in any build of torch, so that autograd accepts fake tensors of the device "cuda".
 // Nothing here computes: streams are numbers, events are always complete. The library must be loaded before torch.
 
 #include <atomic>
+#include <memory>
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -80,9 +81,6 @@ struct NoDeviceGuard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 
-C10_REGISTER_GUARD_IMPL(CUDA, NoDeviceGuard)
-
-// The name is the key under which torch looks for CUDA.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -123,8 +121,17 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   }
 };
 
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+std::unique_ptr<at::CUDAHooksInterface> make_hooks(at::CUDAHooksArgs arguments) {
+  return std::make_unique<CUDAHooks>(arguments);
+}
+
+// A torch that was built for GPUs registers its own hooks later, with less priority.
+const at::RegistererCUDAHooksRegistry hooks(
+    "CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(), make_hooks);
 
 } // namespace
+
+// Call this after torch was imported: a torch that was built for GPUs has registered its own guard by then.
+extern "C" void partool_guard_devices() {
+  static const c10::impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new NoDeviceGuard());
+}

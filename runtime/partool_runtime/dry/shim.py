@@ -18,23 +18,27 @@ from pathlib import Path
 from partool_runtime.errors import ConfigurationError
 
 SOURCE = Path(__file__).with_name("shim.cpp")
+_HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that hide a machine's devices from torch."""
+_LOADED: list[ctypes.CDLL] = []
 _NO_COMPILER = "install a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)"
 
 
 def load(folder: Path) -> None:
     """Load the library, which is compiled on first use and kept in ``folder`` by torch's version.
 
-    Call this before anything imports torch: torch looks for CUDA once. Raises ConfigurationError PT516 without torch
-    or a compiler, for a torch that was built for GPUs, or if the library does not compile or load.
+    Call this before anything imports torch: torch looks for CUDA once. The machine's own devices are hidden from this
+    process. Raises ConfigurationError PT516 without torch or a compiler, or if the library does not compile or load.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported before the library that stands in for CUDA")
-    torch = _torch_folder()
+    torch = require_torch()
+    os.environ.update(dict.fromkeys(_HIDDEN, ""))
     try:
         for name in ("libc10", "libtorch_cpu"):
             (found,) = (torch / "lib").glob(f"{name}.*")
             ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(_compiled(torch, folder)), mode=ctypes.RTLD_GLOBAL)
+        _LOADED.append(ctypes.CDLL(str(_compiled(torch, folder)), mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         message = f"the library that stands in for CUDA cannot be made or loaded: {error}"
         raise ConfigurationError("PT516", message, "set PARTOOL_HOME to a folder that can be written to") from error
@@ -48,13 +52,10 @@ def require_torch() -> Path:
     return Path(spec.origin).parent
 
 
-def _torch_folder() -> Path:
-    """Return torch's folder; raises ConfigurationError PT516 if torch is missing or was built for GPUs."""
-    torch = require_torch()
-    if any((torch / "lib").glob("libtorch_cuda.*")) or any((torch / "lib").glob("libtorch_hip.*")):
-        message = "this torch was built for GPUs, and a dry run needs a torch without CUDA or ROCm"
-        raise ConfigurationError("PT516", message, "use an environment with torch's wheel for CPUs")
-    return torch
+def guard_devices() -> None:
+    """Let the loaded library serve the device "cuda" from now on; call this after torch was imported."""
+    for library in _LOADED:
+        library.partool_guard_devices()
 
 
 def _compiled(torch: Path, folder: Path) -> Path:

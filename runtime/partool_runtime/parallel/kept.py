@@ -26,8 +26,10 @@ def contexts(kept: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMod
 
 
 def _detached(result: Any) -> Any:
-    """Return an operator's result, a tensor or several, without its autograd graph."""
-    return result.detach() if isinstance(result, torch.Tensor) else tuple(map(_detached, result))
+    """Return an operator's result, a tensor or several, without its autograd graph; some results are not tensors."""
+    if isinstance(result, tuple | list):
+        return tuple(map(_detached, result))
+    return result.detach() if isinstance(result, torch.Tensor) else result
 
 
 class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
 from torch.nn import functional as F
 from torch.utils._device import _device_constructors
 
@@ -32,6 +32,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # torch compiles under no mode that forbids it; operators know this class, and none derived from it.
     vars(mode)["ignore_compile_internals"] = lambda: True
+    vars(mode)["_cache_key"] = _without_storages(mode._cache_key)
     table, read = fake_impls.op_implementations_dict, torch.ops.aten._local_scalar_dense.default
     _device_constructors()  # torch keeps this set of functions, in which the usual ``torch.tensor`` has to be
     before, made, attend = table[read], torch.tensor, F.scaled_dot_product_attention
@@ -46,6 +47,17 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     finally:
         table[read], torch.tensor, F.scaled_dot_product_attention = before, made, attend
         table[places] = found
+
+
+def _without_storages(cache_key: Any) -> Any:
+    """Return a mode's function for keys of its cache, which refuses calls with storages: the cache would keep them."""
+
+    def refusing(state: Any, func: Any, *rest: Any) -> Any:
+        if func is torch.ops.aten.set_.source_Storage:
+            raise _BypassDispatchCache("its key would hold a storage")
+        return cache_key(state, func, *rest)
+
+    return refusing
 
 
 def in_backward() -> bool:

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._subclasses import fake_tensor
 
 # Documented (docs.pytorch.org, torch.compiler_fake_tensor), but under a private name.
 from torch._subclasses.fake_tensor import FakeTensor
@@ -42,6 +43,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def forget_meshes() -> None:
     """Empty torch's cache of shardings: it holds meshes, which a later process group of this process must not get."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def skip_first_allocation() -> None:
+    """Let fake tensors of a GPU be made without the real one that torch makes first, where it believes in a GPU."""
+    setattr(fake_tensor, "init_gpu_context", lambda device: None)  # noqa: B010 - mypy forbids it
 
 
 def without_modes() -> AbstractContextManager[object]:
