@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
+    "import": ("partool.cli.import_", "Read a run of DeepSpeed or Megatron-LM into a spec."),
     "plan": ("partool.cli.plan", "Check a spec, find the layout, predict memory and time, and say why."),
     "render": ("partool.cli.render", "Print what launch would submit."),
     "launch": ("partool.cli.launch", "Plan a spec and train it, here or on a cluster."),

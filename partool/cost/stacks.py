@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from partool.spec.training import Fused
+from partool.strategies.engines import ENGINES
 
 
 @dataclass(frozen=True)
@@ -226,3 +227,12 @@ STACKS: dict[str, Stack] = {
     )
 }  # fmt: skip
 """Code bases by name."""
+
+
+def stack_of(engine: str, backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stack:
+    """Return the constants of an engine (:data:`partool.strategies.engines.ENGINES`); the others are of partool's only.
+
+    In other engines each layout says whether norms are shared among tensor ranks.
+    """
+    name = ENGINES[engine].stack
+    return own_stack(backend, compile, fused) if name is None else replace(STACKS[name], sequence_parallel=None)

@@ -295,6 +295,11 @@ class Plan(Record):
         )
 
     @property
+    def engine(self) -> str:
+        """Name of the training system that the plan is for (:data:`partool.strategies.engines.ENGINES`)."""
+        return str(self.spec.get("engine", "partool"))
+
+    @property
     def asked(self) -> ParallelSpec:
         """The section ``parallel`` as the user wrote it; raises ``pydantic.ValidationError`` where it was edited."""
         return ParallelSpec.model_validate(self.spec.get("parallel", {}))

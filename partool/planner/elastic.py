@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.memory.peak import host_bytes, predict_memory
-from partool.cost.stacks import own_stack
+from partool.cost.stacks import stack_of
 from partool.cost.time.predict import predict_time
 from partool.cost.traffic.gathers import controls_of_layout
 from partool.diagnostics.record import Diagnostic
@@ -163,7 +163,7 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         sequence_length=plan.training.sequence_length,
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
-        stack=own_stack(devices.backend, plan.layout.compile, plan.layout.derived.fused),
+        stack=stack_of(plan.engine, devices.backend, plan.layout.compile, plan.layout.derived.fused),
         controls=controls_of_layout(plan.layout.data),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,

@@ -16,6 +16,7 @@ from partool.catalog.models import resolve_model
 from partool.catalog.profile import Applied, apply_profile
 from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
+from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Generation, Plan, Prediction
 from partool.planner.checks import fp8
@@ -33,7 +34,7 @@ from partool.planner.hf import hf_model, narrowed, unused_weights
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
 from partool.planner.search import gathers
-from partool.planner.search.runnable import gaps, task
+from partool.planner.search.runnable import gaps, of_engine, task
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.parallel import Compile
@@ -160,8 +161,8 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
 
         finding = changes.does_not_fit(solution) if solution.space.size else changes.no_layout(solution)
         return PlanResult(None, [*found, finding])
-    missing = gaps(task(problem), best.layout)
-    found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
+    missing = [*of_engine(spec.engine), *gaps(task(problem), best.layout)]
+    found += [_gap(gap) for gap in missing]
     found += reasons.tight(solution, best)
     found += [*gathers.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
     wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
@@ -261,9 +262,11 @@ def _failed(found: list[Diagnostic]) -> bool:
     return any(finding.severity == "error" for finding in found)
 
 
-def _gap(code: str, what: str, path: tuple[str, ...]) -> Diagnostic:
-    message = f"the runtime does not run {what} yet; this plan can be read, not launched"
-    return Diagnostic(code, message, severity="warning", path=path, help=f"partool explain {code} says what runs")
+def _gap(gap: Gap) -> Diagnostic:
+    message = f"the runtime does not run {gap.what}; this plan can be read, not launched"
+    return Diagnostic(
+        gap.code, message, severity="warning", path=gap.path, help=f"partool explain {gap.code} says what runs"
+    )
 
 
 def _weights(spec: Spec, base_dir: Path) -> Weights:

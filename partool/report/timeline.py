@@ -85,7 +85,7 @@ def shares_cores(plan: Plan) -> bool:
 
 def _job(plan: Plan) -> TrainingJob:
     from partool.cost.case import TrainingJob
-    from partool.cost.stacks import own_stack
+    from partool.cost.stacks import stack_of
 
     return TrainingJob(
         model=plan.model,
@@ -93,7 +93,7 @@ def _job(plan: Plan) -> TrainingJob:
         sequence_length=plan.training.sequence_length,
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
-        stack=own_stack(plan.devices.backend, plan.layout.compile, plan.layout.derived.fused),
+        stack=stack_of(plan.engine, plan.devices.backend, plan.layout.compile, plan.layout.derived.fused),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
     )

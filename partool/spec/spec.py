@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from partool.spec._base import Section, shorthand
+from partool.spec._base import OneOf, Section, shorthand
 from partool.spec.hardware import HardwareSpec, LimitsSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import RunName
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.strategies.engines import ENGINES
 
 
 class Spec(Section):
@@ -20,6 +21,9 @@ class Spec(Section):
 
     spec: Literal[1] = 1
     """Version of this format."""
+    engine: Annotated[str, OneOf(ENGINES)] = "partool"
+    """Training system whose constants price the plan. Only partool trains what it plans; the others are for comparison
+    with runs that were imported (``partool import``)."""
     job: Literal["train"] = "train"
     """Kind of job; only training is supported."""
     name: RunName | None = None

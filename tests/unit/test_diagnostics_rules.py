@@ -9,6 +9,7 @@ import pytest
 from planned import findings_of
 
 from partool.diagnostics import (
+    _texts_engines,
     _texts_files,
     _texts_hf,
     _texts_k8s,
@@ -30,13 +31,14 @@ from partool.spec import load_text
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_parallel, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run, _texts_hf, _texts_partition,
-          _texts_kernels, _texts_offload, _texts_verify)  # fmt: skip
+          _texts_kernels, _texts_offload, _texts_verify, _texts_engines)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
 OF_THE_PLANNER = [
     rule
     for module in (
+        _texts_engines,
         _texts_planner,
         _texts_parallel,
         _texts_machines,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from partool.catalog.lookup import table
 from partool.cost.case import TrainingJob
-from partool.cost.stacks import own_stack
+from partool.cost.stacks import stack_of
 from partool.cost.time.gemm import matmul_s, streamed_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner.kernels.parts import parts
@@ -188,7 +188,7 @@ def _job(plan: Plan) -> TrainingJob:
         sequence_length=training.sequence_length,
         global_batch=training.global_batch,
         precision=training.precision,
-        stack=own_stack(plan.devices.backend, layout.compile, layout.derived.fused),
+        stack=stack_of(plan.engine, plan.devices.backend, layout.compile, layout.derived.fused),
         time_scalar=plan.prediction.time_scalar,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
-from partool.cost.stacks import own_stack
+from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
@@ -30,7 +30,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         sequence_length=training.sequence_length,
         global_batch=training.global_batch,
         precision=training.precision,
-        stack=own_stack(problem.devices.backend, compile, fused(problem, compile)),
+        stack=stack_of(problem.spec.engine, problem.devices.backend, compile, fused(problem, compile)),
         frozen=tuple(problem.spec.model.frozen),
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,

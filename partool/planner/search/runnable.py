@@ -22,6 +22,7 @@ from partool.planner.problem import Problem
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
+from partool.strategies.engines import ENGINES
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.sequence import ON_GRIDS
 from partool_kernels.registry import ARCHITECTURES
@@ -37,6 +38,11 @@ class Task:
     frozen: bool = False
     hf: bool = False
     """True if transformers builds the model, False if partool does."""
+
+
+def of_engine(engine: str) -> tuple[Gap, ...]:
+    """Return what the runtime does not run of a spec for an engine: all of it, unless the engine is partool."""
+    return () if engine == "partool" else (Gap("PT826", f"plans for {ENGINES[engine].title}", ("engine",)),)
 
 
 def task(problem: Problem) -> Task:

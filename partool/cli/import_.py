@@ -1,0 +1,121 @@
+"""``partool import``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+import yaml
+
+from partool.cli._fail import fail
+from partool.cli._files import write_or_exit
+from partool.diagnostics.record import Diagnostic
+from partool.diagnostics.text import render_text, summary, wants_colour
+from partool.engines import Imported, Wanted, engine_of, read
+from partool.plan.terminal import say
+
+EngineChoice = Literal["deepspeed", "megatron"]
+_LARGEST_BYTES = 4 * 2**20
+
+
+def command(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A DeepSpeed configuration, or a script with Megatron-LM's arguments."),
+    ],
+    *,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the spec to this file.")] = None,
+    engine: Annotated[
+        EngineChoice | None, typer.Option("--engine", help="Whose file it is, if it does not show.")
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", help="Device of the catalog, as h100-sxm.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Machines, over those in the file.")] = None,
+    per_node: Annotated[int | None, typer.Option("--per-node", min=1, help="Devices per machine, likewise.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Preset, or a Hugging Face config.json.")] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option("--define", help="NAME=VALUE, a variable that the script leaves open; repeatable."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, a field of the spec over the files'; repeatable.")
+    ] = None,
+    settings: Annotated[bool, typer.Option("--settings", help="List what becomes of every setting.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Read a run of another training system into a spec of exactly its layout. Nothing in the files is executed."""
+    text = _text(path)
+    found_engine = engine or engine_of(path, text)
+    if found_engine is None:
+        fail("PT825", f"{path} is of no training system that is known here", "say which: --engine deepspeed", 2)
+    if out is not None and out.exists() and not force:
+        fail("PT002", f"{out} is there already", "choose another name, or replace it with --force", 2)
+    text = "".join(f"{each}; " for each in define or []) + text if found_engine == "megatron" else text
+    given = dict(map(_pair, overrides or []))
+    found = read(path, text, found_engine, Wanted(accelerator, nodes, per_node, model, given))
+    _show(found, path, text, everything=settings)
+    if any(finding.severity == "error" for finding in found.findings):
+        raise typer.Exit(1)
+    spec = spec_text(found, path)
+    if out is None:
+        say(spec, nl=False)
+    else:
+        write_or_exit(spec, out)
+        say(f"wrote {out}; next: partool plan {out}", err=True)
+
+
+def spec_text(found: Imported, path: Path) -> str:
+    """Return the spec as YAML, with the settings that were not understood as remarks."""
+    lines = [f"# Read from {path.name}, a file of {found.engine}; devices and data are not in such files."]
+    lines += [
+        f"# not understood, and not priced: {fate.setting.name} (line {fate.setting.line})"
+        for fate in found.fates
+        if fate.kind == "not understood"
+    ]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
+
+
+def _pair(text: str) -> tuple[str, object]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise typer.BadParameter(f"--set takes key=value, as training.sequence_length=4096, not {text!r}")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise typer.BadParameter(f"the value of --set {key} is no YAML: {value!r}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            fail("PT825", f"{path} is larger than any such file", "name a script or a configuration", 2)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        fail("PT001", f"{path} cannot be read: {reason}", "", 2)
+
+
+def _show(found: Imported, path: Path, text: str, *, everything: bool) -> None:
+    """Print findings, the settings that nobody knows, and how many settings became what."""
+    findings = list(found.findings)
+    findings += [
+        Diagnostic(
+            "PT823", f"{fate.setting.name} is not understood, and not priced", "warning", span=fate.setting.span,
+            help="remove it, or make sure that it changes neither memory nor time",
+        )
+        for fate in found.fates
+        if fate.kind == "not understood"
+    ]  # fmt: skip
+    if findings:
+        shown = render_text(findings, {str(path): text.splitlines()}, colour=wants_colour(sys.stderr))
+        say(shown + summary(findings), err=True, painted=True)
+    if everything:
+        for fate in found.fates:
+            text = f": {fate.text}" if fate.text else ""
+            say(f"line {fate.setting.line}  {fate.setting.name}  {fate.kind}{text}", err=True)
+    kinds = [fate.kind for fate in found.fates]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("carried", "no effect", "not understood"))
+    say(f"{found.engine}: {len(kinds)} settings, {counts}", err=True)

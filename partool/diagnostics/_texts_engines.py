@@ -1,0 +1,70 @@
+"""Rules about files of other training systems (PT820 to PT827)."""
+
+from __future__ import annotations
+
+from partool.diagnostics.record import BASE, Rule
+
+
+def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
+    return Rule(code, title, reason, bad, good, "command")
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT820",
+        "A setting of another system has no value that can be read",
+        "The file is no JSON, or a number is expected where something else stands.",
+        "--num-layers many",
+        "--num-layers 32",
+    ),
+    _rule(
+        "PT821",
+        "Settings of another system contradict each other",
+        "The system itself would refuse these settings, or ignore one of them.",
+        '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 8}   # on 8 ranks',
+        '{"train_batch_size": 128, "train_micro_batch_size_per_gpu": 8}',
+    ),
+    _rule(
+        "PT822",
+        "The files do not say something that a plan needs",
+        "Files of other systems describe a part of a run: DeepSpeed's has no model, Megatron-LM's no kind of machine.",
+        "partool import ds_config.json -o spec.yaml",
+        "partool import ds_config.json --model llama3-8b --accelerator h100-sxm --nodes 1 --per-node 8 -o spec.yaml",
+    ),
+    _rule(
+        "PT823",
+        "A setting of another system has no counterpart",
+        "partool has no field for it, so that a price would be of another run.",
+        "--cp-comm-type a2a+p2p",
+        "--cp-comm-type a2a",
+    ),
+    _rule(
+        "PT824",
+        "A setting of another system is left out of the price",
+        "The price is that of the run without it; the finding says what the difference is.",
+        "--hidden-dropout 0.1",
+        "--hidden-dropout 0.0",
+    ),
+    _rule(
+        "PT825",
+        "A script cannot be read to its end",
+        "Scripts are read and never run: a value that depends on a command, a condition or an unset variable stays "
+        "unknown, and so does a file that is not there.",
+        "--micro-batch-size $MBS   # and MBS is set nowhere",
+        "partool import train.sh --define MBS=1 --accelerator h100-sxm -o spec.yaml",
+    ),
+    Rule(
+        "PT826",
+        "A plan is priced for another training system",
+        "With `engine` the plan has the constants of that system. partool's runtime trains plans of its own only.",
+        BASE.replace("cpu", "h100-sxm") + "engine: megatron\n",
+        BASE.replace("cpu", "h100-sxm") + "engine: partool\n",
+    ),
+    Rule(
+        "PT827",
+        "Another training system's plan is for CPUs",
+        "The constants of other systems come from runs on accelerators.",
+        BASE + "engine: deepspeed\n",
+        BASE.replace("cpu", "h100-sxm") + "engine: deepspeed\n",
+    ),
+)

@@ -1,0 +1,175 @@
+"""Reads a DeepSpeed configuration into the layout of a spec.
+
+Meanings and defaults are those of DeepSpeed 0.14 to 0.19 (https://www.deepspeed.ai/docs/config-json/). The file says
+nothing of the model, the length of sequences or the machines: they are arguments of ``partool import``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from partool.diagnostics.record import Diagnostic, Span
+from partool.engines.settings import Setting, Sheet
+
+_OTHER = (
+    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.mics_shard_size",
+)  # fmt: skip
+"""Keys of mechanisms that partool does not price; they must be off."""
+
+
+def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
+    """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        return {}, [
+            Diagnostic(
+                "PT820", f"{path} is no JSON: {getattr(error, 'problem', error)}",
+                span=Span(str(path), line, 1, line, 1),
+            )
+        ]  # fmt: skip
+    found = {}
+    for name, value, line in _leaves(root, ""):
+        found[name] = Setting(name, value, str(path), line)
+    return found, []
+
+
+def _leaves(node: Any, before: str) -> Iterator[tuple[str, Any, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{before}{key.value}"
+        if isinstance(value, yaml.MappingNode):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, yaml.SafeLoader("").construct_object(value, deep=True), key.start_mark.line + 1
+
+
+def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
+    """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
+    micro, batch = _batch(sheet, world)
+    stage = int(sheet.number("zero_optimization.stage", 0, to="parallel.data.zero"))
+    parallel: dict[str, Any] = {
+        "data": {"zero": stage},
+        "tensor": {"degree": int(sheet.number("tensor_parallel.autotp_size", 1, to="parallel.tensor") or 1)},
+        "pipeline": {"stages": 1},
+        "tiles": {"mlp": 0, "loss": 0},
+        "recompute": "none",
+        "compile": "none",
+        "sequence": {"degree": int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree"))},
+        "offload": _offload(sheet, stage),
+    }
+    if parallel["sequence"]["degree"] > 1:
+        parallel["sequence"]["method"] = "ulysses"
+    if (shard := sheet.number("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard")) > 1:
+        sheet.say(
+            "PT823", "error", f"zero_hpz_partition_size is {shard}: a second copy of the parameters in each "
+            "node is not priced", "remove it, or --set parallel.data.shard=NUMBER prices hybrid sharding",
+            "zero_optimization.zero_hpz_partition_size",
+        )  # fmt: skip
+    if micro:
+        parallel["micro_batch"] = micro
+    for name in _OTHER:
+        if sheet.get(name, False, to="nothing: off") not in (False, 0, -1, 1):
+            sheet.say("PT823", "error", f"{name} is not priced here", "remove it", name)
+    _recompute(sheet, parallel)
+    training: dict[str, Any] = {"precision": _precision(sheet)}
+    sheet.lacks("training.sequence_length", "the file does not say how long sequences are")
+    if batch is None:
+        sheet.lacks("training.global_batch", "the file does not say the global batch", "train_batch_size")
+    if batch:
+        training["global_batch"] = batch
+    optimizer = str(sheet.get("optimizer.type", "AdamW", to="optimizer.name")).lower()
+    known = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "adagrad": "adagrad"}
+    if optimizer not in known:
+        sheet.say("PT823", "error", f"the optimizer {optimizer} is not priced here", "AdamW or Lion", "optimizer.type")
+    return {"training": training, "parallel": parallel, "optimizer": {"name": known.get(optimizer, "adamw")}}
+
+
+def _batch(sheet: Sheet, world: int | None) -> tuple[int | None, int | None]:
+    """Return the micro-batch and the global batch; DeepSpeed has batch = micro-batch · accumulation · ranks."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    to = ("parallel.micro_batch", "training.global_batch", "training.global_batch")
+    given: list[int | None] = []
+    for name, path in zip(names, to, strict=True):
+        value = sheet.get(name, to=path)
+        if value == "auto":
+            sheet.lacks(path, f"{name} is auto: the trainer's arguments have it", name)
+        given.append(value if isinstance(value, int) and not isinstance(value, bool) else None)
+    micro, steps, batch = given
+    if world is None:
+        return micro, batch
+    if micro and batch and not steps:
+        steps = batch // (micro * world)
+    if batch and not micro and (steps is None or batch % (steps * world) == 0):
+        steps = steps or 1
+        micro = batch // (steps * world)
+    if micro and not batch:
+        batch = micro * (steps or 1) * world
+    if micro and batch and micro * (steps or 1) * world != batch:
+        sheet.say(
+            "PT821", "error", f"train_batch_size {batch} is not {micro} · {steps or 1} · {world} ranks = "
+            f"{micro * (steps or 1) * world}", "remove one of the three; DeepSpeed works it out", "train_batch_size",
+        )  # fmt: skip
+    return micro, batch
+
+
+def _precision(sheet: Sheet) -> str:
+    bf16 = sheet.get(
+        "bf16.enabled", sheet.get("bfloat16.enabled", False, to="training.precision"), to="training.precision"
+    )
+    fp16 = sheet.get("fp16.enabled", False, to="training.precision")
+    for name, value in (("bf16.enabled", bf16), ("fp16.enabled", fp16)):
+        if value == "auto":
+            sheet.lacks("training.precision", f"{name} is auto: the trainer's arguments have it", name)
+    if bf16 is True and fp16 is True:
+        sheet.say("PT821", "error", "both bf16 and fp16 are enabled", "disable one of them", "fp16.enabled")
+    return "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32"
+
+
+def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "none"}
+    old = sheet.get("zero_optimization.cpu_offload", False, to="parallel.offload.optimizer")
+    place = str(
+        sheet.get(
+            "zero_optimization.offload_optimizer.device", "cpu" if old else "none", to="parallel.offload.optimizer"
+        )
+    )
+    share = float(sheet.number("zero_optimization.offload_optimizer.ratio", 1.0, to="parallel.offload.gpu_fraction"))
+    if place in ("cpu", "nvme"):
+        found |= {"optimizer": place, "gpu_fraction": round(1.0 - share, 6)}
+        if stage == 0 or (stage < 3 and place == "nvme"):
+            sheet.say(
+                "PT821", "error", f"the optimizer cannot go to {place} with ZeRO-{stage}",
+                "stage 1 or higher for cpu, stage 3 for nvme", "zero_optimization.offload_optimizer.device",
+            )  # fmt: skip
+    where = str(sheet.get("zero_optimization.offload_param.device", "none", to="parallel.offload.parameters"))
+    if where in ("cpu", "nvme"):
+        found["parameters"] = where
+        if stage < 3:
+            sheet.say(
+                "PT821", "error", f"parameters leave the device with ZeRO-3 only, and the stage is {stage}",
+                "stage: 3, or remove offload_param", "zero_optimization.offload_param.device",
+            )  # fmt: skip
+    for name in ("offload_optimizer", "offload_param"):
+        if folder := sheet.get(f"zero_optimization.{name}.nvme_path", to="parallel.offload.dir"):
+            found["dir"] = str(folder)
+    return found
+
+
+def _recompute(sheet: Sheet, parallel: dict[str, Any]) -> None:
+    """Carry the section about recomputation. The model's code decides whether layers are recomputed."""
+    sheet.say(
+        "PT824", "note", "whether layers are recomputed is decided by the model's code; none is priced",
+        "--set parallel.recompute=full, if it calls gradient_checkpointing_enable or the like",
+    )  # fmt: skip
+    sheet.get("activation_checkpointing.partition_activations", to="nothing: off without tensor ranks")
+    if sheet.get("activation_checkpointing.cpu_checkpointing", False, to="parallel.offload.activations") is True:
+        parallel["offload"]["activations"], parallel["recompute"] = "cpu", "full"

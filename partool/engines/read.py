@@ -1,0 +1,152 @@
+"""Reads files of other training systems into pinned specs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from partool.diagnostics.record import Diagnostic, Span
+from partool.engines import deepspeed, deepspeed_keys, megatron, megatron_keys
+from partool.engines.settings import Fate, Sheet, fates
+from partool.engines.shell import Script, Word
+
+Engine = Literal["deepspeed", "megatron"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the files of an engine do not say; None where they do, or where nobody has said it."""
+
+    accelerator: str | None = None
+    nodes: int | None = None
+    per_node: int | None = None
+    model: str | None = None
+    """Preset, or path of a Hugging Face ``config.json``."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values by their paths in the spec, over those of the files."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was read."""
+
+    engine: Engine
+    spec: dict[str, Any]
+    """The spec as nested sections."""
+    fates: list[Fate] = field(default_factory=list)
+    findings: list[Diagnostic] = field(default_factory=list)
+
+    @property
+    def understood(self) -> float:
+        """Share of the settings that are carried or known to have no effect."""
+        known = sum(fate.kind != "not understood" for fate in self.fates)
+        return known / len(self.fates) if self.fates else 1.0
+
+
+def engine_of(path: Path, text: str) -> Engine | None:
+    """Return the engine whose file this is, by its contents."""
+    if text.lstrip().startswith("{"):
+        return "deepspeed"
+    if any(name in text for name in ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size")):
+        return "megatron"
+    return None
+
+
+def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
+    """Read a file; nothing in it is executed."""
+    if engine == "megatron":
+        return _megatron(path, text, wanted)
+    settings, findings = deepspeed.settings(path, text)
+    sheet = Sheet(settings, findings)
+    world = wanted.nodes * wanted.per_node if wanted.nodes and wanted.per_node else None
+    spec = deepspeed.spec_of(sheet, world)
+    return _imported("deepspeed", sheet, spec, wanted, deepspeed_keys.NO_EFFECT)
+
+
+def _megatron(path: Path, text: str, wanted: Wanted) -> Imported:
+    script = Script()
+    script.read(path, text)
+    command = training_command(script)
+    sheet = Sheet(megatron.settings(command))
+    for missing in script.missing:
+        message = f"{path} sources {missing.text}, which cannot be read"
+        way_out = "put the file beside the script, or write its values into the script"
+        sheet.findings.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(missing))))
+    if not command:
+        sheet.findings.append(
+            Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
+        )
+    unknown = unresolved(command, {**megatron_keys.NO_EFFECT, **dict.fromkeys(_MEETING, "")})
+    spec = megatron.spec_of(sheet)
+    found = _imported("megatron", sheet, spec, wanted, megatron_keys.NO_EFFECT)
+    return Imported(found.engine, found.spec, found.fates, [*found.findings, *unknown])
+
+
+_MEETING = ("master_addr", "master_port", "node_rank", "master-addr", "master-port", "node-rank", "rdzv_id",
+            "rdzv_backend", "rdzv_endpoint", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "max_restarts", "tee",
+            "log_dir", "log-dir", "redirects")  # fmt: skip
+"""Options of torchrun that say how processes meet."""
+
+
+def training_command(script: Script) -> list[Word]:
+    """Return the command with most arguments that begin with two dashes."""
+    dashed = [(sum(word.text.startswith("--") for word in words), words) for words in script.commands]
+    most, found = max(dashed, key=lambda each: each[0], default=(0, []))
+    return found if most > 2 else []
+
+
+def _place(word: Word) -> tuple[str, int, int, int, int]:
+    return word.file, word.line, 1, word.line, 1
+
+
+def unresolved(command: Sequence[Word], no_effect: Mapping[str, str]) -> list[Diagnostic]:
+    """Return a finding for each argument that matters and whose value nobody can tell without running the script."""
+    found, name = [], ""
+    for word in command:
+        if word.text.startswith("--"):
+            name = word.text[2:].partition("=")[0]
+        if word.unknown and name and name not in no_effect:
+            message = f"--{name} is {word.unknown[0]}, which only running the script would tell"
+            way_out = "set the variable in the script, or add --define NAME=VALUE"
+            found.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(word))))
+    return found
+
+
+def _imported(
+    engine: Engine, sheet: Sheet, spec: dict[str, Any], wanted: Wanted, no_effect: Mapping[str, str]
+) -> Imported:
+    known = {**no_effect, **dict.fromkeys(_MEETING, "says how processes meet")}
+    hardware = spec.get("hardware", {})
+    for name in ("nodes", "per_node", "accelerator"):
+        if (value := getattr(wanted, name)) is not None:
+            hardware[name] = value
+    for name, what in (("accelerator", "which devices there are"), ("per_node", "how many devices a machine has")):
+        if name not in hardware:
+            sheet.lacks(f"hardware.{name}", f"the files do not say {what}")
+    whole: dict[str, Any] = {"spec": 1, "engine": engine}
+    if wanted.model is not None:
+        key = "config" if wanted.model.endswith(".json") else "preset"
+        whole["model"] = {key: wanted.model}
+    elif "model" in spec:
+        whole["model"] = spec["model"]
+    else:
+        sheet.lacks("model.preset", "the files do not describe the model")
+    whole |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
+    whole |= {name: spec[name] for name in ("optimizer",) if name in spec}
+    whole |= {"data": {"source": "python-stdlib"}, "kernels": {"mode": "torch"}}
+    for path, value in wanted.settings.items():
+        _put(whole, path.split("."), value)
+    given = {tuple(path.split(".")) for path in wanted.settings}
+    findings = [each for each in sheet.findings if each.code != "PT822" or each.path not in given]
+    return Imported(engine, whole, fates(sheet, known), findings)
+
+
+def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set a value in nested sections, which are made where they are missing."""
+    for name in path[:-1]:
+        inner = into.get(name)
+        into[name] = inner if isinstance(inner, dict) else {}
+        into = into[name]
+    into[path[-1]] = value
