@@ -10,7 +10,7 @@ from typing import Any, Literal
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines import deepspeed, deepspeed_keys, megatron, megatron_keys
 from partool.engines.settings import Fate, Sheet, fates
-from partool.engines.shell import Script, Word
+from partool.engines.shell import Script, Word, split
 
 Engine = Literal["deepspeed", "megatron"]
 
@@ -91,10 +91,20 @@ _MEETING = ("master_addr", "master_port", "node_rank", "master-addr", "master-po
 
 
 def training_command(script: Script) -> list[Word]:
-    """Return the command with most arguments that begin with two dashes."""
-    dashed = [(sum(word.text.startswith("--") for word in words), words) for words in script.commands]
+    """Return the command with most arguments that begin with two dashes.
+
+    A file of arguments alone is one command, whatever its lines; a command in quotes (``sh -c "..."``) is read, too.
+    """
+    commands = [[part for word in words for part in _parts(word)] for words in script.commands]
+    if commands and all(words[0].text.startswith("--") for words in commands):
+        commands = [[word for words in commands for word in words]]
+    dashed = [(sum(word.text.startswith("--") for word in words), words) for words in commands]
     most, found = max(dashed, key=lambda each: each[0], default=(0, []))
     return found if most > 2 else []
+
+
+def _parts(word: Word) -> Sequence[Word]:
+    return list(split(word)) if " --" in word.text else [word]
 
 
 def _place(word: Word) -> tuple[str, int, int, int, int]:

@@ -140,11 +140,11 @@ class Script:
         if whole and not token.quote and (name := whole["name"] or whole["plain"] or ""):
             found = self.variables.get(name)
             if found is not None and name not in self._depends:
-                return [part for word in found for part in _split(word)]
+                return [part for word in found for part in split(word)]
         unknown: list[str] = []
         text = _REFERENCE.sub(lambda match: self._value(match, unknown), token.text)
         word = Word(text, str(path), token.line, tuple(unknown))
-        return [word] if token.quote else [each for each in _split(word) if each.text]
+        return [word] if token.quote else [each for each in split(word) if each.text]
 
     def _value(self, match: re.Match[str], unknown: list[str]) -> str:
         if (sum_ := match["sum"]) is not None:
@@ -190,7 +190,7 @@ def _calculated(text: str) -> str | None:
     return str(sum(terms))
 
 
-def _split(word: Word) -> Iterator[Word]:
+def split(word: Word) -> Iterator[Word]:
     """Split a word at blanks, as a shell does outside of quotes, and keep count of lines."""
     line = word.line
     for part in re.split(r"([ \t\n]+)", word.text):

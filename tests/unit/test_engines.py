@@ -77,6 +77,19 @@ def test_a_script_is_read_whole() -> None:
     assert not any("api" in str(fate.setting.name).lower() for fate in found.fates)
 
 
+def test_arguments_alone_and_commands_in_quotes_are_read() -> None:
+    plain = megatron().spec
+    begin, end = SCRIPT.index("    --num-layers"), SCRIPT.index(")\ntorchrun")
+    rest = SCRIPT[SCRIPT.index("    --tensor-model") :].replace("\\\n", "\n").replace("$TP", "4")
+    alone = SCRIPT[begin:end] + rest.replace("$((NODES * 32))", "64").replace("--data-path $DATA ", "")
+    found = megatron(script=alone, wanted=Wanted("h100-sxm", 2, 8))
+    assert (found.findings, found.spec) == ([], plain | {"hardware": found.spec["hardware"]})
+    head, command = SCRIPT.split("torchrun", 1)
+    whole = " ".join(command.replace("\\\n", " ").split())
+    quoted = f'{head}RUN="torchrun {whole.replace("[@]", "[*]")}"\nsrun -l sh -c "$RUN"\n'
+    assert read(Path("train.sh"), quoted, "megatron", H100).spec == plain
+
+
 CARRIED = [
     ("--num-layers 16", "model.layers", 16),
     ("--kv-channels 64", "model.head_dim", 64),
