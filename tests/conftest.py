@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ LONGEST = (
     "test_dry_repeat.py", "test_several_nodes.py", "test_install.py",
 )  # fmt: skip
 """Files that take longest: where several processes test, one that began last would leave the others idle."""
+SHIMS = Path(__file__).parents[1] / "build" / "dry"
+"""Where libraries that stand in for CUDA are kept: by their source and torch's version, as compiling takes seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep plans independent of a machine calibration that happens to be in the working folder of the tests."""
+    home = tmp_path_factory.mktemp("home")
+    SHIMS.mkdir(parents=True, exist_ok=True)
+    (home / "dry").symlink_to(SHIMS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARTOOL_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("PARTOOL_HOME", str(home))
         yield
