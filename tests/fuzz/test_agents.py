@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from _attack import Attack
+from ports import free_port
 
 from partool_runtime.agent.node_messages import Outcome, WaitTimes
 from partool_runtime.agent.nodes import Board
@@ -76,9 +77,7 @@ class Run:
     """Two nodes whose boards have met."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.relay = Relay(self.port)
         self.said: list[str] = []
         ends = ((0, self.port), (1, self.relay.port))

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,9 @@ import torch.distributed.tensor  # noqa: F401
 
 from partool.plan.types import Plan
 from partool_runtime import trainer, worker  # noqa: F401
+
+sys.path.append(str(Path(__file__).parents[1]))
+from ports import free_port
 
 ATTEMPT_TIMEOUT_S = 60.0
 GRACE_S = 3.0
@@ -38,9 +40,7 @@ class Attempt:
         self.number = number
         self.events = run_dir / "events" / "rank-0.jsonl"
         self.events_before = len(self.events.read_text()) if self.events.exists() else 0
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         world_size = Plan.from_json(plan_file.read_text()).layout.mesh.world_size
         self.pids = [self._fork(rank, world_size, port, plan_file, resume) for rank in range(world_size)]
         self.codes: dict[int, int] = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import HERE, AgentRun, make_plan, processes_of, ranks_environment, wait_until
+from ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not typed as exported
 
 from partool.plan.run import KEY_FILE
@@ -40,9 +41,7 @@ class NodeRun(AgentRun):
         super().__init__(run_dir, script, self.plan)
         self.texts: dict[int, tuple[str, str]] = {}
         self.agents: dict[int, subprocess.Popen[str]] = {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     def start_nodes(self, *nodes: int, other_plan: Plan | None = None) -> NodeRun:
         """Start the agents of these nodes; the last node may have a different plan."""

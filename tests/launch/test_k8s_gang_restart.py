@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from launch_helpers import HERE, make_plan, processes_of, ranks_environment, wait_until
+from ports import free_port
 
 from partool.plan.run import read_status
 from partool.render import Job
@@ -45,9 +45,7 @@ class JobController:
         self.pods: dict[int, subprocess.Popen[bytes]] = {}
         self.codes: dict[int, list[int]] = {index: [] for index in range(NODES)}
         self.failures = dict.fromkeys(range(NODES), 0)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
 
     def command(self, index: int) -> list[str]:
         """Return the container's command with its node placeholders replaced by this machine's values."""

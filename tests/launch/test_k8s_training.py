@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import k8s_schemas
 import pytest
 from k8s_case import Case, case, condition
 from launch_helpers import processes_of, ranks_environment, trainable_plan, wait_until
+from ports import free_port
 from test_kill_resume import losses
 from test_launch_commands import invoke
 
@@ -84,9 +84,7 @@ class JobSet(threading.Thread):
 
     def _attempt(self, launched: Run, spec: Any, attempt: int) -> list[int]:
         [container] = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         pods = [self.here.pod(launched, node, attempt=attempt) for node in range(NODES)]
         self.agents, readers = [], []
         for node, pod in enumerate(pods):

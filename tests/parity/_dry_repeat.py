@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -212,7 +213,7 @@ def main() -> None:
     """Check the cases that the arguments name, those of GPUs or those of CPUs."""
     names = sys.argv[2:]
     if names[0] not in CASES or CASES[names[0]].accelerator != "cpu":
-        shim.load(Path(sys.argv[1]))
+        shim.load(Path(os.environ["PARTOOL_HOME"]) / "dry")
         from partool_runtime.dry.device import install
 
         install("H100", (9, 0), 80 << 30, 4)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.models.auto.modeling_auto
+import transformers.models.llama.modeling_llama  # what all models need, before ranks are copied: it takes seconds
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
 from _ranks import in_group
@@ -94,8 +96,6 @@ def loss_of(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) 
 @functools.cache
 def reference(name: str, frozen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Gradients of one step, and five training steps, of transformers' own model with torch's own optimizer."""
-    import transformers
-
     path = str(folder() / name)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).double()  # buffers too
     model.train()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -65,8 +66,7 @@ def serve(address: str) -> None:
     with Client(address) as connection:
         import torch
 
-        import partool_runtime.trainer  # noqa: F401
-
+        _prepare()
         torch.set_num_threads(1)
         connection.send("ready")
         while True:
@@ -78,6 +78,21 @@ def serve(address: str) -> None:
                 connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in order.pids])
             else:
                 connection.send(_started(order, connection))
+
+
+def _prepare() -> None:
+    """Do once what each rank's first run would do: import what is imported when it is needed, and build a plan's model.
+
+    Without it, that takes every rank more than a second of its processor.
+    """
+    import partool_runtime.parallel
+    import partool_runtime.trainer
+    from partool.plan.types import Plan
+
+    Plan.model_rebuild()
+    package = partool_runtime.parallel
+    for module in walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 
 def _started(order: Start, connection: Connection) -> Answer:

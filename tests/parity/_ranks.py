@@ -11,7 +11,6 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 import _rank_server as server
 import torch.distributed as dist
+from ports import free_port
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from partool_runtime.mesh import close_ranks
@@ -280,10 +280,3 @@ def _ended(status: int, timeout_s: float) -> str:
     if status == -signal.SIGKILL:
         return f"no answer, after {timeout_s:g} s or after another rank failed"
     return f"ended with status {status}"
-
-
-def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

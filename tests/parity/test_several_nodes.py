@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from _plans import small_plan, write_text
+from ports import free_port
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from partool.plan.run import agent_command, rank_command, read_status, starting_file
@@ -35,7 +36,7 @@ class Run:
 
     def start(self) -> list[subprocess.Popen[str]]:
         """Start an agent per node."""
-        port = _free_port()
+        port = free_port()
         return [self._agent(node, port) for node in range(NODES)]
 
     def start_alone(self) -> subprocess.Popen[str]:
@@ -75,12 +76,6 @@ class Run:
 def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _finish(agents: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:

@@ -16,11 +16,11 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def found(names: Sequence[str], home: Path) -> dict[str, list[Any]]:
+def found(names: Sequence[str]) -> dict[str, list[Any]]:
     """Return the findings of each fault or base, all executed by one process."""
     paths = os.pathsep.join((str(HERE), str(HERE.parent)))
     done = subprocess.run(
-        [sys.executable, faults.__file__, str(home), *names],
+        [sys.executable, faults.__file__, str(Path(os.environ["PARTOOL_HOME"]) / "dry"), *names],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -31,10 +31,10 @@ def found(names: Sequence[str], home: Path) -> dict[str, list[Any]]:
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def check(names: Sequence[str], home: Path) -> None:
+def check(names: Sequence[str]) -> None:
     """Compare what is found with what was planted."""
     bases = list(dict.fromkeys(faults.FAULTS[name].base for name in names))
-    told = found([*bases, *names], home)
+    told = found([*bases, *names])
     assert {base: told[base] for base in bases} == {base: [] for base in bases}
     for name in names:
         fault = faults.FAULTS[name]
@@ -47,13 +47,13 @@ def check(names: Sequence[str], home: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_faults_of_the_code_are_found(tmp_path: Path) -> None:
+def test_faults_of_the_code_are_found() -> None:
     assert len(faults.OFTEN) >= 7
     assert len(faults.FAULTS) >= 27
-    check(list(faults.OFTEN), tmp_path)
+    check(list(faults.OFTEN))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_more_faults_of_the_code_are_found(tmp_path: Path) -> None:
-    check(list(faults.LONGER), tmp_path)
+def test_more_faults_of_the_code_are_found() -> None:
+    check(list(faults.LONGER))

@@ -71,7 +71,7 @@ def executed(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
     for number, case in enumerate(cases):
         (folder / f"{number}.json").write_text(case.plan.to_json())
         arguments.append(f"{folder / f'{number}.json'}:{case.rank}")
-    command = [sys.executable, str(WORKER), str(folder / "shim"), *arguments]
+    command = [sys.executable, str(WORKER), str(Path(os.environ["PARTOOL_HOME"]) / "dry"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

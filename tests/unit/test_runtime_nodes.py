@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from ports import free_port
 
 from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.interfaces import interface_towards, is_loopback, resolves_to_network
@@ -86,12 +87,6 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes(stack)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
