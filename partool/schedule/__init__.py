@@ -1,6 +1,7 @@
 """Pipeline schedules as data (one list of actions per rank); pure functions check, simulate and measure schedules."""
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
+from partool.schedule.begun import begun_by_ranks
 from partool.schedule.faults import ScheduleFault
 from partool.schedule.generators import check, generate, nearest, order, rank_of
 from partool.schedule.makespan import followed, in_flight, layers_in_flight, makespan, span_s
@@ -32,6 +33,7 @@ __all__ = [
     "TimedAction",
     "Timeline",
     "after",
+    "begun_by_ranks",
     "cell",
     "check",
     "columns_of",

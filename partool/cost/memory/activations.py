@@ -131,8 +131,9 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
 def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token of what only a layer with experts saves: its router's tensors, and rows of tokens.
 
-    The router works in a wide type, on a copy of the tokens. A rank keeps the rows that its experts multiply, and the
-    results that come back to its tokens; recomputation keeps what travelled, and the results of products.
+    The router works in a wide type, on a copy of the tokens if their own type is narrow. A rank keeps the rows that its
+    experts multiply, and the results that come back to its tokens; recomputation keeps what travelled, and the results
+    of products.
     """
     moe, hidden = job.model.moe, job.model.hidden
     assert moe is not None, "a dense model"
@@ -146,7 +147,8 @@ def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
         KEEP_ATTENTION: np.where(shared, arrived + own, 0.0),
     }.get(policy, 0.0)
     wide = max(job.compute_bytes, 4)
-    router = wide * (hidden + moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0)))
+    copy = wide * hidden if wide > job.compute_bytes else 0
+    router = copy + wide * moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0))
     found = job.compute_bytes * hidden * rows + (router if policy in (NONE, ATTENTION) else 0)
     # Tensor ranks route shares of the tokens if ranks share experts.
     return found / np.where(shared, layouts.tp, 1)
@@ -165,8 +167,8 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column, kin
     key = sizes.key
     if job.devices.backend != "cpu":
         # Off the CPU only the flash kernel accepts fewer key heads than query heads, and it takes no wide types;
-        # layers with windows use an operator of partool, which keeps no copies.
-        copied = 1.0 - sliding if job.precision in ("fp32", "fp64") else 0.0
+        # layers with windows use an operator of partool, which keeps no copies. Recomputation copies keys again.
+        copied = 1.0 - sliding if policy == NONE and job.precision in ("fp32", "fp64") else 0.0
         key = key + copied * (sizes.query - key)
 
     # Results of attention along columns are reordered to the sequence's order for the output matrix.

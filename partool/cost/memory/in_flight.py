@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from partool.cost.case import SCHEDULES, Column, Layouts
+from partool.cost.case import ONE_AT_THE_END, SCHEDULES, Column, Layouts, among
 
 
 def in_flight(layouts: Layouts, rank: Column) -> Column:
@@ -32,3 +32,26 @@ def in_flight(layouts: Layouts, rank: Column) -> Column:
     folded = np.where(rank == pp - 1, under_way * chunks, under_way * (chunks - 1) + 1)
     found = np.where(schedule == SCHEDULES.index("hanayo"), folded, found)
     return np.where(pp == 1, chunks, found)
+
+
+def own_inputs(layouts: Layouts, held: Column) -> Column:
+    """Return how many of the ``held`` activations of the first rank belong to the first stage, if none is folded.
+
+    Passes of a rank's stages take turns in groups of as many as ranks.
+    """
+    turns, rest = np.divmod(held, layouts.pp * layouts.chunks)
+    return turns * layouts.pp + np.minimum(rest, layouts.pp)
+
+
+def handed_over(layouts: Layouts, rank: Column, held: Column) -> Column:
+    """Return how many of the ``held`` activations on ``rank`` have inputs that are no messages.
+
+    Where stages are folded, the rank at either end runs two stages in succession: every second one of the first rank,
+    from the first on, and of the last rank, from its second on, takes the place of a message. The last stage holds one
+    micro-batch where its backward pass follows at once.
+    """
+    chunks = np.asarray(layouts.chunks)
+    one = among(layouts.schedule, ONE_AT_THE_END)
+    first = np.where(one, (held - 1) * chunks / np.maximum(2 * (chunks - 1), 1), held / 2)
+    folded = np.where(rank == 0, first, np.where(rank == layouts.pp - 1, held / 2, 0.0))
+    return np.where(layouts.folded, folded, np.where(rank == 0, own_inputs(layouts, held), 0.0))

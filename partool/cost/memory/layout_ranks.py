@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from partool.cost.case import RECOMPUTE, Column, TrainingJob
-from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad, WeightRing
+from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad, WeightRing
 from partool.cost.time.pipeline import held_by_ranks, layers_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
 from partool.plan.layout import Layout
+from partool.plan.schedule import sizes_of
+from partool.schedule import begun_by_ranks
+from partool.strategies.schedules import SCHEDULES
 
 
 def held_by_layout(job: TrainingJob, layout: Layout) -> RankLoad:
@@ -29,7 +34,31 @@ def held_by_layout(job: TrainingJob, layout: Layout) -> RankLoad:
     # Larger stages may have more micro-batches in flight than the mean of a rank's stages.
     in_each = np.array([len(mine) for mine in stages]) * np.array(layers_by_ranks(layout))
     larger = in_each / np.maximum(dense + moe, 1)
-    return RankLoad((dense, moe), begins, ends, in_flight, kept, ring, larger)
+    return RankLoad((dense, moe), begins, ends, in_flight, kept, ring, larger, **_folded(layout))
+
+
+def _folded(layout: Layout) -> dict[str, Any]:
+    """Return what is counted from action lists where stages run back and forth over the ranks: fields of RankLoad."""
+    known = SCHEDULES.get(layout.pipeline.schedule)
+    if layout.mesh.pp == 1 or known is None or not known.folded:
+        return {}
+    ranks, chunks = begun_by_ranks(*sizes_of(layout)), layout.pipeline.chunks
+    most = [max(moments, key=lambda moment: (moment.activations, moment.ending)) for moments in ranks]
+    found = []
+    for stages in range(1, chunks + 1):
+        there = [{moment.stages: moment for moment in moments}.get(stages) for moments in ranks]
+        found.append(
+            BegunStages(
+                stages / chunks,
+                np.array([moment.activations / chunks if moment else 0.0 for moment in there]),
+                np.array([float(moment.ending) if moment else 0.0 for moment in there]),
+            )
+        )
+    return {
+        "own": np.array([float(moment.own) for moment in most]),
+        "ending": np.array([float(moment.ending) for moment in most]),
+        "begun": tuple(found),
+    }
 
 
 def _joined(rings: list[WeightRing]) -> WeightRing:

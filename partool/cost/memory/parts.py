@@ -24,7 +24,7 @@ Place = Literal["first", "second", "last"]
 """A pipeline rank, by its place."""
 Parts = tuple[States, PassBytes]
 _STATES = tuple(one.name for one in fields(States) if one.name != "host")
-_WORK = tuple(one.name for one in fields(PassBytes))
+_WORK = tuple(one.name for one in fields(PassBytes) if one.name != "begun")
 _OF_STATES = (
     "pp", "replicas", "shards", "cp", "tp", "ep", "etp", "zero", "chunks", "gpu_fraction", "offload_parameters",
     "tensor_inner", "sequence_norms",

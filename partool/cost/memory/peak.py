@@ -22,7 +22,7 @@ from partool.cost.memory.communicators import communicators
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
-from partool.cost.memory.moments import Moment, either, fullest, plain_moments
+from partool.cost.memory.moments import Moment, either, fullest, plain_moments, ring_moments
 from partool.cost.memory.parts import Place, least_state, parts
 from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.runtime_moments import moments
@@ -291,8 +291,11 @@ def _moments(job: TrainingJob, layouts: Layouts, stack: MemoryStack, state: Stat
     if not np.any(layouts.ring):
         return moments(job, layouts, state, done)
     # Ranks that pass weights to each other neither gather nor reduce through FSDP2.
-    both = fullest(moments(job, layouts, state, done)), fullest(plain_moments(state, done))
-    return [either(layouts.ring, both[1], both[0])]
+    cast_bytes = job.compute_bytes if job.compute_bytes != job.master_bytes else 0
+    passing = ring_moments(state, done, cast_bytes)
+    if np.all(layouts.ring):
+        return passing
+    return [either(layouts.ring, fullest(passing), fullest(moments(job, layouts, state, done)))]
 
 
 def _all_phases(state: States, done: PassBytes) -> Moment:

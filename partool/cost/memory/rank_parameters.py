@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from partool.cost.case import HALVED_RING, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.memory.in_flight import handed_over
 from partool.cost.tensor_shares import share_columns
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.spec.model import ModelConfig
@@ -65,6 +66,18 @@ class WeightRing:
 
 
 @dataclass(frozen=True)
+class BegunStages:
+    """A moment of ranks whose stages get their gradients one after the other; every field is a column."""
+
+    share: Column
+    """Share of a rank's stages that have gradients."""
+    in_flight: Column
+    """Micro-batches in flight at most, counted as in :class:`RankLoad`; 0 where a rank has no such moment."""
+    ending: Column
+    """Micro-batches between the last stage's forward and backward passes."""
+
+
+@dataclass(frozen=True)
 class RankLoad:
     """Layers, parameters and micro-batches of one pipeline rank, as columns."""
 
@@ -82,6 +95,12 @@ class RankLoad:
     """Tensors held to pass weights from rank to rank; None if no layout passes weights."""
     larger: Column = 1.0
     """Ratio of the layers whose activations exist at the peak to the layers of as many activations of mean stages."""
+    own: Column | None = None
+    """Number of stage inputs in flight that are no messages; None stands for a closed form."""
+    ending: Column | None = None
+    """Micro-batches at the peak between the last stage's passes; None stands for a closed form."""
+    begun: tuple[BegunStages, ...] = ()
+    """Moments with gradients of some of the stages, and of all; empty stands for a closed form."""
 
     @property
     def layer_count(self) -> Column:
@@ -156,7 +175,8 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
     # With an even number of chunks, folded stages end on the rank where they began.
     last = np.where((rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1)) | layouts.ring, 1, 0)
     ring = _ring(job, layouts, each + (odd > 0)) if np.any(layouts.ring) else None
-    return RankLoad(kinds, first, last, in_flight / chunks, kept, ring)
+    own = handed_over(layouts, rank, in_flight) if np.any(layouts.folded) else None
+    return RankLoad(kinds, first, last, in_flight / chunks, kept, ring, own=own)
 
 
 def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:

@@ -15,6 +15,7 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.cost.memory.moments import Moment
+from partool.cost.memory.rank_parameters import BegunStages
 from partool.cost.memory.states import States
 from partool.cost.memory.work import PassBytes
 
@@ -26,20 +27,43 @@ def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     micro-batches in flight than later ones do.
     """
     step = _Step.of(job, layouts, state, done)
-    chunks = np.maximum(layouts.chunks, 1)
-    # Gradients of all stages exist once backward passes have reached the first of a rank's stages.
-    before = 1.0 + np.where(np.asarray(layouts.folded), 0, np.minimum(layouts.pp, layouts.accumulation) * (chunks - 1))
-    later = np.minimum(done.in_flight, layouts.accumulation - before / chunks)
-    less = np.maximum(done.in_flight - later, 0.0)
-    saved = done.saved - less * done.of_layer * done.layers
-    alone = chunks == 1
     found = [Moment("update", gradients=state.gradients_at_step, activations=done.tables)]
+    alone = np.maximum(layouts.chunks, 1) == 1
     found += _Pass(step, True, done.saved, 0.0, state.leaving, alone).moments()
     several = np.asarray(layouts.accumulation) > 1
     if not several.any():
         return found
-    others = _Pass(step, False, saved, less * done.loss_held, state.gradients_before, True)
+    if done.begun:
+        for one in done.begun:
+            found += [each.only(several & (one.in_flight > 0)) for each in _some_begun(step, one).moments()]
+        return found
+    less = np.maximum(done.in_flight - _later(layouts, done.in_flight), 0.0)
+    saved = done.saved - less * done.of_layer * done.layers
+    # The loss has the micro-batches of the last stage only.
+    of_loss = np.minimum(less, np.maximum(done.ending - 1.0, 0.0)) * done.loss_held
+    others = _Pass(step, False, saved, of_loss, state.gradients_before, True)
     return [*found, *(each.only(several) for each in others.moments())]
+
+
+def _later(layouts: Layouts, most: Column) -> Column:
+    """Return the micro-batches in flight when gradients of all stages of a rank exist; ``most`` are in flight at all.
+
+    They do once backward passes have reached the first of the rank's stages. Where stages are folded, this is a bound
+    from below (:mod:`partool.schedule.begun` counts exactly).
+    """
+    chunks = np.maximum(layouts.chunks, 1)
+    before = 1.0 + np.minimum(layouts.pp, layouts.accumulation) * (chunks - 1)
+    folded = np.where(layouts.accumulation >= 2 * np.asarray(layouts.pp), most, 0.0)
+    folded = np.maximum(folded, (np.minimum(layouts.pp, layouts.accumulation) - 1) / chunks)
+    return np.minimum(most, np.where(layouts.folded, folded, layouts.accumulation - before / chunks))
+
+
+def _some_begun(step: _Step, one: BegunStages) -> _Pass:
+    """Return the passes when a part of a rank's stages has gradients."""
+    done = step.done
+    less = np.maximum(done.in_flight - one.in_flight, 0.0) * done.of_layer * done.layers
+    of_loss = np.maximum(done.ending - one.ending, 0.0) * done.loss_held
+    return _Pass(step, False, done.saved - less, of_loss, one.share * step.state.gradients_before, True)
 
 
 @dataclass(frozen=True)

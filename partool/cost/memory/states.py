@@ -210,7 +210,9 @@ def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Si
     else:
         partial = _ahead(job, sizes, everything) + sizes.root
     whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
-    return small * np.where(layouts.zero == 3, partial, whole)
+    # Ranks that pass weights on copy the weights of their own stages, and cast those of the outer modules where used.
+    whole = np.where(layouts.ring, everything - sizes.input - sizes.root, whole)
+    return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, whole)
 
 
 def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
@@ -258,7 +260,8 @@ def _gradients(
 def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
     """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
 
-    A sequential gather writes directly into the parameters and needs no message.
+    A sequential gather writes directly into the parameters and needs no message. Ranks that pass weights on have other
+    buffers (:class:`~partool.cost.memory.rank_parameters.WeightRing`).
     """
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
@@ -269,5 +272,6 @@ def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Siz
     if stack.resident_copy:
         return 0.0 * sizes.largest
     grouped = grouped if not stack.copies_alone else grouped | (layouts.tp * layouts.pp > 1)
+    grouped = grouped & ~np.asarray(layouts.ring)
     whole_message = np.where((layouts.zero > 0) & (job.controls.gather == "sequential"), 0, small)
     return np.where(grouped, sizes.largest * (whole_message + small + master), 0.0)

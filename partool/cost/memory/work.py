@@ -19,7 +19,8 @@ from partool.cost.memory.activations import (
     tile_bytes,
     widths,
 )
-from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
+from partool.cost.memory.in_flight import own_inputs
+from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import exchange_bytes, loss_bytes
 from partool.cost.sequence import shares as sequence_shares
@@ -73,13 +74,18 @@ class PassBytes:
     """Bytes of flat copies of weights and gradients, where ranks pass weights to each other."""
     in_flight: Column
     """Number of micro-batches in flight, as in :class:`RankLoad`."""
+    ending: Column
+    """Micro-batches between the last stage's forward and backward passes."""
+    begun: tuple[BegunStages, ...] = ()
+    """Moments with gradients of some of the stages, as in :class:`RankLoad`."""
 
 
 def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
     saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
-    losses = loss_bytes(job, layouts, stack, at_the_end(layouts, held.in_flight))
+    ending = at_the_end(layouts, held)
+    losses = loss_bytes(job, layouts, stack, ending)
     stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     result = held.last * np.where(early_loss(job, layouts), stream, 0.0)
     inputs, buffers = (count * stream for count in _received(layouts, held))
@@ -106,6 +112,8 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
         exchanged=exchange_bytes(job, layouts),
         copies=_copies_bytes(job, held),
         in_flight=held.in_flight,
+        ending=ending,
+        begun=held.begun,
     )
 
 
@@ -126,19 +134,24 @@ def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
     pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
     there = np.where((pp > 1) & ~np.asarray(layouts.ring), 1.0, 0.0)
     all_inputs = held.in_flight * chunks
-    # The first rank makes the first stage's inputs; passes of its stages take turns in groups of as many as ranks.
-    turns, rest = np.divmod(all_inputs, pp * chunks)
-    own = np.where(held.first == 1, turns * pp + np.minimum(rest, pp), 0.0)
+    # The first rank makes the first stage's inputs.
+    own = np.where(held.first == 1, own_inputs(layouts, all_inputs), 0.0) if held.own is None else held.own
     inputs = np.maximum(all_inputs - own, 0.0)
     ahead = np.where((all_inputs < layouts.accumulation * chunks) | (held.last == 0), 1.0, 0.0)
     buffers = np.maximum(inputs + ahead + np.where((chunks > 1) & (held.first == 0), 2.0, 0.0), 1.0)
     return there * inputs, there * buffers
 
 
-def at_the_end(layouts: Layouts, in_flight: Column) -> Column:
-    """Return how many micro-batches are between the last stage's forward and backward passes, weight gradients too."""
+def at_the_end(layouts: Layouts, held: RankLoad) -> Column:
+    """Return how many micro-batches are between the last stage's forward and backward passes, weight gradients too.
+
+    Folded stages hold few at the end once there are more micro-batches than ranks.
+    """
     several = (np.asarray(layouts.pp) > 1) & ~np.asarray(among(layouts.schedule, ONE_AT_THE_END))
-    return np.where(several, in_flight, 1.0)
+    if held.ending is not None:
+        return np.where(several, held.ending, 1.0)
+    few = np.where(np.asarray(layouts.folded) & (layouts.accumulation > layouts.pp), 1.0, held.in_flight)
+    return np.where(several, few, 1.0)
 
 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
@@ -213,7 +226,7 @@ def _activations(
         saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
     norm = held.last * norm_per_token(job, layouts, stack) * tokens
     if stack.traced:
-        norm = norm * at_the_end(layouts, held.in_flight)
+        norm = norm * at_the_end(layouts, held)
     whole = saved * held.in_flight * held.larger
     if held.ring is not None:
         ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from partool.cost.case import RECOMPUTE, Layouts
 from partool.cost.memory.fit import GREEN, fit_probability
-from partool.cost.memory.in_flight import in_flight
+from partool.cost.memory.in_flight import handed_over, in_flight
 from partool.cost.memory.peak import ranks_of
 from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
 from partool.planner.problem import Problem
@@ -69,5 +69,7 @@ def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: A
             ).ravel()
     first, last = (np.tile(place[:, stage].astype(int), len(counts)) for stage in (0, -1))
     layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
-    held = in_flight(wide, np.tile(np.arange(len(place)), len(counts))) / wide.chunks
-    return RankLoad(layers_of_ranks, first, last, held, kept)
+    place_of: Any = np.tile(np.arange(len(place)), len(counts))
+    held = in_flight(wide, place_of)
+    own = handed_over(wide, place_of, held) if np.any(wide.folded) else None
+    return RankLoad(layers_of_ranks, first, last, held / wide.chunks, kept, own=own)

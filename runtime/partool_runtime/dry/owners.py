@@ -23,6 +23,7 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/partool_runtime/torch_internals/group_gather.py", "", "communication"),
     ("/partool_runtime/parallel/pipeline/wires.py", "", "communication"),
     ("/partool_runtime/parallel/weipipe/shifts.py", "", "communication"),
+    ("/partool_runtime/parallel/weipipe/passes.py", "__init__", "gathered"),
     ("/partool_runtime/model/loss.py", "", "loss"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "looked_up", "activations"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "vocabulary_rows", "activations"),

@@ -1,0 +1,188 @@
+"""What ranks hold together at the moments of a step, of schedules whose ranks do not hold all of it at once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from layouts import new_layout
+
+from partool.cost.case import SCHEDULES, SELECTIVE, Layouts, TrainingJob
+from partool.cost.codec import encode
+from partool.cost.memory import activations
+from partool.cost.memory.activations import NONE, saved_by_layer
+from partool.cost.memory.in_flight import handed_over
+from partool.cost.memory.in_flight import in_flight as closed
+from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.peak import rank_moments
+from partool.cost.memory.runtime_moments import _later
+from partool.cost.memory.stacks import memory_stack
+from partool.cost.memory.states import states
+from partool.cost.memory.work import PassBytes, bytes_of_layers, work
+from partool.cost.stacks import STACKS
+from partool.plan.layout import Layout, Mesh
+from partool.schedule import Action, begun_by_ranks, check
+from partool.schedule.begun import Begun, moments_of
+from partool.spec.hardware import Devices
+from partool.spec.model import ModelConfig, Moe
+
+GPU = Devices(
+    accelerator="test", backend="cuda", nodes=1, per_node=8, memory_bytes=80 * 2**30, peak_flops=1e15,
+    achievable_flops=8e14, memory_bytes_per_s=2e12, link_bytes_per_s=4e11, fabric_bytes_per_s=5e10,
+)  # fmt: skip
+CPU = GPU.model_copy(update={"backend": "cpu"})
+LLAMA = ModelConfig(layers=8, hidden=512, ffn_hidden=1536, heads=8, kv_heads=2, head_dim=64, vocab=4096)
+
+
+def job(precision: Any = "bf16", model: ModelConfig = LLAMA, devices: Devices = GPU) -> TrainingJob:
+    return TrainingJob(model, devices, 1024, 64, precision, STACKS["partool"])
+
+
+def pipelined(schedule: str, *, ranks: int, chunks: int, micro_batches: int) -> Layout:
+    stages = ranks * chunks
+    bounds = tuple((8 * stage // stages, 8 * (stage + 1) // stages) for stage in range(stages))
+    return new_layout(
+        mesh=Mesh(pp=ranks), zero=0, micro_batch=1, accumulation=micro_batches, recompute=("none",) * 8,
+        compile="none", stages=bounds, schedule=schedule, chunks=chunks,
+    )  # fmt: skip
+
+
+def done(layout: Layout) -> PassBytes:
+    case, layouts, stack = job(), encode(layout), memory_stack("partool")
+    held = held_by_layout(case, layout)
+    return work(case, layouts, stack, held, bytes_of_layers(case, layouts, stack, [held]))
+
+
+def actions(text: str) -> list[Action]:
+    """Return the actions of a list such as ``F0.1 B0.1``: kind, stage, micro-batch."""
+    parts = ((each[0], each[1:].split(".")) for each in text.split())
+    return [Action(kind, int(stage), int(batch)) for kind, (stage, batch) in parts]
+
+
+def test_moments_by_the_stages_that_have_gradients() -> None:
+    found = moments_of(actions("F0.0 F1.0 B1.0 F0.1 F1.1 B0.0 B1.1 B0.1"), {0}, 1)
+    assert found == [Begun(0, 2, 1, 1), Begun(1, 3, 2, 1), Begun(2, 2, 1, 1)]
+
+
+def test_gradients_of_a_split_pass_begin_with_those_of_weights() -> None:
+    found = moments_of(actions("F0.0 F0.1 I0.0 F0.2 W0.0"), (), 0)
+    assert found == [Begun(0, 3, 0, 3), Begun(1, 2, 0, 2)]
+
+
+def test_the_last_moment_is_that_of_the_whole_list() -> None:
+    """Lists of few rounds stand for long ones."""
+    few, many = (begun_by_ranks("hanayo", 2, count, 2, 0) for count in (8, 64))
+    assert [each[:-1] for each in few] == [each[:-1] for each in many]
+    assert all(one[-1].activations <= other[-1].activations for one, other in zip(few, many, strict=True))
+
+
+def test_most_activations_of_waves_exist_before_most_gradients() -> None:
+    """With one micro-batch per rank, the last stages' backward passes end before the first ones' begin.
+
+    The last rank holds eight activations without gradients, seven when one of its two stages has gradients, and at
+    most six with those of both.
+    """
+    layout = pipelined("hanayo", ranks=4, chunks=2, micro_batches=4)
+    assert begun_by_ranks("hanayo", 4, 4, 2, 0)[3] == (Begun(0, 8, 4, 0), Begun(1, 7, 3, 0), Begun(2, 6, 3, 0))
+    found, one = rank_moments(job(), layout), float(done(layout).of_layer[3])  # type: ignore[index]
+    for moments in found:
+        most, gradients = (max(getattr(each, name) for each in moments) for name in ("activations", "gradients"))
+        full = [each for each in moments if each.activations > 0.9 * most]
+        assert max(each.gradients for each in full) <= 0.55 * gradients
+    losses = [each for each in found[3] if each.name == "loss"]
+    assert np.allclose([each.gradients for each in losses], np.array([0.0, 0.5, 1.0]) * losses[-1].gradients)
+    assert np.allclose([losses[0].activations - each.activations for each in losses[1:]], [one, 2 * one])
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("hanayo", 2), ("hanayo", 4), ("zb-v", 2)])
+def test_bounds_of_micro_batches_in_flight_with_all_gradients(name: str, chunks: int) -> None:
+    """The search skips layouts by the closed form: no rank at either end holds less when all gradients exist."""
+    for ranks, micro_batches in itertools.product((2, 3, 4), (2, 3, 5, 8)):
+        if check(name, ranks, micro_batches, chunks) is not None:
+            continue
+        columns = Layouts(
+            pp=ranks, accumulation=micro_batches, chunks=chunks, schedule=SCHEDULES.index(name)
+        )  # fmt: skip
+        ends = np.array([0, ranks - 1])
+        bound = _later(columns, closed(columns, ends) / chunks) * chunks + 0 * ends
+        exact = begun_by_ranks(name, ranks, micro_batches, chunks, 0)
+        assert all(bound[at] <= exact[rank][-1].activations for at, rank in enumerate(ends)), (ranks, micro_batches)
+
+
+def test_waves_turn_round_without_messages() -> None:
+    """The ranks at both ends run two stages in succession; the first one has the model's input, too."""
+    layout = pipelined("hanayo", ranks=4, chunks=2, micro_batches=4)
+    held = done(layout)
+    assert (np.asarray(held.inputs) / held.stream).tolist() == [1, 6, 8, 4]
+    columns, ranks = encode(layout), np.arange(4)
+    known = np.asarray(closed(columns, ranks))
+    assert (known - handed_over(columns, ranks, known))[[0, 3]].tolist() == [1, 4]
+
+
+def test_stages_in_one_direction_keep_their_messages() -> None:
+    columns = Layouts(pp=4, accumulation=8, chunks=2, schedule=SCHEDULES.index("interleaved"))
+    own = handed_over(columns, np.arange(4), np.array([11, 9, 7, 5]))
+    assert own.tolist() == [7, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("micro_batches", "logits"), [(4, 4), (8, 2)])
+def test_the_loss_counts_the_micro_batches_of_the_last_stage(micro_batches: int, logits: int) -> None:
+    """Of the eight activations on the first rank of ZB-V, few are the last stage's once the pipeline is full."""
+    found = done(pipelined("zb-v", ranks=4, chunks=2, micro_batches=micro_batches))
+    assert float(np.asarray(found.in_flight)[0]) == 4
+    each = 1024 * LLAMA.vocab * 4
+    assert float(np.asarray(found.loss)[0]) == (logits + 1) * each  # the log-softmax, and what it is made of
+
+
+def test_the_loss_of_later_micro_batches_is_as_large_where_the_last_stage_holds_one() -> None:
+    """Of interleaved stages the others hold fewer micro-batches once all gradients exist, the last one still one."""
+    moments = rank_moments(job(), pipelined("interleaved", ranks=2, chunks=2, micro_batches=2))[1]
+    first, later = (each for each in moments if each.name == "loss")
+    assert later.activations < first.activations
+    assert later.loss == first.loss > 0
+
+
+def test_ranks_that_pass_weights_on_hold_their_own_stages_and_no_messages_of_fsdp() -> None:
+    case, layout = job("fp32"), pipelined("weipipe", ranks=2, chunks=1, micro_batches=4)
+    ring = held_by_layout(case, layout).ring
+    assert ring is not None
+    stage = 4 * float(ring.elements)
+    copies = (np.asarray(ring.weights) + ring.gradients) * stage
+    for rank, moments in enumerate(rank_moments(case, layout)):
+        assert {each.gathered for each in moments} == {stage}
+        assert {each.communication for each in moments} == {copies[rank]}
+    held = held_by_layout(case, layout)
+    assert not np.any(states(case, encode(layout), memory_stack("partool"), held).buffers)
+
+
+def test_the_head_of_ranks_that_pass_weights_on_is_cast_for_the_loss() -> None:
+    """What the final norm keeps is gone when the backward passes of layers run."""
+    layout = pipelined("weipipe", ranks=2, chunks=1, micro_batches=4)
+    moments, held = {each.name: each for each in rank_moments(job(), layout)[0]}, done(layout)
+    stage = moments["first layer"].gathered
+    assert moments["loss"].gathered - stage == 2 * (512 * LLAMA.vocab + 512)
+    saved = moments["first layer"].activations - moments["first layer"].working
+    assert moments["loss, backward"].activations - saved == np.asarray(held.of_norm).flat[0] > 0
+
+
+def test_recomputed_keys_are_copied_again() -> None:
+    """Off the CPU, kernels for wide types take as many key heads as query heads: attention's inputs are copies."""
+
+    def saved(devices: Devices, policy: int) -> float:
+        return float(saved_by_layer(job("fp32", devices=devices), Layouts(), memory_stack("partool"), 0, policy))
+
+    assert saved(GPU, SELECTIVE) == saved(CPU, SELECTIVE)
+    assert saved(GPU, NONE) - saved(CPU, NONE) == 1024 * 4 * 2 * (512 - 128)
+
+
+def test_a_router_copies_narrow_tokens_only() -> None:
+    """It works in float32: its scores have four bytes, and rows of tokens those of the precision."""
+    model = LLAMA.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=256, aux_loss=0.0)})
+
+    def routed(precision: str) -> float:
+        return float(activations._routed(job(precision, model), Layouts(), NONE))
+
+    assert routed("fp32") == 4 * 512 * 4 + 4 * 8
+    assert routed("bf16") == 2 * 512 * 4 + 4 * 8 + 4 * 512
