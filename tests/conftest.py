@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-LONGEST = (
-    "test_slurm_cluster.py", "test_kill_resume.py", "test_sequence_trainer.py", "test_offload.py", "test_zero.py",
-    "test_experts.py", "test_sequence_hf.py", "test_pipeline_trainer.py", "test_tensor.py", "test_agent_trainer.py",
-    "test_dry_repeat.py", "test_several_nodes.py", "test_install.py",
-)  # fmt: skip
-"""Files that take longest: where several processes test, one that began last would leave the others idle."""
 SHIMS = Path(__file__).parents[1] / "build" / "dry"
 """Where libraries that stand in for CUDA are kept: by their source and torch's version, as compiling takes seconds."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session", autouse=True)

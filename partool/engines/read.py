@@ -10,7 +10,7 @@ from typing import Any, Literal
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines import deepspeed, deepspeed_keys, megatron, megatron_keys
 from partool.engines.settings import Fate, Sheet, fates
-from partool.engines.shell import Script, Word, split
+from partool.engines.shell import ShellScript, Word, split
 
 Engine = Literal["deepspeed", "megatron"]
 
@@ -66,7 +66,7 @@ def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
 
 
 def _megatron(path: Path, text: str, wanted: Wanted) -> Imported:
-    script = Script()
+    script = ShellScript()
     script.read(path, text)
     command = training_command(script)
     sheet = Sheet(megatron.settings(command))
@@ -90,7 +90,7 @@ _MEETING = ("master_addr", "master_port", "node_rank", "master-addr", "master-po
 """Options of torchrun that say how processes meet."""
 
 
-def training_command(script: Script) -> list[Word]:
+def training_command(script: ShellScript) -> list[Word]:
     """Return the command with most arguments that begin with two dashes.
 
     A file of arguments alone is one command, whatever its lines; a command in quotes (``sh -c "..."``) is read, too.

@@ -48,7 +48,7 @@ class _Token:
 
 
 @dataclass
-class Script:
+class ShellScript:
     """Commands of a script and of the files that it sources."""
 
     commands: list[list[Word]] = field(default_factory=list)

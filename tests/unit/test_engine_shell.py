@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partool.engines.shell import Script, Word
+from partool.engines.shell import ShellScript, Word
 
 HERE = Path("train.sh")
 
 
 def commands(text: str) -> list[list[Word]]:
-    script = Script()
+    script = ShellScript()
     script.read(HERE, text)
     return script.commands
 
@@ -81,7 +81,7 @@ def test_sourced_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "sizes.sh").write_text("LAYERS=12\nsource train.sh\n")
     text = "source sizes.sh\n. nowhere.sh\nrun --num-layers $LAYERS\n"
     (tmp_path / "train.sh").write_text(text)
-    script = Script()
+    script = ShellScript()
     script.read(tmp_path / "train.sh", text)
     assert [word.text for word in script.commands[-1]] == ["run", "--num-layers", "12"]
     assert "nowhere.sh" in [word.text for word in script.missing]
