@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 import yaml
@@ -13,10 +13,9 @@ from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
-from partool.engines import Imported, Wanted, engine_of, read
+from partool.engines import Engine, Imported, Wanted, engine_of, read
 from partool.plan.terminal import say
 
-EngineChoice = Literal["deepspeed", "megatron"]
 _LARGEST_BYTES = 4 * 2**20
 
 
@@ -27,9 +26,7 @@ def command(
     ],
     *,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the spec to this file.")] = None,
-    engine: Annotated[
-        EngineChoice | None, typer.Option("--engine", help="Whose file it is, if it does not show.")
-    ] = None,
+    engine: Annotated[Engine | None, typer.Option("--engine", help="Whose file it is, if it does not show.")] = None,
     accelerator: Annotated[
         str | None, typer.Option("--accelerator", help="Device of the catalog, as h100-sxm.")
     ] = None,
@@ -48,7 +45,7 @@ def command(
 ) -> None:
     """Read a run of another training system into a spec of exactly its layout. Nothing in the files is executed."""
     text = _text(path)
-    found_engine = engine or engine_of(path, text)
+    found_engine = engine or engine_of(text)
     if found_engine is None:
         fail("PT825", f"{path} is of no training system that is known here", "say which: --engine deepspeed", 2)
     if out is not None and out.exists() and not force:

@@ -1,5 +1,5 @@
 """Other training systems: their settings are read into specs, and their plans are priced with their own constants."""
 
-from partool.engines.read import Imported, Wanted, engine_of, read
+from partool.engines.read import Engine, Imported, Wanted, engine_of, read
 
-__all__ = ["Imported", "Wanted", "engine_of", "read"]
+__all__ = ["Engine", "Imported", "Wanted", "engine_of", "read"]

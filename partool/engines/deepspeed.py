@@ -35,6 +35,8 @@ def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic
                 span=Span(str(path), line, 1, line, 1),
             )
         ]  # fmt: skip
+    if not isinstance(root, yaml.MappingNode):
+        return {}, [Diagnostic("PT820", f"{path} is no configuration of DeepSpeed, which is an object of JSON")]
     found = {}
     for name, value, line in _leaves(root, ""):
         found[name] = Setting(name, value, str(path), line)
@@ -82,6 +84,8 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     _recompute(sheet, parallel)
     training: dict[str, Any] = {"precision": _precision(sheet)}
     sheet.lacks("training.sequence_length", "the file does not say how long sequences are")
+    if micro is None:
+        sheet.lacks("parallel.micro_batch", "the file does not say the micro-batch", "train_batch_size")
     if batch is None:
         sheet.lacks("training.global_batch", "the file does not say the global batch", "train_batch_size")
     if batch:

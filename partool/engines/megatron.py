@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from partool.engines.settings import Setting, Sheet
@@ -18,6 +19,9 @@ LAUNCHER = {"nproc_per_node": "per_node", "nnodes": "nodes", "nnode": "nodes"}
 _SCRIPT = re.compile(r"(^|/)\w+\.py$")
 _TOKENIZERS = {"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257}
 _EXCHANGES = {"p2p": "ring", "a2a": "ulysses", "all_gather": "all_gather", "allgather": "all_gather"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -45,14 +49,21 @@ def _is_name(word: Word) -> bool:
 
 
 def spec_of(sheet: Sheet) -> dict[str, Any]:
-    """Return the sections ``model``, ``hardware``, ``training`` and ``parallel`` of the spec."""
+    """Return the sections ``model``, ``hardware``, ``training``, ``parallel`` and ``optimizer`` of the spec."""
     hardware = {}
     for option, field in LAUNCHER.items():
         for name in (option, option.replace("_", "-")):
             if (number := sheet.number(name, to=f"hardware.{field}")) is not None:
                 hardware[field] = number
     model = _model(sheet)
-    return {"model": model, "hardware": hardware, "training": _training(sheet), "parallel": _parallel(sheet, model)}
+    optimizer = {"name": _chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
+    parallel = _parallel(sheet, model)
+    if "micro_batch" not in parallel:
+        sheet.lacks("parallel.micro_batch", "the arguments do not say the micro-batch")
+    training = _training(sheet)
+    return {
+        "model": model, "hardware": hardware, "training": training, "parallel": parallel, "optimizer": optimizer
+    }  # fmt: skip
 
 
 def _model(sheet: Sheet) -> dict[str, Any]:
@@ -72,8 +83,7 @@ def _model(sheet: Sheet) -> dict[str, Any]:
         )  # fmt: skip
         sheet.get("num-query-groups", to="model.kv_heads")
     model["vocab"] = _vocabulary(sheet)
-    norm = str(sheet.get("normalization", "LayerNorm", to="model.norm")).lower()
-    model["norm"] = norm if norm in ("layernorm", "rmsnorm") else None
+    model["norm"] = _chosen(sheet, "normalization", "LayerNorm", _NORMS, to="model.norm")
     gated = sheet.get("swiglu", False, to="model.activation")
     model["activation"] = "swiglu" if gated else "gelu"
     model["position"] = _position(sheet)
@@ -105,10 +115,16 @@ def _vocabulary(sheet: Sheet) -> int | None:
 
 
 def _position(sheet: Sheet) -> str:
-    kind = str(sheet.get("position-embedding-type", "learned_absolute", to="model.position"))
-    if sheet.get("use-rotary-position-embeddings", False, to="model.position"):
-        kind = "rope"
-    return {"learned_absolute": "learned", "none": "none"}.get(kind, "rope")
+    found = _chosen(sheet, "position-embedding-type", "learned_absolute", _POSITIONS, to="model.position")
+    return "rope" if sheet.get("use-rotary-position-embeddings", False, to="model.position") else found
+
+
+def _chosen(sheet: Sheet, name: str, default: str, known: Mapping[str, str], *, to: str) -> str:
+    """Return what a spec has in place of an argument's word; a finding for a word that is not ``known``."""
+    word = str(sheet.get(name, default, to=to))
+    if word not in known:
+        sheet.say("PT823", "error", f"{name} {word} has no counterpart here", " or ".join(known), name)
+    return known.get(word, known[default])
 
 
 def _latent(sheet: Sheet) -> dict[str, Any]:

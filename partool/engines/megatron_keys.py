@@ -44,25 +44,25 @@ _GROUPS = {
     moe-input-jitter-eps fp8-amax-history-len fp8-amax-compute-algo fp8-margin fp8-interval
     init-model-with-meta-device moe-router-topk-scaling-factor moe-aux-loss-coeff moe-z-loss-coeff
     moe-router-bias-update-rate moe-router-load-balancing-type moe-router-pre-softmax moe-router-dtype
-    use-cpu-initialization no-initialization accumulate-allreduce-grads-in-fp32
-    no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad rerun-mode no-rerun
+    use-cpu-initialization no-initialization no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad
+    rerun-mode no-rerun
     """,
     "says how processes meet": """
-    distributed-backend distributed-timeout-minutes local-rank local_rank lazy-mpu-init master-addr master-port
-    use-ring-exchange-p2p nccl-communicator-config-path manual-gc manual-gc-interval high-priority-stream-groups
-    use-tp-pp-dp-mapping enable-ft-package
+    master_addr master_port node_rank node-rank rdzv_id rdzv_backend rdzv_endpoint rdzv-id rdzv-backend
+    rdzv-endpoint max_restarts tee log_dir log-dir redirects distributed-backend distributed-timeout-minutes
+    local-rank local_rank lazy-mpu-init master-addr master-port use-ring-exchange-p2p
+    nccl-communicator-config-path manual-gc manual-gc-interval high-priority-stream-groups use-tp-pp-dp-mapping
+    enable-ft-package
     """,
-    "the constants of Megatron-LM come from runs that had it": """
+    "Megatron-LM's constants assume the usual kernels and overlaps; the effect of others is not modelled": """
     use-mcore-models use-legacy-models transformer-impl use-flash-attn attention-backend overlap-grad-reduce
     overlap-param-gather no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-gelu-fusion
-    no-bias-swiglu-fusion no-bias-dropout-fusion no-async-tensor-model-parallel-allreduce tp-comm-overlap
-    moe-grouped-gemm moe-permute-fusion moe-token-dispatcher-type moe-shared-expert-overlap
-    cross-entropy-loss-fusion cross-entropy-fusion-impl overlap-p2p-communication no-overlap-p2p-communication
-    no-persist-layer-norm ddp-bucket-size ddp-average-in-collective ddp-num-buckets align-grad-reduce
-    align-param-gather calculate-per-token-loss no-scatter-gather-tensors-in-pipeline tp-comm-bootstrap-backend
-    overlap-moe-expert-parallel-comm enable-cuda-graph external-cuda-graph te-rng-tracker
-    overlap-param-gather-with-optimizer-step moe-enable-deepep delay-wgrad-compute use-precision-aware-optimizer
-    cuda-graph-scope empty-unused-memory-level
+    no-bias-swiglu-fusion no-bias-dropout-fusion no-async-tensor-model-parallel-allreduce moe-grouped-gemm
+    moe-permute-fusion moe-token-dispatcher-type moe-shared-expert-overlap cross-entropy-loss-fusion
+    cross-entropy-fusion-impl overlap-p2p-communication no-overlap-p2p-communication no-persist-layer-norm
+    ddp-bucket-size ddp-average-in-collective ddp-num-buckets align-grad-reduce align-param-gather
+    calculate-per-token-loss no-scatter-gather-tensors-in-pipeline tp-comm-bootstrap-backend te-rng-tracker
+    overlap-param-gather-with-optimizer-step empty-unused-memory-level
     """,
 }
 """Names by reason."""

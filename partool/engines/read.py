@@ -45,7 +45,7 @@ class Imported:
         return known / len(self.fates) if self.fates else 1.0
 
 
-def engine_of(path: Path, text: str) -> Engine | None:
+def engine_of(text: str) -> Engine | None:
     """Return the engine whose file this is, by its contents."""
     if text.lstrip().startswith("{"):
         return "deepspeed"
@@ -59,6 +59,8 @@ def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
     if engine == "megatron":
         return _megatron(path, text, wanted)
     settings, findings = deepspeed.settings(path, text)
+    if findings:
+        return Imported("deepspeed", {}, findings=findings)
     sheet = Sheet(settings, findings)
     world = wanted.nodes * wanted.per_node if wanted.nodes and wanted.per_node else None
     spec = deepspeed.spec_of(sheet, world)
@@ -75,19 +77,12 @@ def _megatron(path: Path, text: str, wanted: Wanted) -> Imported:
         way_out = "put the file beside the script, or write its values into the script"
         sheet.findings.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(missing))))
     if not command:
-        sheet.findings.append(
-            Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
-        )
-    unknown = unresolved(command, {**megatron_keys.NO_EFFECT, **dict.fromkeys(_MEETING, "")})
+        nothing = Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
+        return Imported("megatron", {}, findings=[*sheet.findings, nothing])
+    unknown = unresolved(command, megatron_keys.NO_EFFECT)
     spec = megatron.spec_of(sheet)
     found = _imported("megatron", sheet, spec, wanted, megatron_keys.NO_EFFECT)
     return Imported(found.engine, found.spec, found.fates, [*found.findings, *unknown])
-
-
-_MEETING = ("master_addr", "master_port", "node_rank", "master-addr", "master-port", "node-rank", "rdzv_id",
-            "rdzv_backend", "rdzv_endpoint", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "max_restarts", "tee",
-            "log_dir", "log-dir", "redirects")  # fmt: skip
-"""Options of torchrun that say how processes meet."""
 
 
 def training_command(script: ShellScript) -> list[Word]:
@@ -127,7 +122,6 @@ def unresolved(command: Sequence[Word], no_effect: Mapping[str, str]) -> list[Di
 def _imported(
     engine: Engine, sheet: Sheet, spec: dict[str, Any], wanted: Wanted, no_effect: Mapping[str, str]
 ) -> Imported:
-    known = {**no_effect, **dict.fromkeys(_MEETING, "says how processes meet")}
     hardware = spec.get("hardware", {})
     for name in ("nodes", "per_node", "accelerator"):
         if (value := getattr(wanted, name)) is not None:
@@ -150,7 +144,7 @@ def _imported(
         _put(whole, path.split("."), value)
     given = {tuple(path.split(".")) for path in wanted.settings}
     findings = [each for each in sheet.findings if each.code != "PT822" or each.path not in given]
-    return Imported(engine, whole, fates(sheet, known), findings)
+    return Imported(engine, whole, fates(sheet, no_effect), findings)
 
 
 def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:

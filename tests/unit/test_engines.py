@@ -116,6 +116,7 @@ CARRIED = [
     ),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 0.75", "parallel.offload.gpu_fraction", 0.25),
     ("--fp8-format hybrid", "training.precision", "fp8"),
+    ("--optimizer sgd", "optimizer.name", "sgd"),
     ("--micro-batch-size 2", "parallel.micro_batch", 2),
     ("--global-batch-size 128", "training.global_batch", 128),
     ("--seq-length 4096", "training.sequence_length", 4096),
@@ -154,6 +155,9 @@ def test_arguments_are_carried(extra: str, path: str, value: Any) -> None:
         ("--num-experts 8 --moe-layer-freq '__import__(1)'", "PT823", "moe-layer-freq"),
         ("--micro-batch-size $MBS", "PT825", "$MBS"),
         ("--hidden-size wide", "PT820", "hidden-size"),
+        ("--position-embedding-type relative", "PT823", "relative"),
+        ("--normalization DeepNorm", "PT823", "DeepNorm"),
+        ("--optimizer muon", "PT823", "muon"),
     ],
 )
 def test_contradictions_are_findings_with_their_line(extra: str, code: str, says: str) -> None:
@@ -239,9 +243,12 @@ def test_contradictory_keys_are_findings_with_their_line(change: dict[str, Any],
 
 def test_a_file_without_json_is_a_finding() -> None:
     assert errors(read(Path("ds.json"), '{"a": [1,', "deepspeed", EIGHT))[0] == "PT820"
-    assert engine_of(Path("x"), "pip install torch") is None
-    assert engine_of(Path("x"), SCRIPT) == "megatron"
-    assert engine_of(Path("x"), json.dumps(CONFIG)) == "deepspeed"
+    for text in ("hello", "[1, 2]", ""):
+        assert errors(read(Path("ds.json"), text, "deepspeed", EIGHT)) == ["PT820"]
+    assert errors(read(Path("train.sh"), "echo hello", "megatron", H100)) == ["PT825"]
+    assert engine_of("pip install torch") is None
+    assert engine_of(SCRIPT) == "megatron"
+    assert engine_of(json.dumps(CONFIG)) == "deepspeed"
 
 
 def test_no_setting_is_both_carried_and_without_effect() -> None:
