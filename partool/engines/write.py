@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from partool.diagnostics.record import Diagnostic
 from partool.engines import deepspeed_terms, megatron_terms
-from partool.engines.written import Terms
+from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
 from partool.planner.search.runnable import beyond
 from partool.strategies.engines import ENGINES
 
-_WRITERS: dict[str, Callable[[Plan], Terms]] = {
+_WRITERS: dict[str, Callable[[Plan], EngineTerms]] = {
     "deepspeed": deepspeed_terms.terms,
     "megatron": megatron_terms.terms,
 }
@@ -19,7 +19,7 @@ WRITABLE = tuple(_WRITERS)
 """Engines that plans can be written for."""
 
 
-def terms_of(plan: Plan) -> Terms:
+def terms_of(plan: Plan) -> EngineTerms:
     """Return a plan in the words of its engine, which is one of :data:`WRITABLE`.
 
     The findings name every part of the plan that the engine cannot do; a plan with errors must not be written.
