@@ -79,13 +79,14 @@ def _below(sheet: Sheet, inner: Sheet) -> str:
     """Return what shards the state: fsdp, deepspeed, megatron, or ddp."""
     path = "parallel.data.zero"
     kind = str(sheet.get(OF + "distributed_type", "NO", to=path)).upper()
+    named = str(sheet.get("fsdp", "", to=path) or "").strip("'\"[]").lower()
+    used = {name: sheet.flag(f"{OF}use_{name}", to=path) for name in ("deepspeed", "fsdp", "megatron_lm")}
+    configured = bool(sheet.get("deepspeed", to="engine"))
     asked = {
-        "deepspeed": kind == "DEEPSPEED" or sheet.flag(OF + "use_deepspeed", to="engine")
-        or bool(inner.settings) or bool(sheet.get("deepspeed", to="engine")),
-        "fsdp": kind == "FSDP" or sheet.flag(OF + "use_fsdp", to=path)
-        or str(sheet.get("fsdp", "", to=path) or "").strip("'\"[]").lower() not in ("", "false"),
-        "megatron": kind == "MEGATRON_LM" or sheet.flag(OF + "use_megatron_lm", to="engine"),
-    }  # fmt: skip
+        "deepspeed": kind == "DEEPSPEED" or used["deepspeed"] or configured or bool(inner.settings),
+        "fsdp": kind == "FSDP" or used["fsdp"] or named not in ("", "false"),
+        "megatron": kind == "MEGATRON_LM" or used["megatron_lm"],
+    }
     sheet.flag(OF + "multi_gpu", to=path)
     sheet.flag(OF + "use_parallelism_config", to="parallel")
     names = [name for name, on in asked.items() if on]

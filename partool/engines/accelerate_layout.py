@@ -75,8 +75,8 @@ def _sharded(sheet: Sheet, world: int | None, per_node: int | None) -> tuple[dic
         data["shard"] = gcd(per_node, world or per_node)
     elif zero and world:
         data["shard"] = world
-    away = "OFFLOAD" in words or str(fsdp(sheet, "offload_params", False, to="parallel.offload")).lower() == "true"
-    return data, "cpu" if away else "none"
+    away = str(fsdp(sheet, "offload_params", False, to="parallel.offload")).lower() == "true"
+    return data, "cpu" if away or "OFFLOAD" in words else "none"
 
 
 def _recomputed(sheet: Sheet, below: str) -> bool:
@@ -106,13 +106,12 @@ def _compiled(sheet: Sheet) -> bool:
 def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
     """Carry ``parallelism_config`` of accelerate 1.10."""
     before = f"{OF}parallelism_config.parallelism_config_"
-    tensor, context, copies, shard = (
-        int(sheet.number(f"{before}{name}_size", 1, to=to) or 1)
-        for name, to in (
-            ("tp", "parallel.tensor.degree"), ("cp", "parallel.sequence.degree"),
-            ("dp_replicate", "parallel.data.shard"), ("dp_shard", "parallel.data.shard"),
-        )
-    )  # fmt: skip
+    tensor = int(sheet.number(f"{before}tp_size", 1, to="parallel.tensor.degree") or 1)
+    context = int(sheet.number(f"{before}cp_size", 1, to="parallel.sequence.degree") or 1)
+    copies, shard = (
+        int(sheet.number(f"{before}{name}_size", 1, to="parallel.data.shard") or 1)
+        for name in ("dp_replicate", "dp_shard")
+    )
     how = str(sheet.get(f"{before}cp_comm_strategy", "allgather", to="parallel.sequence.method"))
     if tensor > 1:
         parallel["tensor"] = {"degree": tensor, "shape": [tensor, 1], "sequence_norms": False, "overlap": "none"}

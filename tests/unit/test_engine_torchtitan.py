@@ -88,14 +88,22 @@ CARRIED: list[tuple[dict[str, Any], str, Any]] = [
     ({IN + "data_parallel_shard_degree": 1, IN + "data_parallel_replicate_degree": 16}, "parallel.data.zero", 0),
     ({IN + "fsdp_reshard_after_forward": "never"}, "parallel.data.zero", 2),
     ({IN + "tensor_parallel_degree": 4}, "parallel.tensor.degree", 4),
-    ({IN + "tensor_parallel_degree": 4, IN + "enable_sequence_parallel": False}, "parallel.tensor.sequence_norms", False),
+    (
+        {IN + "tensor_parallel_degree": 4, IN + "enable_sequence_parallel": False},
+        "parallel.tensor.sequence_norms",
+        False,
+    ),
     (
         {IN + "tensor_parallel_degree": 4, IN + "enable_async_tensor_parallel": True, "compile.enable": True},
         "parallel.tensor.overlap",
         "symmetric",
     ),
     ({IN + "pipeline_parallel_degree": 4}, "parallel.pipeline.layers", [8, 9, 8, 7]),
-    ({IN + "pipeline_parallel_degree": 2, IN + "pipeline_parallel_schedule": "GPipe"}, "parallel.pipeline.schedule", "gpipe"),
+    (
+        {IN + "pipeline_parallel_degree": 2, IN + "pipeline_parallel_schedule": "GPipe"},
+        "parallel.pipeline.schedule",
+        "gpipe",
+    ),
     (
         {IN + "pipeline_parallel_degree": 2, IN + "pipeline_parallel_schedule": "Interleaved1F1B"},
         "parallel.pipeline.chunks",
@@ -339,5 +347,5 @@ def test_prices_are_those_of_torchtitan() -> None:
     eager = plan_of(spec_text(titan(change), Path("job.toml")))
     compiled = plan_of(spec_text(titan(change | {"compile.enable": True}), Path("job.toml")))
     assert (eager.engine, eager.runnable, eager.not_runnable) == ("torchtitan", False, ("PT826",))
-    assert (eager.layout.data.zero, eager.layout.pipeline.degree) == (3, 2)
+    assert (eager.layout.data.zero, eager.layout.mesh.pp) == (3, 2)
     assert compiled.prediction.time.step_time_s < eager.prediction.time.step_time_s
