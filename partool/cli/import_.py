@@ -56,7 +56,8 @@ def command(
     before = "".join(f"{each}; " for each in define or [])
     files = [(path, before + text if kind_of(text) == "script" else text) for path, text in files]
     given = dict(map(_pair, overrides or []))
-    found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given))
+    defined = {name: value for name, _, value in (each.partition("=") for each in define or [])}
+    found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined))
     texts = {**found.texts, **{str(path): text for path, text in files}}
     _show(found, texts, everything=settings)
     if any(finding.severity == "error" for finding in found.findings):

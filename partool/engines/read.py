@@ -37,6 +37,8 @@ class Wanted:
     """Preset, or path of a Hugging Face ``config.json``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by their paths in the spec, over those of the files."""
+    defined: Mapping[str, str] = field(default_factory=dict)
+    """Variables that scripts leave open, by name."""
 
     def world(self, hardware: Mapping[str, Any]) -> int | None:
         """Return the number of ranks, if it is known; ``hardware`` has what the files say."""
@@ -102,7 +104,7 @@ def _megatron(files: Sequence[File], wanted: Wanted) -> Imported:
 
 
 def _torchtitan(files: Sequence[File], wanted: Wanted) -> Imported:
-    gathered = torchtitan_files.gather(files)
+    gathered = torchtitan_files.gather(files, wanted.defined)
     sheet = Sheet(gathered.settings)
     if not gathered.settings:
         return Imported("torchtitan", {}, findings=gathered.findings)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
-from partool.engines import torchtitan
+from partool.engines import torchtitan, torchtitan_python
 from partool.engines.commands import (
     File,
     Gathered,
@@ -21,11 +21,17 @@ from partool.engines.settings import Setting
 from partool.engines.shell import ShellScript, Word
 from partool.engines.torchtitan_keys import NO_EFFECT
 
-_MARKS = r"--job\.config_file|torchtitan\.train|run_(llama_)?train\.sh|--(training|parallelism|compile|model)\.\w"
+_MARKS = (
+    r"--job\.config_file|torchtitan\.train|run_(llama_)?train\.sh|--module\s\S+\s--config\s|"
+    r"--(training|parallelism|compile|model)\.\w"
+)
 
 
-def gather(files: Sequence[File]) -> Gathered:
-    """Return the settings of all files: those of commands count over those of the TOML that they name."""
+def gather(files: Sequence[File], defined: Mapping[str, str]) -> Gathered:
+    """Return the settings of all files: those of commands count over those of the TOML or the function that they name.
+
+    ``defined`` has variables by name; CONFIG and MODULE name a function and a model where no command does.
+    """
     found = Gathered()
     tomls = [file for file in files if kind_of(file[1]) == "toml"]
     scripts = [file for file in files if kind_of(file[1]) == "script"]
@@ -54,13 +60,38 @@ def gather(files: Sequence[File]) -> Gathered:
         found.findings += wrong
     for path, _ in tomls[1:]:
         found.findings.append(Diagnostic("PT825", f"{path} is a second configuration", help="name one of them"))
+    _registry(files, over, defined, found, alone=not tomls)
     found.settings |= over
     return found
 
 
+def _registry(
+    files: Sequence[File], over: Mapping[str, Setting], defined: Mapping[str, str], found: Gathered, *, alone: bool
+) -> None:
+    """Take in the function of a module of configurations."""
+    pythons = [file for file in files if kind_of(file[1]) == "python"]
+    config, module = torchtitan_python.chosen(over, defined)
+    for path, text in pythons[:1]:
+        settings, wrong = torchtitan_python.settings(path, text, config, module)
+        found.settings |= settings
+        found.findings += wrong
+    if not pythons and alone and (option := over.get("config")) is not None:
+        found.findings.append(
+            Diagnostic(
+                "PT825", f"{option.value} is a function of torchtitan's config_registry.py, which is not here",
+                span=option.span, help="give that file as another FILE",
+            )
+        )  # fmt: skip
+
+
+_VARIABLES = (
+    ("CONFIG_FILE", "job.config_file"), ("NGPU", "nproc_per_node"), ("CONFIG", "config"), ("MODULE", "module"),
+)  # fmt: skip
+
+
 def _environment(script: ShellScript, own: dict[str, Setting]) -> None:
     """Take the variables that torchtitan's own ``run_train.sh`` reads, where a command starts that script."""
-    for variable, name in (("CONFIG_FILE", "job.config_file"), ("NGPU", "nproc_per_node")):
+    for variable, name in _VARIABLES:
         words: list[Word] = script.variables.get(variable, [])
         if name not in own and len(words) == 1:
             own[name] = Setting(variable, words[0].text, words[0].file, words[0].line)

@@ -58,7 +58,7 @@ _GROUPS = {
     float8.precompute_float8_dynamic_scale_for_fsdp float8.force_recompute_fp8_weight_in_bwd float8.recipe_name
     float8.scaling_type_input float8.scaling_type_weight float8.scaling_type_grad_output mx.recipe_name
     mx.mxfp8_dim1_cast_kernel_choice quantize.grouped_mm.mx.recipe_name quantize.grouped_mm.float8.recipe_name
-    parallelism.pipeline_parallel_expert_parallel_overlap
+    parallelism.pipeline_parallel_expert_parallel_overlap parallelism.full_dtensor
     """,
     "without fault_tolerance.enable it does nothing": """
     fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size

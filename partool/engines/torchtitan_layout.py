@@ -34,10 +34,16 @@ def parallel_of(
         "sequence": _sequence(sheet, context),
         "tiles": {"mlp": 0, "loss": 0},
         "compile": "block" if compiled else "none",
-        "recompute": _recompute(sheet, int(model.get("layers") or 0), compiled=compiled),
+        "recompute": _recompute(sheet, int(model.get("layers") or 0), era),
         "offload": _offload(sheet),
     }
     parallel["micro_batch"] = _micro_batch(sheet, parallel["pipeline"], era)
+    exchange = str(sheet.get(_IN + "expert_parallel_comm_backend", "standard", to="nothing: all-to-all is priced"))
+    if exchange != "standard":
+        sheet.say(
+            "PT824", "note", f"tokens are exchanged by {exchange}, and priced as by all-to-all", "standard",
+            _IN + "expert_parallel_comm_backend",
+        )  # fmt: skip
     experts = int(sheet.number(_IN + "expert_parallel_degree", 1, to="parallel.expert"))
     inner = int(sheet.number(_IN + "expert_tensor_parallel_degree", 1, to="parallel.expert_tensor"))
     if "moe" in model:
@@ -155,7 +161,7 @@ def _split(sheet: Sheet, stages: int, era: int, layers: int, *, several: bool) -
     parts = sheet.get(_IN + "module_fqns_per_model_part", to=path)
     each = sheet.number(_IN + "pipeline_parallel_layers_per_stage", to="parallel.pipeline.chunks")
     first, last = (
-        int(sheet.number(f"{_IN}pipeline_parallel_{end}_stage_less_layers", 1 if era == 3 else 0, to=path))
+        int(sheet.number(f"{_IN}pipeline_parallel_{end}_stage_less_layers", 1 if era >= 3 else 0, to=path))
         for end in ("first", "last")
     )
     if isinstance(parts, list) and parts:
@@ -207,11 +213,13 @@ def _micro_batch(sheet: Sheet, pipeline: dict[str, Any], era: int) -> int:
     return max(1, size)
 
 
-def _recompute(sheet: Sheet, layers: int, *, compiled: bool) -> str | list[str]:
+def _recompute(sheet: Sheet, layers: int, era: int) -> str | list[str]:
     """Return the policy of all layers, or of each where every n-th layer is recomputed."""
-    mode = str(sheet.get("activation_checkpoint.mode", "selective", to="parallel.recompute"))
-    own = "training.local_batch_size" in sheet.settings or "activation_checkpoint.selective_ac_option" in sheet.settings
-    option = str(sheet.get("activation_checkpoint.selective_ac_option", "2" if own else "op", to="parallel.recompute"))
+    path = "parallel.recompute"
+    mode = str(sheet.get("activation_checkpoint.mode", "selective", to=path) or "none")
+    option = str(sheet.get("activation_checkpoint.selective_ac_option", "op" if era == 4 else "2", to=path))
+    if "activation_checkpoint" in sheet.settings and sheet.get("activation_checkpoint", to=path) is None:
+        return "none"
     sheet.get("activation_checkpoint.memory_budget", to="parallel.recompute")
     if mode in ("none", "full"):
         return mode

@@ -26,7 +26,12 @@ _LARGE = {"output", "lm_head", "router.gate", "router", "auto_filter_small_kn"}
 
 
 def era_of(sheet: Sheet) -> int:
-    """Return 1 for names before the section ``parallelism`` (0.0), 2 for ``training.batch_size`` (0.1), else 3."""
+    """Return 1 for names before the section ``parallelism`` (0.0), 2 for ``training.batch_size`` (0.1), 3 for others.
+
+    4 is for the functions of 2026.
+    """
+    if any(setting.file.endswith(".py") for setting in sheet.settings.values()):
+        return 4
     own = {setting.name for setting in sheet.settings.values()}
     if any(name.startswith(("training.data_parallel", "training.tensor_p", "experimental.pipeline_")) for name in own):
         return 1

@@ -349,3 +349,83 @@ def test_prices_are_those_of_torchtitan() -> None:
     assert (eager.engine, eager.runnable, eager.not_runnable) == ("torchtitan", False, ("PT826",))
     assert (eager.layout.data.zero, eager.layout.mesh.pp) == (3, 2)
     assert compiled.prediction.time.step_time_s < eager.prediction.time.step_time_s
+
+
+REGISTRY = '''\
+from torchtitan.trainer import Trainer
+from . import model_registry
+
+
+def llama3_8b() -> Trainer.Config:
+    """A configuration."""
+    return Trainer.Config(
+        hf_assets_path="./assets/hf/Llama-3.1-8B",
+        model_spec=model_registry("8B", attn_backend="sdpa"),
+        optimizer=OptimizersContainer.Config(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192, steps=1000),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        activation_checkpoint=ActivationCheckpointConfig(mode="selective"),
+    )
+
+
+def llama3_8b_float8() -> Trainer.Config:
+    config = llama3_8b()
+    config.model_converters = ModelConvertersContainer.Config(
+        converters=[Float8LinearConverter.Config(enable_fsdp_float8_all_gather=False, filter_fqns=["output"])]
+    )
+    config.compile = CompileConfig(enable=True)
+    config.training.steps = 7
+    config.activation_checkpoint = ActivationCheckpointConfig(mode="full")
+    return config
+
+
+def computed() -> Trainer.Config:
+    config = llama3_8b()
+    config.training.seq_len = __import__("os").getpid()
+    for name in ("a", "b"):
+        print(name)
+    return config
+'''
+
+
+def python(name: str | None) -> Imported:
+    wanted = Wanted("h100-sxm", 1, 8, defined={"CONFIG": name} if name else {})
+    return read(Path("config_registry.py"), REGISTRY, "torchtitan", wanted)
+
+
+def test_functions_are_read_and_never_run() -> None:
+    assert (kind_of(REGISTRY), engine_of(REGISTRY)) == ("python", "torchtitan")
+    found = python("llama3_8b")
+    assert (found.findings, found.understood) == ([], 1.0)
+    assert found.spec["model"] == {"preset": "llama3.1-8b"}
+    assert found.spec["training"] == {"sequence_length": 8192, "steps": 1000, "precision": "bf16", "global_batch": 4}
+    assert at(found.spec, "parallel.tensor.degree") == 2
+    assert at(found.spec, "parallel.recompute") == "selective"
+    more = python("llama3_8b_float8")
+    assert (more.findings, more.understood) == ([], 1.0)
+    assert at(more.spec, "training.precision") == "fp8"
+    assert (at(more.spec, "training.steps"), at(more.spec, "parallel.compile")) == (7, "block")
+    assert at(more.spec, "parallel.recompute") == "full"
+
+
+def test_lines_that_are_no_literals_are_findings() -> None:
+    found = [each for each in python("computed").findings if each.code == "PT825"]
+    assert ["training.seq_len" in found[0].message, "a line" in found[1].message] == [True, True]
+    lines = REGISTRY.splitlines()
+    places = [each.span.line for each in found if each.span is not None]
+    assert ["getpid" in lines[places[0] - 1], "for name" in lines[places[1] - 1]] == [True, True]
+    several = python(None).findings
+    assert [each.code for each in several] == ["PT825"]
+    assert "llama3_8b_float8" in several[0].help
+    assert errors(python("other")) == ["PT825"]
+
+
+def test_scripts_name_functions() -> None:
+    script = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b --training.steps 9\n"
+    files = [(Path("run.sh"), script), (Path("registry.py"), REGISTRY)]
+    found = read_files(files, "torchtitan", Wanted("h100-sxm"))
+    assert (found.findings, at(found.spec, "training.steps")) == ([], 9)
+    alone = read_files(files[:1], "torchtitan", Wanted("h100-sxm"))
+    assert [each.code for each in alone.findings if "config_registry.py" in each.message] == ["PT825"]
