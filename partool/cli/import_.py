@@ -46,17 +46,12 @@ def command(
 ) -> None:
     """Read a run of another training system into a spec of exactly its layout. Nothing in the files is executed."""
     files = [(path, _text(path)) for path in paths]
-    found_engine = engine or engine_of_all([text for _, text in files])
-    if found_engine is None:
-        names = " and ".join(map(str, paths))
-        what = "is of no training system that is known here" if len(paths) == 1 else "are not of one training system"
-        fail("PT825", f"{names} {what}", "say which: --engine deepspeed", 2)
+    found_engine = engine or _engine(files)
     if out is not None and out.exists() and not force:
         fail("PT002", f"{out} is there already", "choose another name, or replace it with --force", 2)
+    defined, given = dict(each.partition("=")[::2] for each in define or []), dict(map(_pair, overrides or []))
     before = "".join(f"{each}; " for each in define or [])
     files = [(path, before + text if kind_of(text) == "script" else text) for path, text in files]
-    given = dict(map(_pair, overrides or []))
-    defined = {name: value for name, _, value in (each.partition("=") for each in define or [])}
     found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined))
     texts = {**found.texts, **{str(path): text for path, text in files}}
     _show(found, texts, everything=settings)
@@ -80,6 +75,15 @@ def spec_text(found: Imported, *paths: Path) -> str:
         if fate.kind == "not understood"
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
+
+
+def _engine(files: list[tuple[Path, str]]) -> Engine:
+    found = engine_of_all([text for _, text in files])
+    if found is None:
+        names = " and ".join(str(path) for path, _ in files)
+        what = "is of no training system that is known here" if len(files) == 1 else "are not of one training system"
+        fail("PT825", f"{names} {what}", "say which: --engine deepspeed", 2)
+    return found
 
 
 def _pair(text: str) -> tuple[str, object]:

@@ -22,34 +22,27 @@ _LENGTHS = (
     "max_source_length",
 )  # fmt: skip
 _ADAPTERS = (
-    "use_peft",
-    "use_lora",
-    "lora_enable",
-    "lora",
-    "load_in_4bit",
-    "load_in_8bit",
-    "use_qlora",
-    "qlora",
-    "bits",
-)
+    "use_peft", "use_lora", "lora_enable", "lora", "load_in_4bit", "load_in_8bit", "use_qlora", "qlora", "bits",
+    "quantization_bit",
+)  # fmt: skip
 _PLAIN_FINE_TUNING = ("full", "none", "")
 
 
 def hardware_of(sheet: Sheet, launched: Mapping[str, int]) -> dict[str, Any]:
     """Return the machines: those of torchrun's options, or those of accelerate's configuration."""
     hardware: dict[str, Any] = dict(launched)
-    nodes = sheet.number(OF + "num_machines", to="hardware.nodes")
-    ranks = sheet.number(OF + "num_processes", to="hardware.per_node")
-    if nodes is not None:
-        hardware.setdefault("nodes", int(nodes))
-    if ranks is not None and ranks > 0 and "per_node" not in hardware:
-        machines = int(hardware.get("nodes", 1))
+    nodes = sheet.whole(OF + "num_machines", 0, to="hardware.nodes")
+    ranks = sheet.whole(OF + "num_processes", -1, to="hardware.per_node")
+    if nodes:
+        hardware.setdefault("nodes", nodes)
+    if ranks > 0 and "per_node" not in hardware:
+        machines = max(1, int(hardware.get("nodes", 1)))
         if ranks % machines:
             sheet.say(
                 "PT821", "error", f"{ranks} processes do not divide over {machines} machines",
                 "a multiple of the machines", OF + "num_processes",
             )  # fmt: skip
-        hardware["per_node"] = max(1, int(ranks) // machines)
+        hardware["per_node"] = max(1, ranks // machines)
     return hardware
 
 
@@ -101,14 +94,14 @@ def _below(sheet: Sheet, inner: Sheet) -> str:
 
 
 def _training(sheet: Sheet) -> dict[str, Any]:
-    lengths = [sheet.number(name, to="training.sequence_length") for name in _LENGTHS]
-    length = next((int(one) for one in lengths if one), None)
+    lengths = [sheet.whole(name, 0, to="training.sequence_length") for name in _LENGTHS]
+    length = next((one for one in lengths if one), None)
     if length is None:
         sheet.lacks("training.sequence_length", "the files do not say how long sequences are")
-    steps = sheet.number("max_steps", -1, to="training.steps")
+    steps = sheet.whole("max_steps", -1, to="training.steps", least=0)
     found: dict[str, Any] = {
         "sequence_length": length,
-        "steps": int(steps) if steps and steps > 0 else None,
+        "steps": steps if steps > 0 else None,
         "precision": precision(sheet),
     }
     if sheet.flag("full_determinism", to="training.deterministic"):
@@ -177,12 +170,12 @@ def _batch(sheet: Sheet, found: dict[str, Any], world: int | None) -> None:
     """Set micro-batch and global batch where DeepSpeed's configuration has not."""
     parallel, training = found["parallel"], found["training"]
     to = "parallel.micro_batch"
-    sizes = [sheet.number(f"per_{kind}_train_batch_size", to=to) for kind in ("device", "gpu")]
-    micro = next((int(one) for one in sizes if one), 8 if trained(sheet) else None)
-    steps = sheet.number("gradient_accumulation_steps", to="training.global_batch")
+    sizes = [sheet.whole(f"per_{kind}_train_batch_size", 0, to=to) for kind in ("device", "gpu")]
+    micro = next((one for one in sizes if one), 8 if trained(sheet) else None)
+    steps = sheet.whole("gradient_accumulation_steps", 0, to="training.global_batch")
     launch = sheet.get(OF + "deepspeed_config.gradient_accumulation_steps", to="training.global_batch")
-    number = sheet.number(OF + "megatron_lm_config.megatron_lm_num_micro_batches", to="training.global_batch")
-    whole = next((one for one in (number, steps) if one), launch if isinstance(launch, int) else 1)
+    number = sheet.whole(OF + "megatron_lm_config.megatron_lm_num_micro_batches", 0, to="training.global_batch")
+    whole = number or steps or (launch if isinstance(launch, int) and launch > 0 else 1)
     if sheet.flag("auto_find_batch_size", to=to):
         sheet.say(
             "PT823", "warning", "the micro-batch is halved until it fits; the first one is priced",
@@ -197,7 +190,7 @@ def _batch(sheet: Sheet, found: dict[str, Any], world: int | None) -> None:
     parallel.setdefault("micro_batch", micro)
     others = parallel["tensor"]["degree"] * parallel["sequence"]["degree"] * parallel["pipeline"]["stages"]
     if world is not None and "global_batch" not in training:
-        training["global_batch"] = micro * int(whole) * max(1, world // others)
+        training["global_batch"] = micro * whole * max(1, world // others)
     elif "global_batch" not in training:
         sheet.lacks("training.global_batch", "the global batch depends on the number of processes, which is not known")
 
@@ -210,9 +203,10 @@ def _left_out(sheet: Sheet) -> None:
             sheet.say(
                 "PT823", "error", f"{name}: adapters and weights in few bits are not priced", "full fine-tuning", name
             )
-    kind = str(sheet.get("finetuning_type", "full", to="nothing: full")).lower()
-    if kind not in _PLAIN_FINE_TUNING:
-        sheet.say("PT823", "error", f"fine-tuning by {kind} is not priced", "finetuning_type: full", "finetuning_type")
+    for name in ("finetuning_type", "train_type"):
+        kind = str(sheet.get(name, "full", to="nothing: full")).lower()
+        if kind not in _PLAIN_FINE_TUNING:
+            sheet.say("PT823", "error", f"fine-tuning by {kind} is not priced", f"{name}: full", name)
     for name in ("use_liger_kernel", "use_liger", "enable_liger_kernel"):
         if sheet.flag(name, to="nothing: fused kernels are not priced"):
             sheet.say(

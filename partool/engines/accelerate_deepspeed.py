@@ -64,7 +64,7 @@ def _fill(sheet: Sheet, inner: Sheet, settings: dict[str, Setting]) -> None:
     """Fill in the three sizes of a batch; a finding where DeepSpeed's configuration has another one."""
     given = any(not name.startswith((OF, "launch.")) for name in sheet.settings)
     for key, (name, default) in _FILLED.items():
-        value = sheet.number(name, default if given else None, to=f"DeepSpeed's {key}")
+        value = sheet.whole(name, default if given else 0, to=f"DeepSpeed's {key}") or None
         if value is None and key == "gradient_accumulation_steps":
             launch = sheet.get(f"{OF}deepspeed_config.{key}", to="training.global_batch")
             value = launch if isinstance(launch, int) else None

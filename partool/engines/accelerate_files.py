@@ -37,6 +37,8 @@ _MARKS = (
     r"accelerate(\.commands\.|\s+)launch|--per_device_train_batch_size|--model_name_or_path|\w\.py\b.*--deepspeed|"
     r"\btrl\s|llamafactory-cli"
 )
+_LAUNCHES = re.compile(r"^[^-].*accelerate|^accelerate|torchrun$|^(\S+/)?deepspeed$|torch\.distributed")
+"""Words of programs that start ranks; what stands after the training program is not theirs."""
 _ENVIRONMENT = frozenset(("distributed_type", "compute_environment", "num_machines", "num_processes"))
 _INNER = {
     "fsdp_": "fsdp_config.", "megatron_lm_": "megatron_lm_config.", "parallelism_config_": "parallelism_config.",
@@ -58,6 +60,8 @@ _OPAQUE = frozenset(
     )
 )  # fmt: skip
 """Settings whose inner names are the user's own."""
+_DEPTH = 6
+"""Sections within sections that are read."""
 LAUNCHER = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_gpus": "per_node", "num_nodes": "nodes",
 }  # fmt: skip
@@ -88,7 +92,7 @@ def _file(path: Path, text: str, found: Gathered) -> None:
     """Take in a file of YAML or JSON: DeepSpeed's configuration, accelerate's, or ``TrainingArguments``."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         message = f"{path} is neither YAML nor JSON: {getattr(error, 'problem', error)}"
@@ -105,15 +109,18 @@ def _file(path: Path, text: str, found: Gathered) -> None:
         found.settings |= leaves
 
 
-def _leaves(node: Any, before: str) -> Iterator[tuple[str, Any, int]]:
-    if not isinstance(node, yaml.MappingNode):
+def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
         return
     for key, value in node.value:
         name = f"{before}{key.value}"
         if isinstance(value, yaml.MappingNode) and value.value and name not in _OPAQUE:
-            yield from _leaves(value, f"{name}.")
+            yield from _leaves(value, f"{name}.", depth + 1)
         else:
-            plain = yaml.SafeLoader("").construct_object(value, deep=True)
+            try:
+                plain = yaml.SafeLoader("").construct_object(value, deep=True)
+            except (yaml.YAMLError, ValueError, RecursionError):
+                plain = str(value.value)[:100]
             yield name, plain, key.start_mark.line + 1
 
 
@@ -128,6 +135,8 @@ def _script(path: Path, text: str, files: Sequence[File], found: Gathered) -> di
         found.findings.append(Diagnostic("PT825", nothing, help="name another file"))
         return {}
     start = next((place for place, word in enumerate(command) if _is_program(command, place)), len(command))
+    if not any(_LAUNCHES.search(word.text) for word in command[:start]):
+        start = 0
     launch = _options(command[:start], found)
     launched(launch, found, LAUNCHER)
     by_accelerate = any("accelerate" in word.text for word in command[:start])

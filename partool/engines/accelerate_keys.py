@@ -114,6 +114,10 @@ _GROUPS = {
     accelerate.deepspeed_config.deepspeed_moe_layer_cls_names
     accelerate.megatron_lm_config.megatron_lm_gradient_clipping
     """,
+    "belongs to adapters; where they are switched on, that is an error": """
+    lora_target lora_rank lora_alpha lora_dropout lora_r lora_target_modules lora_modules_to_save lora_task_type
+    use_dora use_rslora bnb_4bit_quant_type use_bnb_nested_quant quantization_method
+    """,
 }
 """Names by reason."""
 

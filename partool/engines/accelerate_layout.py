@@ -94,23 +94,26 @@ def _recomputed(sheet: Sheet, below: str) -> bool:
     return inside or own
 
 
+_UNCOMPILED = {"NO", "FALSE", "NONE", "EAGER", "AOT_EAGER"}
+"""Words for a backend of dynamo that compiles no kernels."""
+
+
 def _compiled(sheet: Sheet) -> bool:
     path = "parallel.compile"
     backend = sheet.get("torch_compile_backend", to=path) or sheet.get("torchdynamo", to=path)
     dynamo = str(sheet.get(OF + "dynamo_config.dynamo_backend", "NO", to=path)).upper()
     old = str(sheet.get(OF + "dynamo_backend", "NO", to=path)).upper()
     sheet.get("torch_compile_mode", to=path)
-    return sheet.flag("torch_compile", bool(backend), to=path) or {dynamo, old} - {"NO", "FALSE"} != set()
+    return sheet.flag("torch_compile", bool(backend), to=path) or bool({dynamo, old} - _UNCOMPILED)
 
 
 def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
     """Carry ``parallelism_config`` of accelerate 1.10."""
     before = f"{OF}parallelism_config.parallelism_config_"
-    tensor = int(sheet.number(f"{before}tp_size", 1, to="parallel.tensor.degree") or 1)
-    context = int(sheet.number(f"{before}cp_size", 1, to="parallel.sequence.degree") or 1)
+    tensor = sheet.whole(f"{before}tp_size", 1, to="parallel.tensor.degree")
+    context = sheet.whole(f"{before}cp_size", 1, to="parallel.sequence.degree")
     copies, shard = (
-        int(sheet.number(f"{before}{name}_size", 1, to="parallel.data.shard") or 1)
-        for name in ("dp_replicate", "dp_shard")
+        sheet.whole(f"{before}{name}_size", 1, to="parallel.data.shard") for name in ("dp_replicate", "dp_shard")
     )
     how = str(sheet.get(f"{before}cp_comm_strategy", "allgather", to="parallel.sequence.method"))
     if tensor > 1:
@@ -132,8 +135,8 @@ def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
 def _megatron(sheet: Sheet, parallel: dict[str, Any]) -> None:
     """Carry ``megatron_lm_config``."""
     before = f"{OF}megatron_lm_config.megatron_lm_"
-    tensor = int(sheet.number(before + "tp_degree", 1, to="parallel.tensor.degree"))
-    stages = int(sheet.number(before + "pp_degree", 1, to="parallel.pipeline.stages"))
+    tensor = sheet.whole(before + "tp_degree", 1, to="parallel.tensor.degree")
+    stages = sheet.whole(before + "pp_degree", 1, to="parallel.pipeline.stages")
     norms = sheet.flag(before + "sequence_parallelism", to="parallel.tensor.sequence_norms")
     if tensor > 1:
         parallel["tensor"] = {"degree": tensor, "shape": [tensor, 1], "sequence_norms": norms, "overlap": "none"}

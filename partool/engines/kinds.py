@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from functools import lru_cache
 from typing import Literal
 
 import yaml
@@ -33,6 +34,7 @@ _WORDS: tuple[tuple[Engine, str], ...] = (
 """Expressions that scripts of a system match; the first counts."""
 
 
+@lru_cache(64)
 def kind_of(text: str) -> Kind:
     """Return the format of a file's text; whatever is nothing else is taken for a script."""
     if text.lstrip().startswith("{"):
@@ -44,7 +46,7 @@ def kind_of(text: str) -> Kind:
     if re.search(r"^(def|from|import|class)\s", text, re.M):
         try:
             ast.parse(text)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             return "script"
         return "python"
     return "script"
@@ -80,6 +82,7 @@ def _toml(text: str) -> frozenset[str]:
         return frozenset()
 
 
+@lru_cache(64)
 def _yaml_keys(text: str) -> frozenset[str]:
     """Return the names at the top of a mapping of YAML or JSON; none if the text is something else."""
     try:

@@ -62,7 +62,7 @@ class Sheet:
             return default if value is not True else 1
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.say(
                 "PT820",
                 "error",
@@ -72,6 +72,16 @@ class Sheet:
             )
             return default
         return int(number) if number.is_integer() and "." not in str(value) else number
+
+    def whole(self, name: str, default: int, *, to: str, least: int = 1) -> int:
+        """Return a setting's whole number, which is at least ``least`` or the default itself; else a finding."""
+        value = self.number(name, default, to=to)
+        if isinstance(value, int) and (value >= least or value == default):
+            return value
+        self.say(
+            "PT820", "error", f"{name} is {value}, and a whole number from {least} on is expected", "mend it", name
+        )
+        return default
 
     def flag(self, name: str, default: bool = False, *, to: str) -> bool:
         """Return a setting's truth value, or ``default``; files and command lines write it in several ways."""

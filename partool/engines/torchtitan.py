@@ -38,7 +38,8 @@ _RENAMED: dict[str, str] = {
     "model.use_flex_attn": "model.use_flex_attn",
 }
 _QUANTIZE = (
-    ("quantize.linear.float8.", "float8."), ("quantize.dense.float8.", "float8."), ("quantize.linear.mx.", "mx."),
+    ("quantize.linear.float8.", "float8."), ("quantize.dense.float8.", "float8."), ("quantize.linear.fp8.", "float8."),
+    ("quantize.linear.mx.", "mx."),
     ("quantize.dense.mx.", "mx."), ("quantize.moe.", "quantize.grouped_mm."),
 )  # fmt: skip
 _SECTION = re.compile(r"\s*\[\[?\s*([\w.\"' -]+?)\s*\]")

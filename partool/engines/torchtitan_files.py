@@ -35,6 +35,10 @@ def gather(files: Sequence[File], defined: Mapping[str, str]) -> Gathered:
     found = Gathered()
     tomls = [file for file in files if kind_of(file[1]) == "toml"]
     scripts = [file for file in files if kind_of(file[1]) == "script"]
+    for path, text in files:
+        if kind_of(text) in ("json", "yaml"):
+            message = f"{path} is no TOML, no script and no module of configurations"
+            found.findings.append(Diagnostic("PT825", message, help="name another file"))
     over: dict[str, Setting] = {}
     for path, text in scripts:
         script = ShellScript()

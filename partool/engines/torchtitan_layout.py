@@ -23,9 +23,9 @@ def parallel_of(
     sheet: Sheet, world: int | None, era: int, model: dict[str, Any], *, compiled: bool
 ) -> tuple[dict[str, Any], int | None]:
     """Return the section ``parallel`` and the number of data-parallel ranks, if it is known."""
-    tensor = int(sheet.number(_IN + "tensor_parallel_degree", 1, to="parallel.tensor.degree"))
-    stages = int(sheet.number(_IN + "pipeline_parallel_degree", 1, to="parallel.pipeline.stages"))
-    context = int(sheet.number(_IN + "context_parallel_degree", 1, to="parallel.sequence.degree"))
+    tensor = sheet.whole(_IN + "tensor_parallel_degree", 1, to="parallel.tensor.degree")
+    stages = sheet.whole(_IN + "pipeline_parallel_degree", 1, to="parallel.pipeline.stages")
+    context = sheet.whole(_IN + "context_parallel_degree", 1, to="parallel.sequence.degree")
     data, ranks = _data(sheet, world, tensor * stages, context, stages)
     parallel: dict[str, Any] = {
         "data": data,
@@ -44,8 +44,8 @@ def parallel_of(
             "PT824", "note", f"tokens are exchanged by {exchange}, and priced as by all-to-all", "standard",
             _IN + "expert_parallel_comm_backend",
         )  # fmt: skip
-    experts = int(sheet.number(_IN + "expert_parallel_degree", 1, to="parallel.expert"))
-    inner = int(sheet.number(_IN + "expert_tensor_parallel_degree", 1, to="parallel.expert_tensor"))
+    experts = sheet.whole(_IN + "expert_parallel_degree", 1, to="parallel.expert")
+    inner = sheet.whole(_IN + "expert_tensor_parallel_degree", 1, to="parallel.expert_tensor")
     if "moe" in model:
         parallel["expert"] = experts
         if experts > 1:
@@ -55,8 +55,8 @@ def parallel_of(
 
 def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: int) -> tuple[dict[str, Any], int | None]:
     """Return the section ``data`` and the number of data-parallel ranks; a shard degree of -1 takes what is left."""
-    copies = int(sheet.number(_IN + "data_parallel_replicate_degree", 1, to="parallel.data.shard"))
-    shard = int(sheet.number(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard"))
+    copies = sheet.whole(_IN + "data_parallel_replicate_degree", 1, to="parallel.data.shard")
+    shard = sheet.whole(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard")
     inner = others * context * copies
     ranks = None if shard < 0 and world is None else copies * (shard if shard >= 0 else (world or 0) // inner)
     if world is not None and (world % inner if shard < 0 else shard * inner != world):
@@ -159,12 +159,12 @@ def _split(sheet: Sheet, stages: int, era: int, layers: int, *, several: bool) -
     path = "parallel.pipeline.layers"
     points = listed(sheet.get(_IN + "pipeline_parallel_split_points", [], to=path))
     parts = sheet.get(_IN + "module_fqns_per_model_part", to=path)
-    each = sheet.number(_IN + "pipeline_parallel_layers_per_stage", to="parallel.pipeline.chunks")
+    each = sheet.whole(_IN + "pipeline_parallel_layers_per_stage", 0, to="parallel.pipeline.chunks")
     first, last = (
-        int(sheet.number(f"{_IN}pipeline_parallel_{end}_stage_less_layers", 1 if era >= 3 else 0, to=path))
+        sheet.whole(f"{_IN}pipeline_parallel_{end}_stage_less_layers", 1 if era >= 3 else 0, to=path, least=0)
         for end in ("first", "last")
     )
-    if isinstance(parts, list) and parts:
+    if isinstance(parts, list) and parts and all(isinstance(part, list) for part in parts):
         counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
         return max(1, len(parts) // stages), counts
     starts = [int(found[1]) for point in points if (found := re.fullmatch(r"layers\.(\d+)", point))]
@@ -173,8 +173,9 @@ def _split(sheet: Sheet, stages: int, era: int, layers: int, *, several: bool) -
         return max(1, len(counts) // stages), counts if layers else []
     chunks = 2 if several else 1
     if each and layers:
-        chunks = max(1, -(-(layers + first + last) // int(each)) // stages)
-    return chunks, spread(layers, stages * chunks, first, last, era) if layers and stages > 1 else []
+        chunks = max(1, -(-(layers + first + last) // each) // stages)
+    enough = stages > 1 and stages * chunks <= layers + first + last
+    return chunks, spread(layers, stages * chunks, first, last, era) if layers and enough else []
 
 
 def spread(layers: int, stages: int, first: int, last: int, era: int) -> list[int]:
@@ -194,13 +195,13 @@ def spread(layers: int, stages: int, first: int, last: int, era: int) -> list[in
 
 def _micro_batch(sheet: Sheet, pipeline: dict[str, Any], era: int) -> int:
     """Return the sequences of a forward pass: the local batch, or in a pipeline a part of it."""
-    local = int(sheet.number("training.local_batch_size", 8, to="parallel.micro_batch"))
-    size = int(sheet.number(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch"))
-    parts = sheet.number(_IN + "pipeline_parallel_microbatches", to="parallel.micro_batch")
+    local = sheet.whole("training.local_batch_size", 8, to="parallel.micro_batch")
+    size = sheet.whole(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch")
+    parts = sheet.whole(_IN + "pipeline_parallel_microbatches", 0, to="parallel.micro_batch")
     if pipeline["stages"] <= 1:
         return local
-    if parts is not None or era == 1:
-        number = int(parts or pipeline["stages"] * pipeline.get("chunks", 1))
+    if parts or era == 1:
+        number = parts or pipeline["stages"] * pipeline.get("chunks", 1)
         size, rest = divmod(local, number)
         what, name = f"{number} micro-batches", _IN + "pipeline_parallel_microbatches"
     else:
@@ -231,7 +232,7 @@ def _recompute(sheet: Sheet, layers: int, era: int) -> str | list[str]:
         return "none"
     if option == "op":
         return "selective"
-    if not option.isdigit():
+    if not option.isdecimal() or len(option) > 9:
         sheet.say(
             "PT820", "error", f"selective_ac_option is {option!r}", "op, or a number",
             "activation_checkpoint.selective_ac_option",

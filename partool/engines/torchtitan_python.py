@@ -8,7 +8,7 @@ else is a finding, and never evaluated.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def functions(text: str) -> dict[str, ast.FunctionDef]:
     """Return the functions of a module that return something, by name; none if it is no Python."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     return {
         node.name: node
@@ -195,7 +195,7 @@ def _harmless(line: ast.stmt, names: set[str]) -> bool:
     return text or isinstance(line, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Pass, ast.Assert))
 
 
-def chosen(own: dict[str, Setting], defined: dict[str, str]) -> Iterator[str | None]:
+def chosen(own: Mapping[str, Setting], defined: Mapping[str, str]) -> Iterator[str | None]:
     """Yield the names of the function and of the model that a command, or a definition, gives."""
     for option, variable in (("config", "CONFIG"), ("module", "MODULE")):
         given = own.get(option)

@@ -82,11 +82,11 @@ def _compiled(sheet: Sheet) -> bool:
 
 
 def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict[str, Any]:
-    local = int(sheet.number("training.local_batch_size", 8, to="training.global_batch"))
-    batch = int(sheet.number("training.global_batch_size", -1, to="training.global_batch"))
+    local = sheet.whole("training.local_batch_size", 8, to="training.global_batch")
+    batch = sheet.whole("training.global_batch_size", -1, to="training.global_batch")
     found: dict[str, Any] = {
-        "sequence_length": sheet.number("training.seq_len", 2048, to="training.sequence_length"),
-        "steps": sheet.number("training.steps", 10000, to="training.steps"),
+        "sequence_length": sheet.whole("training.seq_len", 2048, to="training.sequence_length"),
+        "steps": sheet.whole("training.steps", 10000, to="training.steps"),
         "precision": _precision(sheet),
     }
     if sheet.flag("debug.deterministic", to="training.deterministic"):
@@ -116,9 +116,9 @@ def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict
 
 
 def _validation(sheet: Sheet, ranks: int) -> dict[str, int]:
-    steps = int(sheet.number("validation.steps", -1, to="training.validation.samples"))
-    local = int(sheet.number("validation.local_batch_size", 8, to="training.validation.samples"))
-    every = int(sheet.number("validation.freq", 10, to="training.validation.every"))
+    steps = sheet.whole("validation.steps", -1, to="training.validation.samples")
+    local = sheet.whole("validation.local_batch_size", 8, to="training.validation.samples")
+    every = sheet.whole("validation.freq", 10, to="training.validation.every")
     if steps > 0:
         return {"every": every, "samples": steps * local * ranks}
     sheet.say(

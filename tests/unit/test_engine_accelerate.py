@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planned import plan_of
 from test_engines import run
 
@@ -345,3 +347,25 @@ def test_the_command_reads_several_files(tmp_path: Path) -> None:
     assert "odd_key is not understood" in told
     plan = plan_of(out.read_text())
     assert (plan.engine, plan.layout.data.zero, plan.training.global_batch) == ("accelerate", 3, 128)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*ARGUMENTS, *(name for change, _, _ in OF_ARGUMENTS for name in change)]),
+        st.one_of(st.integers(-3, 10**10), st.floats(allow_nan=False), st.text(max_size=5), st.booleans(), st.none()),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_values_are_read(change: dict[str, Any], below: bool) -> None:
+    found = trainer(change, BELOW if below else None, {} if below else None)
+    assert found.spec or errors(found)
+
+
+def test_hostile_files_are_read() -> None:
+    loop = "output_dir: a\ninner: &a\n  again: *a\nlist: &b [1, *b]\nday: 2024-99-99\n"
+    found = read_files([(Path("args.yaml"), loop)], "accelerate", H100S)
+    assert found.spec
+    deep = "output_dir: a\nx: " + "[" * 3000 + "]" * 3000
+    assert read_files([(Path("args.yaml"), deep)], "accelerate", H100S).findings

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planned import plan_of
 
 from partool.catalog.lookup import table
@@ -429,3 +431,43 @@ def test_scripts_name_functions() -> None:
     assert (found.findings, at(found.spec, "training.steps")) == ([], 9)
     alone = read_files(files[:1], "torchtitan", Wanted("h100-sxm"))
     assert [each.code for each in alone.findings if "config_registry.py" in each.message] == ["PT825"]
+
+
+@pytest.mark.parametrize(("compiled", "published_gib"), [(False, 67.0), (True, 62.0)])
+def test_memory_of_a_published_run_is_predicted(compiled: bool, published_gib: float) -> None:
+    """Llama 3.1 8B on 128 H100: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, table 3."""
+    from partool.cli.import_ import spec_text
+
+    found = titan({"compile.enable": compiled}, Wanted("h100-sxm", 16, 8))
+    memory = plan_of(spec_text(found, Path("job.toml"))).prediction.memory
+    assert abs(memory.total_bytes / 2**30 / published_gib - 1) < 0.07
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*BASE, *(name for change, _, _ in CARRIED for name in change), "float8.filter_fqns"]),
+        st.one_of(
+            st.integers(-3, 10**10), st.floats(), st.text(max_size=5), st.booleans(), st.lists(st.text(max_size=3))
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_any_values_are_read(change: dict[str, Any]) -> None:
+    lines = [f"{name} = {_toml_value(value)}" for name, value in (BASE | change).items() if value is not None]
+    found = read(Path("job.toml"), "\n".join(lines), "torchtitan", SIXTEEN)
+    assert found.spec or errors(found)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)
+
+
+@given(st.text(alphabet="def config=Trainer.Config(model_spec)\n :[]'\"", max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_read(text: str) -> None:
+    for engine in ("torchtitan", "accelerate"):
+        found = read(Path("file"), text, engine, SIXTEEN)  # type: ignore[arg-type]
+        assert found.spec or errors(found)
