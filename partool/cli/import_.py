@@ -15,6 +15,7 @@ from partool.cli._files import write_or_exit
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
+from partool.engines.settings import Setting
 from partool.plan.terminal import say
 
 _LARGEST_BYTES = 4 * 2**20
@@ -70,11 +71,17 @@ def spec_text(found: Imported, *paths: Path) -> str:
     names, kind = ", ".join(path.name for path in paths), "a file" if len(paths) == 1 else "files"
     lines = [f"# Read from {names}, {kind} of {found.engine}; devices and data are not in such files."]
     lines += [
-        f"# not understood, and not priced: {fate.setting.name} (line {fate.setting.line})"
+        f"# not understood, and not priced: {fate.setting.name} ({_line(fate.setting, found)})"
         for fate in found.fates
         if fate.kind == "not understood"
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
+
+
+def _line(setting: Setting, found: Imported) -> str:
+    """Return a setting's line, with the name of its file if there are several."""
+    several = len({fate.setting.file for fate in found.fates}) > 1
+    return f"{Path(setting.file).name}, line {setting.line}" if several else f"line {setting.line}"
 
 
 def _engine(files: list[tuple[Path, str]]) -> Engine:
@@ -124,7 +131,7 @@ def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> Non
     if everything:
         for fate in found.fates:
             text = f": {fate.text}" if fate.text else ""
-            say(f"line {fate.setting.line}  {fate.setting.name}  {fate.kind}{text}", err=True)
+            say(f"{_line(fate.setting, found)}  {fate.setting.name}  {fate.kind}{text}", err=True)
     kinds = [fate.kind for fate in found.fates]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("carried", "no effect", "not understood"))
     say(f"{found.engine}: {len(kinds)} settings, {counts}", err=True)

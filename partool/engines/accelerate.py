@@ -90,7 +90,17 @@ def _below(sheet: Sheet, inner: Sheet) -> str:
         )  # fmt: skip
     elif kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"):
         sheet.say("PT823", "error", f"{kind} is not priced", "FSDP, DEEPSPEED, MULTI_GPU", OF + "distributed_type")
+    if not names and not any(name.startswith((OF, "launch.")) for name in sheet.settings) and _only_files(sheet):
+        sheet.say(
+            "PT824", "note", "the files do not say what shards the state; plain data parallelism is priced",
+            "give accelerate's configuration as another FILE, or --set parallel.data.zero=3",
+        )  # fmt: skip
     return names[0] if names else "ddp"
+
+
+def _only_files(sheet: Sheet) -> bool:
+    """Return whether no setting comes from a script, which would say how it starts ranks."""
+    return all(setting.file.endswith((".yaml", ".yml", ".json")) for setting in sheet.settings.values())
 
 
 def _training(sheet: Sheet) -> dict[str, Any]:

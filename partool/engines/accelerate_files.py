@@ -55,8 +55,9 @@ _OF_DEEPSPEED = frozenset(
 )  # fmt: skip
 _OPAQUE = frozenset(
     (
-        "dataset_mixer", "lr_scheduler_kwargs", "model_init_kwargs", "gradient_checkpointing_kwargs", "dataset_kwargs",
-        "liger_kernel_config", "optim_args", "datasets", "chat_template_kwargs", "tpu_env", "chat_template",
+        "dataset_mixer", "dataset_mixture", "lr_scheduler_kwargs", "model_init_kwargs", "gradient_checkpointing_kwargs",
+        "dataset_kwargs", "liger_kernel_config", "optim_args", "datasets", "chat_template_kwargs", "tpu_env",
+        "chat_template",
     )
 )  # fmt: skip
 """Settings whose inner names are the user's own."""

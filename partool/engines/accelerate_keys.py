@@ -44,10 +44,10 @@ _GROUPS = {
     packing_strategy padding_free max_samples max_train_samples streaming tokenizer_name tokenizer_name_or_path
     tokenizer_path use_fast_tokenizer trust_remote_code model_revision revision token use_auth_token model_type
     config_name config_overrides config config_file lazy_preprocess is_multimodal stage split mask_history
-    train_on_prompt completion_only_loss assistant_only_loss dataset_kwargs model_init_kwargs truncation_side
-    padding_side pad_to_multiple_of new_special_tokens add_special_tokens conv_template version
-    model_code_revision validation_split_percentage keep_linebreaks dataset_prepared_path overwrite_dataset
-    tokenized_path neat_packing image_dir
+    train_on_prompt completion_only_loss assistant_only_loss dataset_kwargs dataset_mixture dataset_configs
+    model_init_kwargs truncation_side padding_side pad_to_multiple_of new_special_tokens add_special_tokens
+    conv_template version model_code_revision validation_split_percentage keep_linebreaks dataset_prepared_path
+    overwrite_dataset tokenized_path neat_packing image_dir
     """,
     "says how processes meet and where they run": """
     local_rank ddp_backend ddp_timeout ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters

@@ -53,5 +53,5 @@ _SAME = re.compile(r"_(flex|flex_attn|varlen|varlen_attn|sdpa|fused_qkv|irope)$"
 
 def flavour(name: str, size: str) -> Flavour | None:
     """Return the model that ``model.name`` and ``model.flavor`` stand for; None if it is not known here."""
-    name = re.sub(r"^(simple_fsdp|compiler_toolkit|torchft)\.|^torchtitan\.models\.|_(ft|simple_fsdp)$", "", name)
+    name = re.sub(r"_(ft|simple_fsdp)$", "", name.rpartition(".")[2])
     return FLAVOURS.get(name, {}).get(_SAME.sub("", size.lower()))

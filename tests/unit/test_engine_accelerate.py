@@ -315,6 +315,12 @@ def test_what_the_files_do_not_say_is_asked_for() -> None:
     }  # fmt: skip
 
 
+def test_arguments_without_a_launcher_are_priced_as_data_parallelism() -> None:
+    found = read_files([(Path("args.json"), json.dumps(ARGUMENTS))], "accelerate", H100S)
+    assert [each.code for each in found.findings] == ["PT824"]
+    assert at(found.spec, "parallel.data") == {"zero": 0}
+
+
 def test_what_nobody_knows_is_named_with_its_line() -> None:
     found = trainer({"new_kind_of_thing": 3}, {"fsdp_config": {"fsdp_new": 1}})
     unknown = {(fate.setting.name, fate.setting.file) for fate in found.fates if fate.kind == "not understood"}
@@ -345,6 +351,7 @@ def test_the_command_reads_several_files(tmp_path: Path) -> None:
     code, _, told = run(str(launch), str(arguments), "--accelerator", "h100-sxm", "-o", str(out))
     assert code == 0, told
     assert "odd_key is not understood" in told
+    assert "odd_key (args.yaml, line " in out.read_text()
     plan = plan_of(out.read_text())
     assert (plan.engine, plan.layout.data.zero, plan.training.global_batch) == ("accelerate", 3, 128)
 
@@ -369,3 +376,21 @@ def test_hostile_files_are_read() -> None:
     assert found.spec
     deep = "output_dir: a\nx: " + "[" * 3000 + "]" * 3000
     assert read_files([(Path("args.yaml"), deep)], "accelerate", H100S).findings
+
+
+@pytest.mark.parametrize(
+    ("change", "launch", "deepspeed", "says"),
+    [
+        ({"use_liger_kernel": True}, {}, None, "Liger"),
+        ({"torch_dtype": "bfloat16"}, {"distributed_type": "MULTI_GPU", "fsdp_config": None}, None, "16 bits"),
+        ({"torch_compile": True}, BELOW, {}, "not priced"),
+        ({"auto_find_batch_size": True}, {}, None, "halved"),
+    ],
+)
+def test_what_is_left_out_of_the_price_is_told(
+    change: dict[str, Any], launch: dict[str, Any], deepspeed: dict[str, Any] | None, says: str
+) -> None:
+    found = trainer(change, launch, deepspeed)
+    assert (errors(found), found.understood) == ([], 1.0)
+    assert [says in each.message for each in found.findings] == [True]
+    assert not trainer({}, launch, deepspeed).findings

@@ -471,3 +471,31 @@ def test_any_text_is_read(text: str) -> None:
     for engine in ("torchtitan", "accelerate"):
         found = read(Path("file"), text, engine, SIXTEEN)  # type: ignore[arg-type]
         assert found.spec or errors(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({IN + "tensor_parallel_degree": 2, IN + "disable_loss_parallel": True}, "the whole loss"),
+        ({IN + "pipeline_parallel_degree": 2, IN + "fsdp_reshard_after_forward": "always"}, "each micro-batch"),
+        ({IN + "pipeline_parallel_degree": 2, "training.global_batch_size": 64}, "runs empty"),
+        ({"model.converters": ["mx"]}, "blocks of 32"),
+        ({"model.converters": ["quantize.grouped_mm.float8"]}, "experts only"),
+        ({"model.converters": ["float8"], "float8.filter_fqns": ["attention.wk"]}, "attention.wk"),
+        ({"model.converters": ["float8"], "float8.enable_fsdp_float8_all_gather": True}, "gathered in 8 bits"),
+        ({IN + "expert_parallel_comm_backend": "deepep"}, "deepep"),
+        ({"experimental.custom_import": "mine"}, "not read"),
+        ({"validation.enable": True}, "whole data set"),
+    ],
+)
+def test_what_is_left_out_of_the_price_is_a_note(change: dict[str, Any], says: str) -> None:
+    found = titan(change)
+    assert (errors(found), found.understood) == ([], 1.0)
+    assert [says in each.message for each in found.findings if each.code == "PT824"] == [True]
+    assert not any(says in each.message for each in titan({}).findings)
+
+
+def test_replicas_without_shards_have_whole_states() -> None:
+    old = {"training.data_parallel_type": "ddp", "training.data_parallel_shard_degree": 16}
+    found = titan(old | {IN + "data_parallel_shard_degree": None, IN + "data_parallel_replicate_degree": None})
+    assert (errors(found), at(found.spec, "parallel.data")) == ([], {"zero": 0})
