@@ -171,12 +171,11 @@ def _options(words: Sequence[Word], found: Gathered) -> dict[str, Setting]:
     own = {}
     for name, value, word, after in options(words):
         plain = name.replace("-", "_")
-        given = True if value in ("$@", "$*") else value
         known = plain in NO_EFFECT or _launch_name(plain) in NO_EFFECT or plain in LAUNCHER or plain in _FILES
-        if after.unknown and given is not True and not known:
+        if after.unknown and value is not True and not known:
             found.findings.append(unknown_value(name, after))
         else:
-            own[plain] = Setting(name, given, word.file, word.line)
+            own[plain] = Setting(name, value, word.file, word.line)
     return own
 
 

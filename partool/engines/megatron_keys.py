@@ -60,7 +60,8 @@ _GROUPS = {
     no-bias-swiglu-fusion no-bias-dropout-fusion no-async-tensor-model-parallel-allreduce moe-grouped-gemm
     moe-permute-fusion moe-token-dispatcher-type moe-shared-expert-overlap cross-entropy-loss-fusion
     cross-entropy-fusion-impl overlap-p2p-communication no-overlap-p2p-communication no-persist-layer-norm
-    ddp-bucket-size ddp-average-in-collective ddp-num-buckets align-grad-reduce align-param-gather
+    use-precision-aware-optimizer ddp-bucket-size ddp-average-in-collective ddp-num-buckets align-grad-reduce
+    align-param-gather
     calculate-per-token-loss no-scatter-gather-tensors-in-pipeline tp-comm-bootstrap-backend te-rng-tracker
     overlap-param-gather-with-optimizer-step empty-unused-memory-level
     """,

@@ -134,6 +134,8 @@ class ShellScript:
         """Return the words that a token stands for."""
         if token.quote == "'":
             return [Word(token.text.replace(_JOINED, ""), str(path), token.line)]
+        if token.text in ("$@", "$*"):
+            return []  # what the script is given on its command line is not in its text
         whole = _REFERENCE.fullmatch(token.text)
         if whole and whole["list"] and whole["list"] in self.variables and whole["list"] not in self._depends:
             return list(self.variables[whole["list"]])

@@ -109,7 +109,7 @@ def arguments(words: Sequence[Word], no_effect: Mapping[str, str]) -> tuple[dict
     values = set[int]()
     for name, given, word, after in options(words):
         section, _, key = name.replace("-", "_").rpartition(".")
-        flag = given in _OWN_ARGUMENTS or (after is not word and bool(_PROGRAM.search(after.text)))
+        flag = after is not word and bool(_PROGRAM.search(after.text))
         value = True if flag else given
         if after is not word and not flag:
             values.add(id(after))
@@ -124,7 +124,6 @@ def arguments(words: Sequence[Word], no_effect: Mapping[str, str]) -> tuple[dict
 
 
 _PROGRAM = re.compile(r"\.(py|sh)$|^torchtitan\.")
-_OWN_ARGUMENTS = ("$@", "$*")
 LAUNCHER = {"nproc_per_node": "per_node", "nnodes": "nodes"}
 """Options of torchrun → fields of ``hardware``."""
 
