@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from partool.diagnostics.record import Diagnostic, Span
-from partool.engines import deepspeed, deepspeed_keys, megatron, megatron_keys
+from partool.diagnostics.record import Diagnostic
+from partool.engines import (
+    accelerate,
+    accelerate_files,
+    accelerate_keys,
+    deepspeed,
+    deepspeed_keys,
+    megatron,
+    megatron_keys,
+    torchtitan_files,
+    torchtitan_keys,
+    torchtitan_spec,
+)
+from partool.engines.commands import File, Gathered, missing_sources, training_command, unresolved
 from partool.engines.settings import Fate, Sheet, fates
-from partool.engines.shell import ShellScript, Word, split
-
-Engine = Literal["deepspeed", "megatron"]
+from partool.engines.shell import ShellScript
+from partool.strategies.engines import Engine
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,14 @@ class Wanted:
     """Preset, or path of a Hugging Face ``config.json``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by their paths in the spec, over those of the files."""
+    defined: Mapping[str, str] = field(default_factory=dict)
+    """Variables that scripts leave open, by name."""
+
+    def world(self, hardware: Mapping[str, Any]) -> int | None:
+        """Return the number of ranks, if it is known; ``hardware`` has what the files say."""
+        nodes = self.settings.get("hardware.nodes", self.nodes or hardware.get("nodes", 1))
+        per_node = self.settings.get("hardware.per_node", self.per_node or hardware.get("per_node"))
+        return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,8 @@ class Imported:
     """The spec as nested sections."""
     fates: list[Fate] = field(default_factory=list)
     findings: list[Diagnostic] = field(default_factory=list)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Texts of further files that were read, by path."""
 
     @property
     def understood(self) -> float:
@@ -45,20 +66,19 @@ class Imported:
         return known / len(self.fates) if self.fates else 1.0
 
 
-def engine_of(text: str) -> Engine | None:
-    """Return the engine whose file this is, by its contents."""
-    if text.lstrip().startswith("{"):
-        return "deepspeed"
-    if any(name in text for name in ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size")):
-        return "megatron"
-    return None
-
-
 def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
     """Read a file; nothing in it is executed."""
-    if engine == "megatron":
-        return _megatron(path, text, wanted)
-    settings, findings = deepspeed.settings(path, text)
+    return read_files([(path, text)], engine, wanted)
+
+
+def read_files(files: Sequence[File], engine: Engine, wanted: Wanted) -> Imported:
+    """Read the files of one run; nothing in them is executed."""
+    return _READERS[engine](files, wanted)
+
+
+def _deepspeed(files: Sequence[File], wanted: Wanted) -> Imported:
+    settings, findings = deepspeed.settings(*files[0])
+    findings += _too_many(files[1:])
     if findings:
         return Imported("deepspeed", {}, findings=findings)
     sheet = Sheet(settings, findings)
@@ -67,56 +87,64 @@ def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
     return _imported("deepspeed", sheet, spec, wanted, deepspeed_keys.NO_EFFECT)
 
 
-def _megatron(path: Path, text: str, wanted: Wanted) -> Imported:
+def _megatron(files: Sequence[File], wanted: Wanted) -> Imported:
+    path, text = files[0]
     script = ShellScript()
     script.read(path, text)
     command = training_command(script)
     sheet = Sheet(megatron.settings(command))
-    for missing in script.missing:
-        message = f"{path} sources {missing.text}, which cannot be read"
-        way_out = "put the file beside the script, or write its values into the script"
-        sheet.findings.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(missing))))
+    sheet.findings.extend([*missing_sources(path, script), *_too_many(files[1:])])
     if not command:
         nothing = Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
         return Imported("megatron", {}, findings=[*sheet.findings, nothing])
     unknown = unresolved(command, megatron_keys.NO_EFFECT)
     spec = megatron.spec_of(sheet)
     found = _imported("megatron", sheet, spec, wanted, megatron_keys.NO_EFFECT)
-    return Imported(found.engine, found.spec, found.fates, [*found.findings, *unknown])
+    return replace(found, findings=[*found.findings, *unknown])
 
 
-def training_command(script: ShellScript) -> list[Word]:
-    """Return the command with most arguments that begin with two dashes.
-
-    A file of arguments alone is one command, whatever its lines; a command in quotes (``sh -c "..."``) is read, too.
-    """
-    commands = [[part for word in words for part in _parts(word)] for words in script.commands]
-    if commands and all(words[0].text.startswith("--") for words in commands):
-        commands = [[word for words in commands for word in words]]
-    dashed = [(sum(word.text.startswith("--") for word in words), words) for words in commands]
-    most, found = max(dashed, key=lambda each: each[0], default=(0, []))
-    return found if most > 2 else []
+def _torchtitan(files: Sequence[File], wanted: Wanted) -> Imported:
+    gathered = torchtitan_files.gather(files, wanted.defined)
+    sheet = Sheet(gathered.settings)
+    if not gathered.settings:
+        return Imported("torchtitan", {}, findings=gathered.findings)
+    spec = torchtitan_spec.spec_of(sheet, wanted.world(gathered.hardware))
+    return _with_files(gathered, _imported(
+        "torchtitan", sheet, {"hardware": gathered.hardware} | spec, wanted, torchtitan_keys.NO_EFFECT
+    ), wanted)  # fmt: skip
 
 
-def _parts(word: Word) -> Sequence[Word]:
-    return list(split(word)) if " --" in word.text else [word]
+def _accelerate(files: Sequence[File], wanted: Wanted) -> Imported:
+    gathered = accelerate_files.gather(files)
+    if not gathered.settings:
+        return Imported("accelerate", {}, findings=gathered.findings)
+    sheet, inner = Sheet(gathered.settings), Sheet(gathered.deepspeed)
+    hardware = accelerate.hardware_of(sheet, gathered.hardware)
+    spec = accelerate.spec_of(sheet, inner, wanted.world(hardware), wanted.per_node or hardware.get("per_node"))
+    sheet.findings.extend(inner.findings)
+    found = _imported("accelerate", sheet, {"hardware": hardware} | spec, wanted, accelerate_keys.NO_EFFECT)
+    own = fates(inner, deepspeed_keys.NO_EFFECT)
+    return _with_files(gathered, replace(found, fates=[*found.fates, *own]), wanted)
 
 
-def _place(word: Word) -> tuple[str, int, int, int, int]:
-    return word.file, word.line, 1, word.line, 1
+def _with_files(gathered: Gathered, found: Imported, wanted: Wanted) -> Imported:
+    """Add what was found while files were gathered; numbers of machines that are given count over the files'."""
+    given: set[tuple[str | int, ...]] = {
+        ("hardware", name) for name in ("nodes", "per_node") if getattr(wanted, name) is not None
+    }
+    given |= {tuple(path.split(".")) for path in wanted.settings}
+    kept = [each for each in gathered.findings if each.code != "PT822" or each.path not in given]
+    return replace(found, findings=[*found.findings, *kept], texts=gathered.texts)
 
 
-def unresolved(command: Sequence[Word], no_effect: Mapping[str, str]) -> list[Diagnostic]:
-    """Return a finding for each argument that matters and whose value nobody can tell without running the script."""
-    found, name = [], ""
-    for word in command:
-        if word.text.startswith("--"):
-            name = word.text[2:].partition("=")[0]
-        if word.unknown and name and name not in no_effect:
-            message = f"--{name} is {word.unknown[0]}, which only running the script would tell"
-            way_out = "set the variable in the script, or add --define NAME=VALUE"
-            found.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(word))))
-    return found
+def _too_many(files: Sequence[File]) -> list[Diagnostic]:
+    help = "name one file; several are for torchtitan and accelerate"
+    return [Diagnostic("PT825", f"{path} is a file too many", help=help) for path, _ in files]
+
+
+_READERS: Mapping[Engine, Callable[[Sequence[File], Wanted], Imported]] = {
+    "accelerate": _accelerate, "deepspeed": _deepspeed, "megatron": _megatron, "torchtitan": _torchtitan,
+}  # fmt: skip
 
 
 def _imported(
@@ -129,13 +157,13 @@ def _imported(
     for name, what in (("accelerator", "which devices there are"), ("per_node", "how many devices a machine has")):
         if name not in hardware:
             sheet.lacks(f"hardware.{name}", f"the files do not say {what}")
-    whole: dict[str, Any] = {"spec": 1, "engine": engine}
+    whole: dict[str, Any] = {"spec": 1, "engine": spec.get("engine", engine)}
     if wanted.model is not None:
         key = "config" if wanted.model.endswith(".json") else "preset"
         whole["model"] = {key: wanted.model}
     elif "model" in spec:
         whole["model"] = spec["model"]
-    else:
+    elif not any(each.path == ("model", "preset") for each in sheet.findings):
         sheet.lacks("model.preset", "the files do not describe the model")
     whole |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
     whole |= {name: spec[name] for name in ("optimizer",) if name in spec}
@@ -143,6 +171,7 @@ def _imported(
     for path, value in wanted.settings.items():
         _put(whole, path.split("."), value)
     given = {tuple(path.split(".")) for path in wanted.settings}
+    given |= {("model", "preset")} if wanted.model is not None else set()
     findings = [each for each in sheet.findings if each.code != "PT822" or each.path not in given]
     return Imported(engine, whole, fates(sheet, no_effect), findings)
 

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from partool.diagnostics.record import Diagnostic, Severity, Span
 
+_TRUE = frozenset(("true", "yes", "on", "1", "t", "y"))
+_FALSE = frozenset(("false", "no", "off", "0", "f", "n", "none", ""))
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -59,7 +62,7 @@ class Sheet:
             return default if value is not True else 1
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.say(
                 "PT820",
                 "error",
@@ -69,6 +72,27 @@ class Sheet:
             )
             return default
         return int(number) if number.is_integer() and "." not in str(value) else number
+
+    def whole(self, name: str, default: int, *, to: str, least: int = 1) -> int:
+        """Return a setting's whole number, which is at least ``least`` or the default itself; else a finding."""
+        value = self.number(name, default, to=to)
+        if isinstance(value, int) and (value >= least or value == default):
+            return value
+        self.say(
+            "PT820", "error", f"{name} is {value}, and a whole number from {least} on is expected", "mend it", name
+        )
+        return default
+
+    def flag(self, name: str, default: bool = False, *, to: str) -> bool:
+        """Return a setting's truth value, or ``default``; files and command lines write it in several ways."""
+        value = self.get(name, default, to=to)
+        if isinstance(value, bool) or value is None:
+            return bool(value)
+        word = str(value).strip().lower()
+        if word not in _TRUE and word not in _FALSE:
+            self.say("PT820", "error", f"{name} is {value!r}, and true or false is expected", "true or false", name)
+            return default
+        return word in _TRUE
 
     def say(self, code: str, severity: Severity, message: str, fix: str, *names: str) -> None:
         """Add a finding at the first of the settings ``names`` that is there."""

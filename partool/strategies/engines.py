@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
@@ -16,6 +16,9 @@ _OWN = (
 )  # fmt: skip
 """Aspects of layouts that only partool's runtime has."""
 _HOST = ("offload", "offload of parameters", "offload to disks", "offload of parameters to disks")
+
+Engine = Literal["accelerate", "deepspeed", "megatron", "torchtitan"]
+"""Systems whose files are read; each has a record in :data:`ENGINES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class EngineRecord:
     memory whole or not at all, unless the spec says otherwise: not all settings of the system can say more."""
     offloads_from: int = 0
     """Lowest ZeRO stage with which the optimizer's state may be in host memory."""
+    compiled: str | None = None
+    """Name of its constants where blocks are compiled, if they are others."""
 
 
 def _but(kind: str, names: Mapping[str, Any], kept: tuple[str, ...]) -> tuple[str, ...]:
@@ -58,7 +63,22 @@ _OF_MEGATRON = frozenset(
         "recompute selective", "recompute keep_attention", "hybrid sharding", "zero 2 or 3 in a pipeline",
     )
 )  # fmt: skip
-_PLAIN = {"tiles.mlp": 0, "tiles.loss": 0, "tensor.overlap": "none", "tensor.chunks": 1}
+_OF_TORCHTITAN = frozenset(
+    (
+        *(aspect for aspect in _OWN if aspect != "tensor with fused collectives"), *_HOST[2:],
+        *_but("schedule", SCHEDULES, ("gpipe", "1f1b", "interleaved", "zb-v")),
+        *_but("sequence", METHODS, ("ring", "all_gather")), "recompute attention", "recompute keep_attention",
+    )
+)  # fmt: skip
+_OF_ACCELERATE = frozenset(
+    (
+        *_OWN, *_HOST[2:], *_but("schedule", SCHEDULES, ()), *_but("sequence", METHODS, ("ring", "all_gather")),
+        *(f"recompute {policy}" for policy in ("attention", "selective", "keep_attention")),
+        "norms on shares of the sequence", "expert", "parts of experts",
+    )
+)  # fmt: skip
+_TILES = {"tiles.mlp": 0, "tiles.loss": 0, "tensor.chunks": 1}
+_PLAIN = {**_TILES, "tensor.overlap": "none"}
 
 ENGINES: dict[str, EngineRecord] = {
     record.name: record
@@ -71,6 +91,13 @@ ENGINES: dict[str, EngineRecord] = {
         EngineRecord(
             "megatron", "Megatron-LM", "megatron", {**_PLAIN, "compile": "block"}, _OF_MEGATRON, uniform=True,
             offloads_from=1,
+        ),
+        EngineRecord(
+            "torchtitan", "torchtitan", "fsdp2", _TILES, _OF_TORCHTITAN, uniform=True, compiled="fsdp2-compiled",
+        ),
+        EngineRecord(
+            "accelerate", "accelerate with FSDP or DDP", "fsdp1", _PLAIN, _OF_ACCELERATE, uniform=True,
+            compiled="fsdp2-compiled",
         ),
     )
 }  # fmt: skip
