@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from partool.diagnostics.record import Diagnostic
-from partool.engines import deepspeed_terms, megatron_terms
+from partool.engines import accelerate_terms, deepspeed_terms, megatron_terms, torchtitan_terms
 from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
 from partool.planner.search.runnable import beyond
 from partool.strategies.engines import ENGINES
 
 _WRITERS: dict[str, Callable[[Plan], EngineTerms]] = {
+    "accelerate": accelerate_terms.terms,
     "deepspeed": deepspeed_terms.terms,
     "megatron": megatron_terms.terms,
+    "torchtitan": torchtitan_terms.terms,
 }
 WRITABLE = tuple(_WRITERS)
 """Engines that plans can be written for."""

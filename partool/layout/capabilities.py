@@ -100,7 +100,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("tiles of the loss", f"{_TILES}::test_training_in_tiles_equals_one_process"),
     *(
         Capability(name, f"{_OFFLOAD}::test_steps_are_those_without_offload")
-        for name in ("offload", "offload to disks")
+        for name in ("offload", "offload of the optimizer alone", "offload to disks")
     ),
     *(
         Capability(name, f"{_OFFLOAD}::test_parameters_on_the_host")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import yaml
+
+from partool.engines.accelerate_files import OF
 from partool.engines.write import terms_of
 from partool.engines.written import EngineTerm, nested
 from partool.plan.types import Plan
@@ -14,44 +19,69 @@ from partool.strategies.engines import ENGINES
 SCRIPT = "train.sh"
 PORT = 29500
 """Port on the first node to which the other nodes connect, unless MASTER_PORT says another."""
-_CONFIGURATION = "ds_config.json"
-_SECTIONS = (
-    ("MODEL", ("model",)),
-    ("PARALLEL", ("parallel",)),
-    ("TRAINING", ("training", "optimizer")),
-)
-"""Arrays of the script, and the sections of the spec whose arguments they hold."""
 
 
 def program(plan: Plan) -> EngineProgram:
     """Return the files for a plan whose terms have no errors (:func:`partool.engines.write.terms_of`)."""
     terms = terms_of(plan)
-    configured = plan.engine == "deepspeed"
-    arguments = [] if configured else [(name, _lines(terms.terms, of)) for name, of in _SECTIONS]
+    name, configuration, arguments = _WRITTEN[plan.engine](terms.terms)
     text = template(f"{plan.engine}.sh.jinja").render(
         plan=plan,
         devices=plan.devices,
         title=ENGINES[plan.engine].title,
         arguments=arguments,
-        configuration=_CONFIGURATION,
+        configuration=name,
         port=PORT,
         variables=variables(plan),
         untold=terms.untold,
     )
-    files = {SCRIPT: text}
-    if configured:
-        values = {term.name: term.value for term in terms.terms}
-        files[_CONFIGURATION] = json.dumps(nested(values), indent=2) + "\n"
-    return EngineProgram(SCRIPT, files)
+    return EngineProgram(SCRIPT, {SCRIPT: text} | ({name: configuration} if name else {}))
 
 
-def _lines(terms: list[EngineTerm], sections: tuple[str, ...]) -> list[str]:
-    """Return the arguments of some sections, one per line, as words of a shell."""
-    return [_argument(term) for term in terms if term.path.split(".")[0] in sections]
+Arguments = list[tuple[str, list[str]]]
+"""Arrays of a script, and in each the arguments that are its lines."""
+_SECTIONS = (("MODEL", ("model",)), ("PARALLEL", ("parallel",)), ("TRAINING", ("training", "optimizer")))
+"""Arrays of Megatron-LM's script, and the sections of the spec whose arguments they hold."""
 
 
-def _argument(term: EngineTerm) -> str:
+def _megatron(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
+    found = [(name, [_argument(term) for term in terms if term.path.split(".")[0] in of]) for name, of in _SECTIONS]
+    return "", "", found
+
+
+def _deepspeed(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
+    values = nested({term.name: term.value for term in terms})
+    return "ds_config.json", json.dumps(values, indent=2) + "\n", []
+
+
+def _torchtitan(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
+    sections: dict[str, dict[str, Any]] = nested({term.name: term.value for term in terms})
+    return "job.toml", "\n".join(_section(name, values) for name, values in sections.items()), []
+
+
+def _accelerate(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
+    own = nested({term.name.removeprefix(OF): term.value for term in terms if term.name.startswith(OF)})
+    rest = [_argument(term, word="true") for term in terms if not term.name.startswith(OF)]
+    return "accelerate.yaml", yaml.safe_dump(own, sort_keys=False), [("ARGUMENTS", rest)]
+
+
+_WRITTEN: Mapping[str, Callable[[list[EngineTerm]], tuple[str, str, Arguments]]] = {
+    "megatron": _megatron,
+    "deepspeed": _deepspeed,
+    "torchtitan": _torchtitan,
+    "accelerate": _accelerate,
+}
+"""Engine → function that returns the configuration's name and text, if it has one, and the script's arguments."""
+
+
+def _section(name: str, values: Mapping[str, Any]) -> str:
+    """Return a table of TOML; its values are texts, numbers, truth values and lists, which JSON writes alike."""
+    return f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+def _argument(term: EngineTerm, word: str = "") -> str:
+    """Return an argument as words of a shell; ``word`` stands for the value of a flag that is on."""
     if term.value is True:
-        return f"--{term.name}"
+        return f"--{term.name} {word}".rstrip()
     values = term.value if isinstance(term.value, (list, tuple)) else [term.value]
     return " ".join([f"--{term.name}", *(quote(value) for value in values)])

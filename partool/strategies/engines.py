@@ -68,13 +68,14 @@ _OF_TORCHTITAN = frozenset(
         *(aspect for aspect in _OWN if aspect != "tensor with fused collectives"), *_HOST[2:],
         *_but("schedule", SCHEDULES, ("gpipe", "1f1b", "interleaved", "zb-v")),
         *_but("sequence", METHODS, ("ring", "all_gather")), "recompute attention", "recompute keep_attention",
+        "zero 1", "offload of the optimizer alone",
     )
 )  # fmt: skip
 _OF_ACCELERATE = frozenset(
     (
         *_OWN, *_HOST[2:], *_but("schedule", SCHEDULES, ()), *_but("sequence", METHODS, ("ring", "all_gather")),
         *(f"recompute {policy}" for policy in ("attention", "selective", "keep_attention")),
-        "norms on shares of the sequence", "expert", "parts of experts",
+        "norms on shares of the sequence", "expert", "parts of experts", "zero 1", "offload of the optimizer alone",
     )
 )  # fmt: skip
 _TILES = {"tiles.mlp": 0, "tiles.loss": 0, "tensor.chunks": 1}

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planned import plan_of
 
-from partool.engines import Imported, Wanted, read
+from partool.engines import Imported, Wanted, read_files
 from partool.engines.improve import advice
 from partool.engines.write import WRITABLE, terms_of
 from partool.plan.as_spec import as_spec
@@ -52,14 +52,18 @@ def planned(text: str) -> Plan:
 def back(plan: Plan) -> Imported:
     """Write a plan and read what was written, with the arguments for what files cannot say."""
     files = program(plan).files
-    name = "ds_config.json" if plan.engine == "deepspeed" else "train.sh"
-    devices = plan.devices
-    wanted = Wanted(devices.accelerator, devices.nodes, devices.per_node)
+    names = {"deepspeed": ["ds_config.json"], "torchtitan": ["job.toml"], "accelerate": ["accelerate.yaml", "train.sh"]}
+    devices, told, model = plan.devices, {}, None
     if plan.engine == "deepspeed":
         told = {"training.sequence_length": plan.training.sequence_length, "training.steps": plan.training.steps}
         told |= terms_of(plan).untold
-        wanted = Wanted(devices.accelerator, devices.nodes, devices.per_node, "llama3.2-1b", told)
-    return read(Path(name), files[name], plan.engine, wanted)  # type: ignore[arg-type]
+    if plan.engine in ("deepspeed", "accelerate"):
+        model = "llama3.2-1b"
+    wanted = Wanted(devices.accelerator, devices.nodes, devices.per_node, model, told, {"SCRIPT": "mine.py"})
+    written = [(Path(name), files[name]) for name in names.get(plan.engine, ["train.sh"])]
+    if plan.engine == "accelerate":
+        written[1] = (written[1][0], "SCRIPT=mine.py; " + written[1][1])
+    return read_files(written, plan.engine, wanted)  # type: ignore[arg-type]
 
 
 def leaves(section: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -174,12 +178,100 @@ def test_every_layout_of_deepspeed_is_read_back(changes: dict[str, Any]) -> None
     same(plan.model_copy(update={"layout": layout.model_copy(update={"derived": derived})}))
 
 
+TITAN = "preset: deepseek-v2-lite\n"
+
+
+@st.composite
+def torchtitan_layouts(draw: st.DrawFn) -> dict[str, Any]:
+    """Return changes of a layout of 27 layers on 16 devices that torchtitan can do."""
+    stages, chunks = draw(st.sampled_from(((1, 1), (1, 1), (3, 1), (3, 3), (9, 1), (3, 9))))
+    context = draw(st.sampled_from((1, 2)))
+    zero = draw(st.sampled_from((2, 3) if context > 1 or stages > 1 else (0, 2, 3)))
+    shard, replicas = draw(st.sampled_from(((8, 1), (4, 2)))) if zero else (1, 8)
+    tensor = draw(st.sampled_from((1, 2, 4)))
+    place = draw(st.sampled_from(("none", "cpu"))) if zero == 3 else "none"
+    alike = (draw(st.sampled_from(("none", "selective", "full"))),) * 27
+    third = tuple("none" if (layer + 1) % 3 else "full" for layer in range(27))
+    method, order = draw(st.sampled_from((("ring", "zigzag"), ("all_gather", "contiguous"))))
+    return {
+        "pipeline.stages": stages,
+        "pipeline.chunks": chunks,
+        "pipeline.schedule": "interleaved" if chunks > 1 else draw(st.sampled_from(("1f1b", "gpipe"))),
+        "pipeline.layers": (27 // (stages * chunks),) * (stages * chunks),
+        "sequence.degree": context,
+        "sequence.method": method if context > 1 else "ulysses",
+        "sequence.order": order if context > 1 else "contiguous",
+        "tensor.degree": tensor,
+        "tensor.shape": (tensor, 1),
+        "tensor.sequence_norms": tensor > 1 and draw(st.booleans()),
+        "data.zero": zero,
+        "data.shard": shard,
+        "derived.replicas": replicas,
+        "expert": draw(st.sampled_from((1, 2, 4))),
+        "micro_batch": draw(st.sampled_from((1, 2, 3))),
+        "offload.optimizer": place,
+        "offload.parameters": place,
+        "offload.gpu_fraction": 1.0 if place == "none" else 0.0,
+        "recompute": draw(st.sampled_from((alike, third))),
+        "compile": draw(st.sampled_from(("none", "block"))),
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(torchtitan_layouts())
+def test_every_layout_of_torchtitan_is_read_back(changes: dict[str, Any]) -> None:
+    same(on_its_ranks(planned(spec_of("torchtitan", TITAN)), changes))
+
+
+@st.composite
+def accelerate_layouts(draw: st.DrawFn) -> dict[str, Any]:
+    """Return changes of a layout that accelerate can do."""
+    context = draw(st.sampled_from((1, 2)))
+    tensor = draw(st.sampled_from((1, 2))) if context == 1 else 1
+    zero = draw(st.sampled_from((0, 2, 3)))
+    shard, replicas = draw(st.sampled_from(((8, 1), (4, 2)))) if zero else (1, 8)
+    place = draw(st.sampled_from(("none", "cpu"))) if zero == 3 else "none"
+    return {
+        "sequence.degree": context,
+        "sequence.method": draw(st.sampled_from(("ring", "all_gather"))) if context > 1 else "ulysses",
+        "sequence.order": "zigzag" if context > 1 else "contiguous",
+        "tensor.degree": tensor,
+        "tensor.shape": (tensor, 1),
+        "data.zero": zero,
+        "data.shard": shard,
+        "derived.replicas": replicas,
+        "micro_batch": draw(st.sampled_from((1, 2, 3))),
+        "offload.optimizer": place,
+        "offload.parameters": place,
+        "offload.gpu_fraction": 1.0 if place == "none" else 0.0,
+        "recompute": (draw(st.sampled_from(("none", "full"))),) * 24,
+        "compile": draw(st.sampled_from(("none", "block"))),
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(accelerate_layouts())
+def test_every_layout_of_accelerate_is_read_back(changes: dict[str, Any]) -> None:
+    same(on_its_ranks(planned(spec_of("accelerate")), changes))
+
+
+def on_its_ranks(plan: Plan, changes: dict[str, Any]) -> Plan:
+    """Return a plan with another layout, on as many devices as its degrees make, and with a batch that they divide."""
+    layout = plan.layout.changed(changes)
+    mesh = layout.mesh
+    batch = 12 * layout.micro_batch * mesh.dp
+    layout = layout.changed({"derived.accumulation": 12})
+    devices = plan.devices.model_copy(update={"nodes": mesh.world_size // 8, "per_node": 8})
+    training = plan.training.model_copy(update={"global_batch": batch})
+    return plan.model_copy(update={"layout": layout, "devices": devices, "training": training})
+
+
 @pytest.mark.parametrize("engine", WRITABLE)
 def test_a_plan_of_an_engine_is_one_that_it_can_do(engine: str) -> None:
     """The same spec has a plan that the engine's files can say, and it is planned again from them."""
-    plan = planned(spec_of(engine))
+    plan = planned(spec_of(engine, TITAN if engine == "torchtitan" else DENSE))
     assert terms_of(plan).findings == []
-    assert plan.layout.compile == ENGINES[engine].settled["compile"]
+    assert plan.layout.compile == ENGINES[engine].settled.get("compile", "block")
     again = plan_of(_as_text(back(plan)), *_model(plan))
     assert again.layout == plan.layout
     assert again.prediction.time.step_time_s == plan.prediction.time.step_time_s
@@ -194,7 +286,7 @@ def _as_text(found: Imported) -> str:
 def _model(plan: Plan) -> list[str]:
     """Return the model that a configuration of DeepSpeed does not describe."""
     given = plan.spec["model"]
-    return [] if plan.engine == "megatron" else ["model.preset=null", *(f"model.{k}={v}" for k, v in given.items())]
+    return [] if plan.engine in ("megatron", "torchtitan") else ["model.preset=null", *(f"model.{k}={v}" for k, v in given.items())]
 
 
 REFUSED = [
@@ -212,6 +304,11 @@ REFUSED = [
     ("deepspeed", {"sequence": {"method": "ring", "degree": 2}}, "method"),
     ("deepspeed", {"data": {"gather": "sequential"}}, "gather"),
     ("deepspeed", {"data": {"zero": 3, "persistent": 1000}}, "persistent"),
+    ("torchtitan", {"data": {"zero": 1}}, "zero"),
+    ("torchtitan", {"offload": {"optimizer": "cpu", "parameters": "none"}, "data": {"zero": 3}}, "offload"),
+    ("torchtitan", {"sequence": {"method": "ulysses", "degree": 2}}, "method"),
+    ("accelerate", {"pipeline": {"stages": 2}}, "schedule"),
+    ("accelerate", {"recompute": "selective"}, "recompute"),
 ]
 
 

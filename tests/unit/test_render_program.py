@@ -28,7 +28,7 @@ SPEC = """
 spec: 1
 engine: ENGINE
 name: my-run
-model: llama3.2-1b
+model: qwen3-0.6b
 hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4}
 training: {sequence_length: 2048, global_batch: 64, precision: bf16, steps: 30}
 data: {source: python-stdlib}

@@ -94,6 +94,7 @@ def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
     yield "tiles of networks", rows.mlp_tile_tokens > 0
     yield "tiles of the loss", rows.loss_tile_tokens > 0
     yield "offload", rows.gpu_fraction < 1
+    yield "offload of the optimizer alone", (rows.gpu_fraction < 1) & (rows.offload_parameters == 0)
     yield "offload of parameters", rows.offload_parameters == 1
     yield "offload of activations", rows.offload_activations == 1
 
