@@ -14,7 +14,7 @@ from partool.cli._load import Output, name_of, show
 from partool.cli._watch import watched
 from partool.engines.improve import Advice, advice, freed, theirs
 from partool.engines.settings import Setting
-from partool.engines.written import Change
+from partool.engines.written import EngineChange
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.planner import make_plan
@@ -117,7 +117,7 @@ def _times(faster: float) -> str:
     return f"{faster:.1%} faster" if faster >= 0 else f"{-faster / (1.0 + faster):.1%} slower"
 
 
-def _in_words(change: Change, mine: list[Setting]) -> str:
+def _in_words(change: EngineChange, mine: list[Setting]) -> str:
     """Return a change as ``name before → after``, ``add name value`` or ``remove name``, with lines of the user's."""
     where = ", ".join(f"{setting.name}, line {setting.line}" for setting in mine)
     where = f"   ({where})" if where else ""

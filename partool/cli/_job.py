@@ -20,7 +20,7 @@ from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, findings, render
-from partool.render.job import Program
+from partool.render.job import EngineProgram
 from partool.strategies.targets import ARRAYS, RESIZABLE
 
 
@@ -76,7 +76,7 @@ def order(
     *,
     at_once: int | None,
     previous: Run | None = None,
-    program: Program | None = None,
+    program: EngineProgram | None = None,
 ) -> Order:
     """Return the rendered job that runs ``plan``, or an array of plans, on a cluster; ends the command on errors."""
     if previous:

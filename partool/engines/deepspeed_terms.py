@@ -5,16 +5,16 @@ The reader of this configuration is :mod:`partool.engines.deepspeed`; a test rea
 
 from __future__ import annotations
 
-from partool.engines.written import Terms
+from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
 
 _OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
 _ZERO = "zero_optimization"
 
 
-def terms(plan: Plan) -> Terms:
+def terms(plan: Plan) -> EngineTerms:
     """Return the keys of a configuration that makes DeepSpeed train a plan; findings about parts without a key."""
-    found = Terms(plan)
+    found = EngineTerms(plan)
     layout, training = plan.layout, plan.training
     found.put("train_batch_size", training.global_batch, "training.global_batch")
     found.put("train_micro_batch_size_per_gpu", layout.micro_batch, "parallel.micro_batch")
@@ -35,7 +35,7 @@ def terms(plan: Plan) -> Terms:
     return found
 
 
-def _sharding(to: Terms) -> None:
+def _sharding(to: EngineTerms) -> None:
     zero = to.plan.layout.data.zero
     to.state(f"{_ZERO}.stage", zero, "parallel.data.zero")
     if zero:
@@ -45,7 +45,7 @@ def _sharding(to: Terms) -> None:
         to.put(f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", True, "parallel.data")
 
 
-def _offload(to: Terms) -> None:
+def _offload(to: EngineTerms) -> None:
     offload, zero = to.plan.layout.offload, to.plan.layout.data.zero
     path = "parallel.offload.optimizer"
     if offload.optimizer != "none":
@@ -71,7 +71,7 @@ def _offload(to: Terms) -> None:
             to.put(f"{_ZERO}.offload_param.nvme_path", offload.dir, "parallel.offload.dir")
 
 
-def _optimizer(to: Terms) -> None:
+def _optimizer(to: EngineTerms) -> None:
     optimizer, steps = to.plan.optimizer, to.plan.training.steps
     to.put("optimizer.type", _OPTIMIZERS[optimizer.name], "optimizer.name")
     to.put("optimizer.params.lr", optimizer.lr, "optimizer.lr")

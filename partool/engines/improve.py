@@ -9,7 +9,7 @@ from typing import Any
 
 from partool.engines.settings import Setting
 from partool.engines.write import WRITABLE, terms_of
-from partool.engines.written import Change, changes
+from partool.engines.written import EngineChange, changes
 from partool.plan.diff import differences
 from partool.plan.types import Plan
 from partool.planner.evidence import margin
@@ -27,7 +27,7 @@ class Advice:
     before: Plan | None
     """The plan as it is pinned; None if it does not fit or is wrong."""
     after: Plan
-    changes: tuple[Change, ...]
+    changes: tuple[EngineChange, ...]
     """What to change to come from the one to the other; all settings if there is no plan before."""
     margin: float
     """Relative gain in step time below which the two cannot be told apart."""
@@ -82,7 +82,7 @@ def advice(before: Plan | None, after: Plan) -> Advice:
     return Advice(before, after, found, least)
 
 
-def _of_layout(before: Plan, after: Plan) -> list[Change]:
+def _of_layout(before: Plan, after: Plan) -> list[EngineChange]:
     """Return differences in the words of a spec."""
     found = []
     for line in differences(before, after):
@@ -90,11 +90,11 @@ def _of_layout(before: Plan, after: Plan) -> list[Change]:
         was, _, now = values.partition(" → ")
         if path.startswith("layout.") and not path.startswith("layout.derived."):
             name = path.removeprefix("layout.")
-            found.append(Change(name, f"parallel.{name}", was, now))
+            found.append(EngineChange(name, f"parallel.{name}", was, now))
     return found
 
 
-def theirs(change: Change, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[Setting]:
+def theirs(change: EngineChange, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[Setting]:
     """Return the settings of a user's file that a change is about: of its name, or else of its field in the spec."""
     if change.name in settings:
         return [settings[change.name]]

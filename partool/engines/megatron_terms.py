@@ -5,7 +5,7 @@ The reader of these arguments is :mod:`partool.engines.megatron`; a test reads b
 
 from __future__ import annotations
 
-from partool.engines.written import Terms
+from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig, Moe
 
@@ -16,9 +16,9 @@ _OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def terms(plan: Plan) -> Terms:
+def terms(plan: Plan) -> EngineTerms:
     """Return the arguments that make Megatron-LM train a plan; findings about parts for which it has none."""
-    found = Terms(plan)
+    found = EngineTerms(plan)
     if plan.hf is not None:
         found.cannot("Megatron-LM does not train a model that transformers builds", "model.hf", "write model.config")
     _model(found, plan.model)
@@ -29,7 +29,7 @@ def terms(plan: Plan) -> Terms:
     return found
 
 
-def _model(to: Terms, model: ModelConfig) -> None:
+def _model(to: EngineTerms, model: ModelConfig) -> None:
     for name, value in (
         ("num-layers", model.layers), ("hidden-size", model.hidden), ("ffn-hidden-size", model.ffn_hidden),
         ("num-attention-heads", model.heads), ("max-position-embeddings", model.max_position),
@@ -73,7 +73,7 @@ def _model(to: Terms, model: ModelConfig) -> None:
     to.put("init-method-std", model.init_std, "model.init_std")
 
 
-def _biases(to: Terms, model: ModelConfig) -> None:
+def _biases(to: EngineTerms, model: ModelConfig) -> None:
     linear = model.out_bias
     to.put("disable-bias-linear", not linear, "model.ffn_bias")
     to.put("add-qkv-bias", model.qkv_bias and not linear, "model.qkv_bias")
@@ -82,7 +82,7 @@ def _biases(to: Terms, model: ModelConfig) -> None:
         to.cannot("Megatron-LM has biases in all linear layers, or in queries, keys and values", "model", way_out)
 
 
-def _experts(to: Terms, moe: Moe, layers: int) -> None:
+def _experts(to: EngineTerms, moe: Moe, layers: int) -> None:
     to.put("num-experts", moe.experts, "model.moe.experts")
     to.put("moe-router-topk", moe.top_k, "model.moe.top_k")
     to.put("moe-ffn-hidden-size", moe.ffn_hidden, "model.moe.ffn_hidden")
@@ -112,7 +112,7 @@ def _experts(to: Terms, moe: Moe, layers: int) -> None:
     to.put("moe-token-dispatcher-type", "alltoall", "model.moe")
 
 
-def _training(to: Terms) -> None:
+def _training(to: EngineTerms) -> None:
     training = to.plan.training
     to.put("seq-length", training.sequence_length, "training.sequence_length")
     to.put("micro-batch-size", to.plan.layout.micro_batch, "parallel.micro_batch")
@@ -130,7 +130,7 @@ def _training(to: Terms) -> None:
         to.put("eval-iters", batches, "training.validation.samples")
 
 
-def _parallel(to: Terms) -> None:
+def _parallel(to: EngineTerms) -> None:
     layout, model = to.plan.layout, to.plan.model
     tensor = layout.tensor
     to.state("tensor-model-parallel-size", tensor.degree, "parallel.tensor.degree")
@@ -161,7 +161,7 @@ def _parallel(to: Terms) -> None:
     _sharding(to)
 
 
-def _sharding(to: Terms) -> None:
+def _sharding(to: EngineTerms) -> None:
     zero, offload = to.plan.layout.data.zero, to.plan.layout.offload
     to.put("use-distributed-optimizer", zero > 0, "parallel.data.zero")
     if zero > 1:
@@ -177,7 +177,7 @@ def _sharding(to: Terms) -> None:
     to.put("overlap-param-gather", zero > 0, "parallel.data")
 
 
-def _recompute(to: Terms) -> None:
+def _recompute(to: EngineTerms) -> None:
     layout, path = to.plan.layout, "parallel.recompute"
     policies = set(layout.recompute)
     if policies <= {"none"}:
@@ -201,7 +201,7 @@ def _recompute(to: Terms) -> None:
     to.put("recompute-num-layers", min(counts), path)
 
 
-def _optimizer(to: Terms) -> None:
+def _optimizer(to: EngineTerms) -> None:
     optimizer, steps = to.plan.optimizer, to.plan.training.steps
     name = _OPTIMIZERS.get(optimizer.name)
     if name is None:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from partool.diagnostics.record import Diagnostic
 from partool.engines import deepspeed_terms, megatron_terms
-from partool.engines.written import Terms
+from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
 from partool.planner.search.runnable import beyond
 from partool.strategies.engines import ENGINES
 
-_WRITERS: dict[str, Callable[[Plan], Terms]] = {
+_WRITERS: dict[str, Callable[[Plan], EngineTerms]] = {
     "deepspeed": deepspeed_terms.terms,
     "megatron": megatron_terms.terms,
 }
@@ -19,7 +19,7 @@ WRITABLE = tuple(_WRITERS)
 """Engines that plans can be written for."""
 
 
-def terms_of(plan: Plan) -> Terms:
+def terms_of(plan: Plan) -> EngineTerms:
     """Return a plan in the words of its engine, or a finding for an engine that is none of :data:`WRITABLE`.
 
     The findings name every part of the plan that the engine cannot do; a plan with errors must not be written.
@@ -27,7 +27,9 @@ def terms_of(plan: Plan) -> Terms:
     engine = ENGINES[plan.engine]
     if not engine.written:
         help = f"read the plan, or plan for {' or '.join(WRITABLE)}, whose files are written"
-        return Terms(plan, findings=[Diagnostic("PT828", f"no files are written for {engine.title} yet", help=help)])
+        return EngineTerms(
+            plan, findings=[Diagnostic("PT828", f"no files are written for {engine.title} yet", help=help)]
+        )
     found = _WRITERS[plan.engine](plan)
     lacks = [
         Diagnostic("PT828", f"{engine.title} has no {aspect}", help="plan it for this engine, or for partool")

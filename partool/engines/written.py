@@ -11,7 +11,7 @@ from partool.plan.types import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class EngineTerm:
     """A setting that a plan decides."""
 
     name: str
@@ -22,11 +22,11 @@ class Term:
 
 
 @dataclass
-class Terms:
+class EngineTerms:
     """The settings of a plan for one engine, in the order in which they are written."""
 
     plan: Plan
-    terms: list[Term] = field(default_factory=list)
+    terms: list[EngineTerm] = field(default_factory=list)
     findings: list[Diagnostic] = field(default_factory=list)
     untold: dict[str, Any] = field(default_factory=dict)
     """Fields of the spec, by path, that decide the layout and that the engine's files cannot say."""
@@ -34,24 +34,24 @@ class Terms:
     def put(self, name: str, value: Any, path: str) -> None:
         """Add a setting; None and False add none."""
         if value is not None and value is not False:
-            self.terms.append(Term(name, value, path))
+            self.terms.append(EngineTerm(name, value, path))
 
     def state(self, name: str, value: Any, path: str) -> None:
         """Add a setting whose value may be False."""
-        self.terms.append(Term(name, value, path))
+        self.terms.append(EngineTerm(name, value, path))
 
     def cannot(self, message: str, path: str, way_out: str) -> None:
         """Add an error: the engine has no words for a part of the plan."""
         self.findings.append(Diagnostic("PT828", message, path=tuple(path.split(".")), help=way_out))
 
     @property
-    def by_name(self) -> dict[str, Term]:
-        """Terms by name."""
+    def by_name(self) -> dict[str, EngineTerm]:
+        """The settings by name."""
         return {term.name: term for term in self.terms}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class EngineChange:
     """A setting that differs between two plans; None on the side that does not have it."""
 
     name: str
@@ -60,20 +60,20 @@ class Change:
     after: Any
 
 
-def changes(before: Terms, after: Terms) -> Iterator[Change]:
+def changes(before: EngineTerms, after: EngineTerms) -> Iterator[EngineChange]:
     """Yield the settings that differ, in the order of the later plan; then those that are gone."""
     old, new = before.by_name, after.by_name
     for term in after.terms:
         was = old.get(term.name)
         if was is None or was.value != term.value:
-            yield Change(term.name, term.path, None if was is None else was.value, term.value)
+            yield EngineChange(term.name, term.path, None if was is None else was.value, term.value)
     for term in before.terms:
         if term.name not in new:
-            yield Change(term.name, term.path, term.value, None)
+            yield EngineChange(term.name, term.path, term.value, None)
     for path in sorted(before.untold.keys() | after.untold.keys()):
         was, now = (each.untold.get(path) for each in (before, after))
         if was != now:
-            yield Change("", path, was, now)
+            yield EngineChange("", path, was, now)
 
 
 def nested(terms: Mapping[str, Any]) -> dict[str, Any]:

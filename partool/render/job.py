@@ -17,7 +17,7 @@ SIZE_PLAN = "plan-{nodes}-nodes.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class EngineProgram:
     """Another training system's files, and the script among them that each node runs."""
 
     script: str
@@ -41,7 +41,7 @@ class Job:
     """Maximum number of tasks that may run at the same time; None sets no limit."""
     sizes: dict[int, Plan] = field(default_factory=dict)
     """Number of nodes → plan of an elastic job; each number is smaller than the number of nodes of ``plan``."""
-    program: Program | None = None
+    program: EngineProgram | None = None
     """What the nodes run in place of partool's agent; None if partool trains the plan."""
 
 

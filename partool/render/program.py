@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from partool.engines.write import terms_of
-from partool.engines.written import Term, nested
+from partool.engines.written import EngineTerm, nested
 from partool.plan.types import Plan
-from partool.render.job import Program
+from partool.render.job import EngineProgram
 from partool.render.shell import quote, template, variables
 from partool.strategies.engines import ENGINES
 
@@ -23,7 +23,7 @@ _SECTIONS = (
 """Arrays of the script, and the sections of the spec whose arguments they hold."""
 
 
-def program(plan: Plan) -> Program:
+def program(plan: Plan) -> EngineProgram:
     """Return the files for a plan whose terms have no errors (:func:`partool.engines.write.terms_of`)."""
     terms = terms_of(plan)
     configured = plan.engine == "deepspeed"
@@ -42,15 +42,15 @@ def program(plan: Plan) -> Program:
     if configured:
         values = {term.name: term.value for term in terms.terms}
         files[_CONFIGURATION] = json.dumps(nested(values), indent=2) + "\n"
-    return Program(SCRIPT, files)
+    return EngineProgram(SCRIPT, files)
 
 
-def _lines(terms: list[Term], sections: tuple[str, ...]) -> list[str]:
+def _lines(terms: list[EngineTerm], sections: tuple[str, ...]) -> list[str]:
     """Return the arguments of some sections, one per line, as words of a shell."""
     return [_argument(term) for term in terms if term.path.split(".")[0] in sections]
 
 
-def _argument(term: Term) -> str:
+def _argument(term: EngineTerm) -> str:
     if term.value is True:
         return f"--{term.name}"
     values = term.value if isinstance(term.value, (list, tuple)) else [term.value]

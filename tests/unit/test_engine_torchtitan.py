@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -433,10 +434,11 @@ def test_scripts_name_functions() -> None:
     assert [each.code for each in alone.findings if "config_registry.py" in each.message] == ["PT825"]
 
 
-def test_plans_are_not_written_for_every_engine_yet() -> None:
+def test_engines_whose_plans_are_not_written_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from partool.cli.import_ import spec_text
 
     assert {name for name, record in ENGINES.items() if record.written} == set(WRITABLE)
+    monkeypatch.setitem(ENGINES, "torchtitan", replace(ENGINES["torchtitan"], written=False))
     plan = plan_of(spec_text(titan({"training.steps": 3}, Wanted("h100-sxm", 16, 8)), Path("job.toml")))
     (finding,) = terms_of(plan).findings
     assert (finding.code, finding.severity) == ("PT828", "error")
