@@ -286,7 +286,11 @@ def _as_text(found: Imported) -> str:
 def _model(plan: Plan) -> list[str]:
     """Return the model that a configuration of DeepSpeed does not describe."""
     given = plan.spec["model"]
-    return [] if plan.engine in ("megatron", "torchtitan") else ["model.preset=null", *(f"model.{k}={v}" for k, v in given.items())]
+    return (
+        []
+        if plan.engine in ("megatron", "torchtitan")
+        else ["model.preset=null", *(f"model.{k}={v}" for k, v in given.items())]
+    )
 
 
 REFUSED = [

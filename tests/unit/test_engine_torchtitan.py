@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +16,6 @@ from partool.engines import Engine, Imported, Wanted, engine_of, kind_of, read, 
 from partool.engines.torchtitan_keys import NO_EFFECT
 from partool.engines.torchtitan_layout import spread
 from partool.engines.torchtitan_models import FLAVOURS
-from partool.engines.write import WRITABLE, terms_of
 from partool.strategies.engines import ENGINES
 
 BASE: dict[str, Any] = {
@@ -432,17 +430,6 @@ def test_scripts_name_functions() -> None:
     assert (found.findings, at(found.spec, "training.steps")) == ([], 9)
     alone = read_files(files[:1], "torchtitan", Wanted("h100-sxm"))
     assert [each.code for each in alone.findings if "config_registry.py" in each.message] == ["PT825"]
-
-
-def test_engines_whose_plans_are_not_written_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from partool.cli.import_ import spec_text
-
-    assert {name for name, record in ENGINES.items() if record.written} == set(WRITABLE)
-    monkeypatch.setitem(ENGINES, "torchtitan", replace(ENGINES["torchtitan"], written=False))
-    plan = plan_of(spec_text(titan({"training.steps": 3}, Wanted("h100-sxm", 16, 8)), Path("job.toml")))
-    (finding,) = terms_of(plan).findings
-    assert (finding.code, finding.severity) == ("PT828", "error")
-    assert "torchtitan" in finding.message
 
 
 @pytest.mark.parametrize(("compiled", "published_gib"), [(False, 67.0), (True, 62.0)])
