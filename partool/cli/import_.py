@@ -68,9 +68,10 @@ def spec_text(found: Imported, path: Path) -> str:
     """Return the spec as YAML, with the settings that were not understood as remarks."""
     lines = [f"# Read from {path.name}, a file of {found.engine}; devices and data are not in such files."]
     lines += [
-        f"# not understood, and not priced: {fate.setting.name} (line {fate.setting.line})"
+        f"# {fate.kind.replace('understood', 'understood, and not priced')}: {fate.setting.name} "
+        f"(line {fate.setting.line})"
         for fate in found.fates
-        if fate.kind == "not understood"
+        if fate.kind in ("not understood", "not priced")
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
 
@@ -114,5 +115,6 @@ def _show(found: Imported, path: Path, text: str, *, everything: bool) -> None:
             text = f": {fate.text}" if fate.text else ""
             say(f"line {fate.setting.line}  {fate.setting.name}  {fate.kind}{text}", err=True)
     kinds = [fate.kind for fate in found.fates]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("carried", "no effect", "not understood"))
+    ways = ("carried", "no effect", "not priced", "not understood")
+    counts = ", ".join(f"{sum(kind == way for kind in kinds)} {way}" for way in ways)
     say(f"{found.engine}: {len(kinds)} settings, {counts}", err=True)

@@ -1,6 +1,7 @@
 """Reads a DeepSpeed configuration into the layout of a spec.
 
-Meanings and defaults are those of DeepSpeed 0.14 to 0.19 (https://www.deepspeed.ai/docs/config-json/). The file says
+Meanings and defaults are those of ``deepspeed/runtime/config.py`` and ``zero/config.py`` of DeepSpeed 0.19.8, and of
+0.14 where they differ (https://www.deepspeed.ai/docs/config-json/). The file says
 nothing of the model, the length of sequences or the machines: they are arguments of ``partool import``.
 """
 
@@ -15,17 +16,14 @@ import yaml
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines.settings import Setting, Sheet
 
-_OTHER = (
-    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.mics_shard_size",
-)  # fmt: skip
+_OTHER = ("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients")
 """Keys of mechanisms that partool does not price; they must be off."""
 
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
@@ -56,20 +54,29 @@ def _leaves(node: Any, before: str) -> Iterator[tuple[str, Any, int]]:
 
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
-    micro, batch = _batch(sheet, world)
-    stage = int(sheet.number("zero_optimization.stage", 0, to="parallel.data.zero"))
+    tensor = int(sheet.number("tensor_parallel.autotp_size", 1, to="parallel.tensor") or 1)
+    sequence = int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree"))
+    micro, batch = _batch(sheet, world // (tensor * sequence) if world else None)
+    old = sheet.get("zero_optimization", False, to="parallel.data.zero")  # a truth value in old files
+    stage = int(sheet.number("zero_optimization.stage", int(old is True), to="parallel.data.zero"))
     parallel: dict[str, Any] = {
         "data": {"zero": stage},
-        "tensor": {"degree": int(sheet.number("tensor_parallel.autotp_size", 1, to="parallel.tensor") or 1)},
+        "tensor": {"degree": tensor},
         "pipeline": {"stages": 1},
         "tiles": {"mlp": 0, "loss": 0},
         "recompute": "none",
-        "compile": "none",
-        "sequence": {"degree": int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree"))},
+        "compile": "block" if sheet.get("compile.enabled", False, to="parallel.compile") is True else "none",
+        "sequence": {"degree": sequence},
         "offload": _offload(sheet, stage),
     }
     if parallel["sequence"]["degree"] > 1:
         parallel["sequence"]["method"] = "ulysses"
+    persistent = [
+        sheet.get(f"zero_optimization.{name}", to="parallel.data.persistent")
+        for name in ("stage3_param_persistence_threshold", "param_persistence_threshold")
+    ]
+    if stage == 3 and (size := next((each for each in map(_whole, persistent) if each is not None), None)) is not None:
+        parallel["data"]["persistent"] = size
     if (shard := sheet.number("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard")) > 1:
         sheet.say(
             "PT823", "error", f"zero_hpz_partition_size is {shard}: a second copy of the parameters in each "
@@ -97,8 +104,16 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     return {"training": training, "parallel": parallel, "optimizer": {"name": known.get(optimizer, "adamw")}}
 
 
-def _batch(sheet: Sheet, world: int | None) -> tuple[int | None, int | None]:
-    """Return the micro-batch and the global batch; DeepSpeed has batch = micro-batch · accumulation · ranks."""
+def _whole(value: Any) -> int | None:
+    """Return a size that JSON may write as a number or as 1e5, which YAML takes for a word."""
+    try:
+        return int(float(value))
+    except (TypeError, ValueError):
+        return None
+
+
+def _batch(sheet: Sheet, ranks: int | None) -> tuple[int | None, int | None]:
+    """Return the micro-batch and the global batch, which is micro-batch · accumulation · data-parallel ranks."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     to = ("parallel.micro_batch", "training.global_batch", "training.global_batch")
     given: list[int | None] = []
@@ -108,19 +123,19 @@ def _batch(sheet: Sheet, world: int | None) -> tuple[int | None, int | None]:
             sheet.lacks(path, f"{name} is auto: the trainer's arguments have it", name)
         given.append(value if isinstance(value, int) and not isinstance(value, bool) else None)
     micro, steps, batch = given
-    if world is None:
+    if ranks is None:
         return micro, batch
     if micro and batch and not steps:
-        steps = batch // (micro * world)
-    if batch and not micro and (steps is None or batch % (steps * world) == 0):
+        steps = batch // (micro * ranks)
+    if batch and not micro and (steps is None or batch % (steps * ranks) == 0):
         steps = steps or 1
-        micro = batch // (steps * world)
+        micro = batch // (steps * ranks)
     if micro and not batch:
-        batch = micro * (steps or 1) * world
-    if micro and batch and micro * (steps or 1) * world != batch:
+        batch = micro * (steps or 1) * ranks
+    if micro and batch and micro * (steps or 1) * ranks != batch:
         sheet.say(
-            "PT821", "error", f"train_batch_size {batch} is not {micro} · {steps or 1} · {world} ranks = "
-            f"{micro * (steps or 1) * world}", "remove one of the three; DeepSpeed works it out", "train_batch_size",
+            "PT821", "error", f"train_batch_size {batch} is not {micro} · {steps or 1} · {ranks} ranks = "
+            f"{micro * (steps or 1) * ranks}", "remove one of the three; DeepSpeed works it out", "train_batch_size",
         )  # fmt: skip
     return micro, batch
 
@@ -147,6 +162,11 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
         )
     )
     share = float(sheet.number("zero_optimization.offload_optimizer.ratio", 1.0, to="parallel.offload.gpu_fraction"))
+    if share < 1 and stage < 3:
+        sheet.say(
+            "PT821", "error", f"a part of the optimizer stays on the device with ZeRO-3 only, and the stage is {stage}",
+            "stage: 3, or remove ratio", "zero_optimization.offload_optimizer.ratio",
+        )  # fmt: skip
     if place in ("cpu", "nvme"):
         found |= {"optimizer": place, "gpu_fraction": round(1.0 - share, 6)}
         if stage == 0 or (stage < 3 and place == "nvme"):
@@ -154,7 +174,9 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
                 "PT821", "error", f"the optimizer cannot go to {place} with ZeRO-{stage}",
                 "stage 1 or higher for cpu, stage 3 for nvme", "zero_optimization.offload_optimizer.device",
             )  # fmt: skip
-    where = str(sheet.get("zero_optimization.offload_param.device", "none", to="parallel.offload.parameters"))
+    old = sheet.get("zero_optimization.cpu_offload_param", False, to="parallel.offload.parameters")
+    default = "cpu" if old is True else "none"
+    where = str(sheet.get("zero_optimization.offload_param.device", default, to="parallel.offload.parameters"))
     if where in ("cpu", "nvme"):
         found["parameters"] = where
         if stage < 3:

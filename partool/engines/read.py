@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from partool.diagnostics.record import Diagnostic, Span
-from partool.engines import deepspeed, deepspeed_keys, megatron, megatron_keys
-from partool.engines.settings import Fate, Sheet, fates
+from partool.engines import deepspeed, deepspeed_keys, megatron, megatron_keys, megatron_unpriced, slurm
+from partool.engines.settings import Fate, Sheet, Unpriced, fates, left_out
 from partool.engines.shell import ShellScript, Word, split
 
 Engine = Literal["deepspeed", "megatron"]
@@ -40,7 +40,7 @@ class Imported:
 
     @property
     def understood(self) -> float:
-        """Share of the settings that are carried or known to have no effect."""
+        """Share of the settings that are known: carried, without effect, or named in a finding as not priced."""
         known = sum(fate.kind != "not understood" for fate in self.fates)
         return known / len(self.fates) if self.fates else 1.0
 
@@ -64,25 +64,37 @@ def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
     sheet = Sheet(settings, findings)
     world = wanted.nodes * wanted.per_node if wanted.nodes and wanted.per_node else None
     spec = deepspeed.spec_of(sheet, world)
-    return _imported("deepspeed", sheet, spec, wanted, deepspeed_keys.NO_EFFECT)
+    reasons, others = deepspeed_keys.no_effect(settings), deepspeed_keys.unpriced(settings)
+    return _imported("deepspeed", sheet, spec, wanted, no_effect=reasons, unpriced=others)
 
 
 def _megatron(path: Path, text: str, wanted: Wanted) -> Imported:
     script = ShellScript()
+    script.variables |= {name: [Word(value, str(path), 1)] for name, value in slurm.variables(text).items()}
     script.read(path, text)
     command = training_command(script)
     sheet = Sheet(megatron.settings(command))
     for missing in script.missing:
         message = f"{path} sources {missing.text}, which cannot be read"
-        way_out = "put the file beside the script, or write its values into the script"
-        sheet.findings.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(missing))))
+        way_out = "put the file beside the script if it sets values of the run, or write them into the script"
+        span = Span(*_place(missing))
+        sheet.findings.append(Diagnostic("PT825", message, "warning", help=way_out, span=span))
     if not command:
         nothing = Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
         return Imported("megatron", {}, findings=[*sheet.findings, nothing])
-    unknown = unresolved(command, megatron_keys.NO_EFFECT)
-    spec = megatron.spec_of(sheet)
-    found = _imported("megatron", sheet, spec, wanted, megatron_keys.NO_EFFECT)
-    return Imported(found.engine, found.spec, found.fates, [*found.findings, *unknown])
+    if other := megatron.program_of(command):
+        message = f"{other.text} trains another kind of model than a decoder of text"
+        sheet.findings.append(Diagnostic("PT823", message, help="name another file", span=Span(*_place(other))))
+    known = {name: value for name in ("nodes", "per_node") if (value := getattr(wanted, name)) is not None}
+    if not known and not any(name in sheet.settings for name in megatron.LAUNCHER):
+        known = slurm.hardware(text)
+    spec = megatron.spec_of(sheet, known)
+    unknown = unresolved(command, sheet, known)
+    places = {each.path for each in unknown}
+    sheet.findings = [each for each in sheet.findings if each.path not in places or each.code not in ("PT820", "PT822")]
+    sheet.findings += unknown
+    reasons, others = megatron_keys.NO_EFFECT, megatron_unpriced.UNPRICED
+    return _imported("megatron", sheet, spec, wanted, no_effect=reasons, unpriced=others)
 
 
 def training_command(script: ShellScript) -> list[Word]:
@@ -106,22 +118,31 @@ def _place(word: Word) -> tuple[str, int, int, int, int]:
     return word.file, word.line, 1, word.line, 1
 
 
-def unresolved(command: Sequence[Word], no_effect: Mapping[str, str]) -> list[Diagnostic]:
-    """Return a finding for each argument that matters and whose value nobody can tell without running the script."""
-    found, name = [], ""
+def unresolved(command: Sequence[Word], sheet: Sheet, known: Mapping[str, int]) -> list[Diagnostic]:
+    """Return a finding for each argument that is carried and whose value nobody can tell without running the script."""
+    found, name = list[Diagnostic](), ""
     for word in command:
         if word.text.startswith("--"):
-            name = word.text[2:].partition("=")[0]
-        if word.unknown and name and name not in no_effect:
+            name = word.text[2:].partition("=")[0].replace("_", "-")
+        name = "" if megatron.SCRIPT.search(word.text) else name
+        place = tuple(sheet.carried.get(name, "").split("."))
+        if word.unknown and name in sheet.carried and megatron.LAUNCHER.get(name) not in known:
             message = f"--{name} is {word.unknown[0]}, which only running the script would tell"
             way_out = "set the variable in the script, or add --define NAME=VALUE"
-            found.append(Diagnostic("PT825", message, help=way_out, span=Span(*_place(word))))
+            found.append(Diagnostic("PT825", message, path=place, help=way_out, span=Span(*_place(word))))
     return found
 
 
 def _imported(
-    engine: Engine, sheet: Sheet, spec: dict[str, Any], wanted: Wanted, no_effect: Mapping[str, str]
+    engine: Engine,
+    sheet: Sheet,
+    spec: dict[str, Any],
+    wanted: Wanted,
+    *,
+    no_effect: Mapping[str, str],
+    unpriced: Mapping[str, Unpriced],
 ) -> Imported:
+    left_out(sheet, unpriced)
     hardware = spec.get("hardware", {})
     for name in ("nodes", "per_node", "accelerator"):
         if (value := getattr(wanted, name)) is not None:
@@ -139,12 +160,14 @@ def _imported(
         sheet.lacks("model.preset", "the files do not describe the model")
     whole |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
     whole |= {name: spec[name] for name in ("optimizer",) if name in spec}
-    whole |= {"data": {"source": "python-stdlib"}, "kernels": {"mode": "torch"}}
+    held_out = {"validation": 0.01} if spec["training"].get("validation", {}).get("every") else {}
+    whole |= {"data": {"source": "python-stdlib"} | held_out, "kernels": {"mode": "torch"}}
     for path, value in wanted.settings.items():
         _put(whole, path.split("."), value)
     given = {tuple(path.split(".")) for path in wanted.settings}
-    findings = [each for each in sheet.findings if each.code != "PT822" or each.path not in given]
-    return Imported(engine, whole, fates(sheet, no_effect), findings)
+    answered = ("PT820", "PT822", "PT825")
+    findings = [each for each in sheet.findings if each.code not in answered or each.path not in given]
+    return Imported(engine, whole, fates(sheet, no_effect, unpriced), findings)
 
 
 def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
