@@ -26,7 +26,7 @@ _OTHER_MODELS = re.compile(r"(^|/)\w*(bert|t5|ict|retro|vision|mamba|hybrid|vlm|
 _END = re.compile(r"^(\||\|&|&&|\|\||&|;|\d?&?>>?.*|>&.*)$")
 """Words of a command behind which arguments of another command, or none, follow."""
 _EXCHANGES = {"p2p": "ring", "a2a": "ulysses", "all_gather": "all_gather", "allgather": "all_gather"}
-_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion"}
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 

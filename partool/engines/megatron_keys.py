@@ -1,13 +1,15 @@
 """Arguments of Megatron-LM that do not change memory or time per step.
 
 They were compared with ``megatron/training/arguments.py`` of https://github.com/NVIDIA/Megatron-LM at commit 000c4ac2
-(core 0.15); a few are of older versions, of Megatron-DeepSpeed (https://github.com/microsoft/Megatron-DeepSpeed) and of
-Pai-Megatron-Patch. Arguments that are carried into specs are in :mod:`partool.engines.megatron` and
-:mod:`partool.engines.megatron_model`, those that change the price without a counterpart in
-:mod:`partool.engines.megatron_unpriced`.
+(core 0.15) and of the package megatron-core 0.19.2 (https://pypi.org/project/megatron-core/); a few are of older
+versions, of Megatron-DeepSpeed (https://github.com/microsoft/Megatron-DeepSpeed) and of Pai-Megatron-Patch. Arguments
+that are carried into specs are in :mod:`partool.engines.megatron` and the modules that it uses, those that change the
+price without a counterpart in :mod:`partool.engines.megatron_unpriced`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 _GROUPS = {
     "says where files are, or how they are read; partool prices steps, not files": """
@@ -20,12 +22,17 @@ _GROUPS = {
     train-weighted-split-paths valid-weighted-split-paths repeated-dataloader dataset train-mode valid-path
     prompt-path dataloader-save max-padding-length no-data-sharding data-per-class-fraction classes-fraction
     full-validation multiple-validation-sets test-mode
+    per-dataset-sequences-path validation-set-names dataloader-fast-cache-load dataloader-defer-npy-index-mmap
+    dataloader-inter-document-masking fim- phase-transition-iterations start-eval-at-iter eval-global-batch-size
+    eval-micro-batch-size enable-msc
     """,
     "the model's vocabulary has its effect; see --vocab-size and --padded-vocab-size": """
     tokenizer-type tokenizer-model tiktoken-pattern tiktoken-special-tokens tiktoken-num-special-tokens
     trust-remote-code tokenizer-hf-use-fast vocab-extra-ids tokenizer-metadata legacy-tokenizer
     tokenizer-name-or-path patch-tokenizer-type extra-vocab-size sft sft-tokenizer-prompt-format
-    make-vocab-size-divisible-by
+    tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens tokenizer-sentencepiece-legacy
+    no-tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-special-tokens chat-template null-tokenizer-eod-id
+    null-tokenizer-pad-id
     """,
     "checkpoints are no part of a step's price": """
     save load save-interval persistent-save-interval save-retain-interval no-save-optim no-save-rng no-load-optim
@@ -41,6 +48,10 @@ _GROUPS = {
     exit-duration-in-mins exit-signal-handler replication replication-jump replication-factor moe-use-upcycling
     moe-upcycling-granularity kill-switch-path allow-missing-vision-projection-checkpoint
     universal-checkpoint adlr-autoresume adlr-autoresume-interval
+    async-ckpt- async-strategy ckpt-fully-parallel- no-ckpt-load-validate-sharding-integrity dist-ckpt-workers
+    no-stream-ckpt-dequant override-ckpt-iteration verify-integrity exit-signal exit-signal-handler-
+    save-activations-interval save-dgrads-interval save-params-interval save-tokens-per-expert-interval
+    save-wgrads-interval
     """,
     "says what is logged; its time is part of the constants of Megatron-LM": """
     log-interval log-throughput log-progress log-params-norm log-num-zeros-in-grad log-timers-to-tensorboard
@@ -54,6 +65,8 @@ _GROUPS = {
     profile-step-end profile-ranks use-pytorch-profiler record-memory-history memory-snapshot-path
     moe-per-layer-logging check-weight-hash-across-dp-replicas-interval run-workload-inspector-server
     dump-param-to-param-group-map
+    log-device-memory-used log-max-attention-logit moe-routing-trace- nvtx-ranges record-shapes
+    pytorch-profiler-collect- flight-recorder- no-flight-recorder-
     """,
     "changes values of weights or gradients, not their sizes or operators": """
     seed data-parallel-random-init init-method-std embedding-init-method-std init-method-xavier-uniform lr min-lr
@@ -75,6 +88,10 @@ _GROUPS = {
     rerun-mode no-rerun error-injection-rate error-injection-type iterations-to-skip
     result-rejected-tracker-filename train-tokens disable-bf16-reduced-precision-matmul
     accumulate-allreduce-grads-in-fp32 no-position-embedding no-pipeline-parallel topk-group
+    lion-beta1 lion-beta2 lr-decay-steps lr-warmup-steps wd-incr-steps wsd-decay-steps no-weight-decay-cond-type
+    apply-wd-to-qk-layernorm use-mup mup- qk-clip qk-clip-alpha qk-clip-threshold moe-router-force-biased
+    moe-router-quantile-balancing-ema moe-enable-routing-replay use-same-sampling-seed-across-dp-ranks yarn-
+    no-yarn-correction-range-round-to-int
     """,
     "says how processes meet, or what they do when one fails": """
     master-addr master-port node-rank rdzv-id rdzv-backend rdzv-endpoint max-restarts tee log-dir redirects
@@ -89,6 +106,8 @@ _GROUPS = {
     inprocess-last-call-wait inprocess-termination-grace-time inprocess-granularity inprocess-active-world-size
     inprocess-empty-cuda-cache decrease-batch-size-if-needed abort-on-unmet-fused-kernel-constraints
     enable-experimental deepspeed deepspeed-config deepspeed-activation-checkpointing deepspeed-mpi
+    fault-injector- ft-num-warmup-iters gpu-sniff-test-interval fake-process-group create-all-gather-group
+    high-priority-a2a-comm-stream
     """,
     "Megatron-LM's constants assume the usual kernels and overlaps; the effect of others is not modelled": """
     use-mcore-models use-legacy-models transformer-impl use-flash-attn use-flash-attn-v2 use-te attention-backend
@@ -109,6 +128,14 @@ _GROUPS = {
     sharp-enabled-group fsdp-manual-registration no-pin-cpu-grads no-pin-cpu-params
     use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d use-contiguous-parameters-in-local-ddp
     disable-mamba-mem-eff-path moe-router-padding-for-fp8 no-fp8-wgrad onnx-safe DDP-impl
+    moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size
+    moe-single-grouped-weight moe-single-grouped-bias moe-flex-dispatcher-num-sms moe-hybridep- moe-ncclep-
+    moe-permute-fusion-into-hybridep no-tp-comm- disable-jit-fuser flash-attention-version fused-residual-rmsnorm
+    mla-down-proj-fusion use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp
+    use-grouped-gemm-for-shared-expert no-use-layer-wise-param-layout batch-invariant-mode
+    overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release fsdp-db-
+    megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer
+    moe-router-padding-for-quantization optimizer-cuda-graph
     """,
     "is for inference or for evaluation only": """
     inference-batch-times-seqlen-threshold max-tokens-to-oom output-bert-embeddings bert-embedder-type
@@ -121,10 +148,17 @@ _GROUPS = {
     inference-dynamic-batching-unified-memory-level symmetric-ar-type nccl-all-reduce-for-prefill
     mlp-chunks-for-prefill disable-chunked-prefill inference-wandb-logging-step-interval cache-mla-latents
     moe-pad-experts-for-cuda-graph-inference cuda-graph-warmup-steps skip-train retriever-seq-length
+    inference- enable-chunked-prefill num-speculative-tokens refit-method mamba-inference-
     """,
     "has an effect only with an argument that is an error here": """
     pp-partition-method encoder-seq-length decoder-seq-length relative-attention-num-buckets
-    relative-attention-max-distance mrope-section fp4-recipe fp4-quantizer-factory fp8-quantizer-factory
+    relative-attention-max-distance mrope-section rl- grpo- langrl- logits- dsa-indexer- dsa-kernel-backend
+    no-dsa-indexer- linear- mtp-detach-heads mtp-hybrid-override-pattern mtp-standalone mtp-use-repeated-layer
+    muon- activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
+    delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size
+    offload-modules moe-paged-stash- use-kitchen-attention kitchen-attention-backend max-seqlen-per-dp-cp-rank
+    ddp-param-name-patterns-for-fp32-local-accumulation mamba- no-moe- cuda-graph-modules fp4-recipe
+    fp4-quantizer-factory fp8-quantizer-factory
     muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode muon-fp32-matmul-prec muon-num-ns-steps
     muon-tp-mode muon-extra-scale-factor retro-project-dir retro-cyclic-train-iters retro-encoder-layers
     retro-encoder-hidden-dropout retro-encoder-attention-dropout retro-num-neighbors retro-num-retrieved-chunks
@@ -144,7 +178,18 @@ _GROUPS = {
     "the types that it allows are arguments of their own": "use-precision-aware-optimizer",
     "--num-shared-experts says how many there are": "enable-shared-expert",
 }
-"""Names by reason."""
+"""Names by reason; a name that ends with a dash stands for all that begin with it."""
 
 NO_EFFECT: dict[str, str] = {name: reason for reason, names in _GROUPS.items() for name in names.split()}
 """Reason by name."""
+
+
+def no_effect(names: Iterable[str]) -> dict[str, str]:
+    """Return the reason of each of the arguments ``names`` that has no effect."""
+    return {name: NO_EFFECT[key] for name in names if (key := _key(name)) is not None}
+
+
+def _key(name: str) -> str | None:
+    parts = name.split("-")
+    begins = ["-".join(parts[:end]) + "-" for end in range(len(parts) - 1, 0, -1)]
+    return next((each for each in (name, *begins) if each in NO_EFFECT), None)

@@ -16,6 +16,14 @@ _TOKENIZERS = {"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 
+_OF_EXPERTS = """
+moe-expert-capacity-factor moe-train-capacity-factor moe-ffn-hidden-size moe-layer-freq expert-interval topk
+moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-group-topk moe-router-num-groups
+moe-router-pre-softmax moe-router-score-function moe-router-topk moe-shared-expert-intermediate-size
+num-shared-experts disable-moe-token-dropping
+"""
+"""Arguments that say nothing without experts."""
+
 
 def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
     """Return the section ``model``; the vocabulary is padded for ``tensor`` ranks."""
@@ -35,7 +43,8 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
         model["ffn_hidden"] = int(4 * model["hidden"] * 2 / 3 / 64) * 64 if gated else 4 * model["hidden"]
     model["position"] = _position(sheet)
     bias = not sheet.get("disable-bias-linear", False, to="model.ffn_bias")
-    model |= {"qkv_bias": bias or bool(sheet.get("add-qkv-bias", False, to="model.qkv_bias"))}
+    wanted = sheet.get("add-qkv-bias", False, to="model.qkv_bias")
+    model["qkv_bias"] = bias or bool(wanted)
     model |= {"out_bias": bias, "ffn_bias": bias, "attention": _window(sheet)}
     model["qk_norm"] = bool(sheet.get("qk-layernorm", False, to="model.qk_norm"))
     model["tied_embeddings"] = not sheet.get("untie-embeddings-and-output-weights", False, to="model.tied_embeddings")
@@ -47,6 +56,9 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
         sheet.get(name, to=sheet.carried.get(name, "nothing: there is no latent attention"))
     if (sheet.number("num-experts", 0, to="model.moe.experts") or 0) > 1:
         model["moe"] = _experts(sheet, model)
+    for name in sheet.settings if "moe" not in model else ():
+        if name in _OF_EXPERTS.split():
+            sheet.get(name, to="nothing: there are no experts")
     return {field: value for field, value in model.items() if value is not None}
 
 
@@ -67,7 +79,10 @@ def _groups(sheet: Sheet) -> int | None:
 
 
 def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
-    """Return the rows of the embedding: Megatron-LM pads a tokenizer's size for its tensor ranks."""
+    """Return the rows of the embedding: Megatron-LM pads a tokenizer's size for its tensor ranks.
+
+    ``NullTokenizer`` has one token more than it is told (until core 0.16).
+    """
     names = ("padded-vocab-size", "pad-vocab-size-to", "vocab-size")
     padded, filled, size = (sheet.number(name, to="model.vocab") for name in names)
     if padded is not None or filled is not None:
@@ -80,6 +95,8 @@ def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
         sheet.lacks("model.vocab", what, "tokenizer-type")
         return None
     unit = int(sheet.number("make-vocab-size-divisible-by", 128, to="model.vocab")) * max(1, tensor)
+    if sheet.get("no-pad-vocab-size", False, to="model.vocab"):
+        return int(size)
     return -(-int(size) // unit) * unit
 
 

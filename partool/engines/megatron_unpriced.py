@@ -16,18 +16,27 @@ _ERRORS = {
     """,
     "builds layers by a specification in Python": "spec",
     "divides the model into an encoder and a decoder": "encoder-num-layers decoder-num-layers retro-add-retriever",
-    "keeps tensors of some layers in host memory": "cpu-offloading cpu-offloading-num-layers",
+    "keeps tensors of some layers in host memory": """
+    cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading moe-paged-stash
+    """,
     "computes in 4 bits": "fp4-format fp4-param-gather",
     "divides layers over stages by a pattern": "pipeline-model-parallel-layout",
     "divides the data-parallel ranks into groups with an optimizer state each": "num-distributed-optimizer-instances",
     "reads the arguments from a file": "yaml-cfg kitchen-config-file kitchen-recipe-number",
     "alternates training and generation": "perform-rl-step",
-    "keeps parts of the model fixed, so that they have no gradients": "freeze-LM freeze-ViT",
+    "trains with another model's predictions": "logits-load-dir logits-save-dir",
+    "keeps parts of the model fixed, so that they have no gradients": "freeze-LM freeze-ViT freeze-all-layers",
     "cuts attention into pieces that leave the device": """
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-offloading
     """,
     "shortens sequences during the run": "curriculum-learning random-ltd data-efficiency-curriculum-learning",
-    "changes attention": "csa-window-size dsa-indexer-topk experimental-attention-variant",
+    "changes attention": """
+    csa-window-size dsa-indexer-topk experimental-attention-variant attention-output-gate hybrid-context-parallel
+    """,
+    "changes the experts": "moe-latent-size moe-expert-rank-capacity-factor",
+    "divides weights in another way": "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards",
+    "reads types of layers from a file": "te-precision-config-file",
+    "is refused by Megatron-LM since 2021": "batch-size model-parallel-size warmup",
 }
 _WARNINGS = {
     "changes the types of gradients or of the optimizer's state": """
@@ -55,11 +64,15 @@ _WARNINGS = {
     fsdp-double-buffer suggested-communication-unit-size enable-full-sharding-in-hsdp outer-dp-sharding-strategy
     use-megatron-fsdp-v2
     """,
+    "changes the size of the batch during the run": "step-batch-size-schedule",
+    "cuts a micro-batch into pieces": "mlp-chunks-for-training",
+    "computes the head in 8 bits": "fp8-output-proj",
     "uses slower kernels": "deterministic-mode",
     "normalises the embeddings": "embed-layernorm",
 }
 _NOTES = {
     "normalises queries and keys without weights": "qk-l2-norm",
+    "adds a gate to the shared expert": "moe-shared-expert-gate",
     "leaves some layers without positions": "no-rope-freq",
     "adds a number per head": "softmax-type attention-sink-k",
     "chooses how the factors of 8-bit numbers are found": "fp8-recipe",

@@ -49,7 +49,8 @@ def engine_of(text: str) -> Engine | None:
     """Return the engine whose file this is, by its contents."""
     if text.lstrip().startswith("{"):
         return "deepspeed"
-    if any(name in text for name in ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size")):
+    names = ("--num-layers", "--tensor-model-parallel-size", "--micro-batch-size")
+    if any(name in text or "--" + name[2:].replace("-", "_") in text for name in names):
         return "megatron"
     return None
 
@@ -93,7 +94,7 @@ def _megatron(path: Path, text: str, wanted: Wanted) -> Imported:
     places = {each.path for each in unknown}
     sheet.findings = [each for each in sheet.findings if each.path not in places or each.code not in ("PT820", "PT822")]
     sheet.findings += unknown
-    reasons, others = megatron_keys.NO_EFFECT, megatron_unpriced.UNPRICED
+    reasons, others = megatron_keys.no_effect(sheet.settings), megatron_unpriced.UNPRICED
     return _imported("megatron", sheet, spec, wanted, no_effect=reasons, unpriced=others)
 
 

@@ -102,6 +102,18 @@ def test_most_files_are_understood(corpus: dict[str, Imported]) -> None:
     assert len(fates) > 3000
 
 
+def test_every_argument_of_megatron_is_known() -> None:
+    """The names are those of ``megatron/training/arguments.py`` in megatron-core 0.19.2."""
+    names = (CORPUS.parent / "megatron_arguments.txt").read_text().split()
+    run = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
+    unknown = set[str]()
+    for name in names:
+        found = read(Path("train.sh"), f"{run} --{name} 2", "megatron", Wanted("h100-sxm", 1, 1))
+        unknown |= {fate.setting.name for fate in found.fates if fate.kind == "not understood"}
+    assert len(names) > 800
+    assert unknown == set()
+
+
 def test_engines_show_in_their_files() -> None:
     for row in ROWS:
         assert engine_of((CORPUS / row["file"]).read_text()) == row["engine"], row["file"]
