@@ -85,6 +85,7 @@ def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
     """
     names = ("padded-vocab-size", "pad-vocab-size-to", "vocab-size")
     unit = int(sheet.number("make-vocab-size-divisible-by", 128, to="model.vocab")) * max(1, tensor)
+    exact = sheet.get("no-pad-vocab-size", False, to="model.vocab")
     padded, filled, size = (sheet.number(name, to="model.vocab") for name in names)
     if padded is not None or filled is not None:
         return int(filled if padded is None else padded)
@@ -95,9 +96,7 @@ def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
         what = "the arguments do not say how large the vocabulary is: the tokenizer's files do"
         sheet.lacks("model.vocab", what, "tokenizer-type")
         return None
-    if sheet.get("no-pad-vocab-size", False, to="model.vocab"):
-        return int(size)
-    return -(-int(size) // unit) * unit
+    return int(size) if exact else -(-int(size) // unit) * unit
 
 
 def _activation(sheet: Sheet) -> str:

@@ -10,7 +10,7 @@ from partool.engines.settings import Unpriced
 
 _ERRORS = {
     "adds layers that predict further tokens": "mtp-num-layers",
-    "mixes kinds of layers, of which a spec has none": """
+    "mixes kinds of layers": """
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern is-hybrid-model
     heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     """,

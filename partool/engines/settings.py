@@ -58,6 +58,10 @@ def _number(value: Any) -> float | None:
         return None
 
 
+_NAMED = 4
+"""Settings that a finding about several of them names."""
+
+
 @dataclass
 class Sheet:
     """Settings of one run; every setting that is asked for counts as carried."""
@@ -116,7 +120,8 @@ def left_out(sheet: Sheet, table: Mapping[str, Unpriced]) -> None:
         if known is not None and name not in sheet.carried and known.changes(setting.value):
             groups.setdefault((known.severity, known.text), []).append(name)
     for (severity, text), names in groups.items():
-        listed = ", ".join(names)
+        rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        listed = ", ".join(names[:_NAMED]) + rest
         if severity == "error":
             fix = "remove it to price the run without it"
             sheet.say("PT823", "error", f"{listed}: it {text}, for which there is no field", fix, *names)

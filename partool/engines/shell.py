@@ -246,7 +246,8 @@ class ShellScript:
         if found is None or name in self._depends:
             return _unknown(reference, unknown)
         unknown += [each for word in found for each in word.unknown]
-        return " ".join(word.text for word in found)
+        # Lines are counted where the value is written, not where it is used.
+        return re.sub(rf"[{JOINED}\n]+", " ", " ".join(word.text for word in found))
 
 
 def _shown(text: str) -> str:
