@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -20,6 +20,7 @@ from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, findings, render
+from partool.render.job import EngineProgram
 from partool.strategies.targets import ARRAYS, RESIZABLE
 
 
@@ -68,7 +69,14 @@ def _about_launch(plan: Plan) -> list[Diagnostic]:
 
 
 def order(
-    path: Path, plan: Plan, overrides: list[str], array: list[str], *, at_once: int | None, previous: Run | None = None
+    path: Path,
+    plan: Plan,
+    overrides: list[str],
+    array: list[str],
+    *,
+    at_once: int | None,
+    previous: Run | None = None,
+    program: EngineProgram | None = None,
 ) -> Order:
     """Return the rendered job that runs ``plan``, or an array of plans, on a cluster; ends the command on errors."""
     if previous:
@@ -83,7 +91,7 @@ def order(
     sizes = _sizes(plan)
     plan_hash = hash_of(plan, tasks, sizes)
     run = previous or RunStore().next_submitted(plan.name, plan_hash)
-    job = job_of(plan, run, tasks, sizes, at_once)
+    job = replace(job_of(plan, run, tasks, sizes, at_once), program=program)
     stop_on(findings(plan.launch.target, job), strict=False)
     text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
     return Order(job, render(plan.launch.target, job), text, plan_hash)

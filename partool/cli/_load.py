@@ -22,14 +22,18 @@ from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.spec.foreign import foreign_file
 from partool.spec.patterns import PATTERNS
+from partool.strategies.engines import ENGINES
 from partool.strategies.targets import TARGETS
 
 if TYPE_CHECKING:
     from partool.planner.search.longest import Longest
+    from partool.spec import Loaded
 
     TargetChoice = str
+    EngineChoice = str
 else:
     TargetChoice = Literal[tuple(TARGETS)]
+    EngineChoice = Literal[tuple(ENGINES)]
     """Choices for typer: names that have a record. Type checkers reject a Literal of names defined elsewhere."""
 
 Output = Literal["text", "json", "github", "sarif"]
@@ -69,6 +73,17 @@ def load_plan_or_exit(
     if plan is None or failed:
         raise typer.Exit(_ERRORS)
     return plan
+
+
+def loaded_or_exit(path: Path, overrides: list[str], output: Output) -> Loaded:
+    """Return a spec that was read; shows the errors and ends the command if there are any."""
+    from partool.spec import load
+
+    loaded = load(path, overrides)
+    if loaded.spec is None:
+        show(loaded.diagnostics, dict(loaded.source.texts), output, failed=True)
+        raise typer.Exit(_ERRORS)
+    return loaded
 
 
 def check_specs(paths: list[Path], overrides: list[str], output: Output, strict: bool) -> int:

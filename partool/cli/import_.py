@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,16 +14,17 @@ from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
-from partool.engines import Engine, Imported, Wanted, engine_of, read
+from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
+from partool.engines.settings import Setting
 from partool.plan.terminal import say
 
 _LARGEST_BYTES = 4 * 2**20
 
 
 def command(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A DeepSpeed configuration, or a script with Megatron-LM's arguments."),
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Configurations and scripts of one run of another training system."),
     ],
     *,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the spec to this file.")] = None,
@@ -44,19 +46,19 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Read a run of another training system into a spec of exactly its layout. Nothing in the files is executed."""
-    text = _text(path)
-    found_engine = engine or engine_of(text)
-    if found_engine is None:
-        fail("PT825", f"{path} is of no training system that is known here", "say which: --engine deepspeed", 2)
+    files = [(path, _text(path)) for path in paths]
+    found_engine = engine or _engine(files)
     if out is not None and out.exists() and not force:
         fail("PT002", f"{out} is there already", "choose another name, or replace it with --force", 2)
-    text = "".join(f"{each}; " for each in define or []) + text if found_engine == "megatron" else text
-    given = dict(map(_pair, overrides or []))
-    found = read(path, text, found_engine, Wanted(accelerator, nodes, per_node, model, given))
-    _show(found, path, text, everything=settings)
+    defined, given = dict(each.partition("=")[::2] for each in define or []), dict(map(_pair, overrides or []))
+    before = "".join(f"{each}; " for each in define or [])
+    files = [(path, before + text if kind_of(text) == "script" else text) for path, text in files]
+    found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined))
+    texts = {**found.texts, **{str(path): text for path, text in files}}
+    _show(found, texts, everything=settings)
     if any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(1)
-    spec = spec_text(found, path)
+    spec = spec_text(found, *paths)
     if out is None:
         say(spec, nl=False)
     else:
@@ -64,16 +66,32 @@ def command(
         say(f"wrote {out}; next: partool plan {out}", err=True)
 
 
-def spec_text(found: Imported, path: Path) -> str:
+def spec_text(found: Imported, *paths: Path) -> str:
     """Return the spec as YAML, with the settings that were not understood as remarks."""
-    lines = [f"# Read from {path.name}, a file of {found.engine}; devices and data are not in such files."]
+    names, kind = ", ".join(path.name for path in paths), "a file" if len(paths) == 1 else "files"
+    lines = [f"# Read from {names}, {kind} of {found.engine}; devices and data are not in such files."]
     lines += [
         f"# {fate.kind.replace('understood', 'understood, and not priced')}: {fate.setting.name} "
-        f"(line {fate.setting.line})"
+        f"({_line(fate.setting, found)})"
         for fate in found.fates
         if fate.kind in ("not understood", "not priced")
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
+
+
+def _line(setting: Setting, found: Imported) -> str:
+    """Return a setting's line, with the name of its file if there are several."""
+    several = len({fate.setting.file for fate in found.fates}) > 1
+    return f"{Path(setting.file).name}, line {setting.line}" if several else f"line {setting.line}"
+
+
+def _engine(files: list[tuple[Path, str]]) -> Engine:
+    found = engine_of_all([text for _, text in files])
+    if found is None:
+        names = " and ".join(str(path) for path, _ in files)
+        what = "is of no training system that is known here" if len(files) == 1 else "are not of one training system"
+        fail("PT825", f"{names} {what}", "say which: --engine deepspeed", 2)
+    return found
 
 
 def _pair(text: str) -> tuple[str, object]:
@@ -96,7 +114,7 @@ def _text(path: Path) -> str:
         fail("PT001", f"{path} cannot be read: {reason}", "", 2)
 
 
-def _show(found: Imported, path: Path, text: str, *, everything: bool) -> None:
+def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> None:
     """Print findings, the settings that nobody knows, and how many settings became what."""
     findings = list(found.findings)
     findings += [
@@ -108,12 +126,13 @@ def _show(found: Imported, path: Path, text: str, *, everything: bool) -> None:
         if fate.kind == "not understood"
     ]  # fmt: skip
     if findings:
-        shown = render_text(findings, {str(path): text.splitlines()}, colour=wants_colour(sys.stderr))
+        sources = {path: text.splitlines() for path, text in texts.items()}
+        shown = render_text(findings, sources, colour=wants_colour(sys.stderr))
         say(shown + summary(findings), err=True, painted=True)
     if everything:
         for fate in found.fates:
             text = f": {fate.text}" if fate.text else ""
-            say(f"line {fate.setting.line}  {fate.setting.name}  {fate.kind}{text}", err=True)
+            say(f"{_line(fate.setting, found)}  {fate.setting.name}  {fate.kind}{text}", err=True)
     kinds = [fate.kind for fate in found.fates]
     ways = ("carried", "no effect", "not priced", "not understood")
     counts = ", ".join(f"{sum(kind == way for kind in kinds)} {way}" for way in ways)

@@ -61,6 +61,12 @@ def command(
             "with each way to share sequences.",
         ),
     ] = None,
+    improved: Annotated[
+        bool,
+        typer.Option(
+            "--improve", help="Open the layout, and say what to change: in the engine's words if it is not ours."
+        ),
+    ] = False,
     smallest: Annotated[bool, typer.Option("--smallest", help="Plan the smallest cluster that fits.")] = False,
     largest: Annotated[
         Literal["micro_batch", "sequence_length", "global_batch", "model"] | None,
@@ -92,6 +98,9 @@ def command(
     if len(specs) > 1:
         raise typer.BadParameter("several specs go only together with --check")
     spec = specs[0]
+    if improved:
+        _improve(spec, overrides or [], output, out, others=bool(vary or smallest or largest or verify or html))
+        return
     if vary:
         rows = varied(spec, overrides or [], vary)
         _print_varied(rows, longest_sequences(spec, overrides or [], vary), output)
@@ -132,6 +141,15 @@ def command(
 def _refuse_together(asked: object) -> None:
     if asked:
         raise typer.BadParameter("--verify goes with one plan, not with --check or --vary")
+
+
+def _improve(spec: Path, overrides: list[str], output: Output, out: Path | None, *, others: bool) -> None:
+    from partool.cli._improve import improve
+    from partool.cli._load import loaded_or_exit
+
+    if others:
+        raise typer.BadParameter("--improve goes alone with --set, --out and --output")
+    improve(spec, loaded_or_exit(spec, overrides, output), overrides, output, out)
 
 
 def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:

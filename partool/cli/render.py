@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from partool.cli._fail import fail
-from partool.cli._job import order, plan_for
-from partool.cli._load import TargetChoice, TrustCode
+from partool.cli._job import order, plan_for, stop_on
+from partool.cli._load import EngineChoice, TargetChoice, TrustCode
+from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
-from partool.render.job import FOLDER
+from partool.plan.types import Plan
+from partool.render.job import FOLDER, Rendered
 from partool.strategies.targets import ARRAYS, HERE
 
 
@@ -23,6 +25,9 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for all files; default: the main one on stdout.")
+    ] = None,
+    engine: Annotated[
+        EngineChoice | None, typer.Option("--engine", help="Write it for this training system, as engine: in the spec.")
     ] = None,
     array: Annotated[
         list[str] | None, typer.Option("--array", help="Slurm: FIELD=V1,V2,... gives one task per value; repeatable.")
@@ -37,13 +42,19 @@ def command(
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """Print what launch would submit, byte for byte."""
+    """Print what launch would submit, byte for byte; with --engine, a plan as another training system's files."""
     if base_image is not None and not dockerfile:
         raise typer.BadParameter("--base-image goes only together with --dockerfile")
     if dockerfile:
         _print_dockerfile(spec, overrides or [], base_image)
         return
-    plan = plan_for(spec, overrides or [], target, strict=strict)
+    changes = [*(overrides or []), *([f"engine={engine}"] if engine else [])]
+    plan = plan_for(spec, changes, target or _by_hand(spec, changes), strict=strict)
+    if plan.engine != "partool":
+        if array or at_once:
+            raise typer.BadParameter("--array and --at-once go with plans that partool trains")
+        _deliver(_written(spec, plan, changes), out, "")
+        return
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
@@ -52,17 +63,42 @@ def command(
     if plan.launch.target == HERE:
         from partool.launch.local.target import LocalTarget
 
-        text = LocalTarget().describe(plan, None, resume=False)
-        files = {"commands.txt": text + "\n", "plan.json": plan.to_json()}
-        main, by_hand = "commands.txt", ""
+        shown = LocalTarget().describe(plan, None, resume=False)
+        rendered = Rendered("commands.txt", {"commands.txt": shown + "\n", "plan.json": plan.to_json()})
     else:
-        ordered = order(spec, plan, overrides or [], array or [], at_once=at_once)
-        files, main, by_hand = ordered.rendered.files, ordered.rendered.main, ordered.rendered.by_hand
+        rendered = order(spec, plan, overrides or [], array or [], at_once=at_once).rendered
+    _deliver(rendered, out, f"; partool launch submits {rendered.main}")
+
+
+def _by_hand(path: Path, changes: list[str]) -> TargetChoice | None:
+    """Return the target of another training system's plan that a spec would have partool's launcher start here."""
+    from partool.spec import load
+
+    spec = load(path, changes).spec if path.suffix != ".json" else None
+    ours = spec is None or spec.engine == "partool" or spec.launch.target != HERE
+    return None if ours else "torchrun"
+
+
+def _written(spec: Path, plan: Plan, changes: list[str]) -> Rendered:
+    """Return the files with which a plan's engine trains it; ends the command if the engine cannot."""
+    from partool.engines.write import terms_of
+    from partool.render.program import program
+
+    stop_on(terms_of(plan).findings, strict=False)
+    files = program(plan)
+    if plan.launch.target == HERE:
+        return Rendered(files.script, {**files.files, PLAN_FILE: plan.to_json()})
+    return order(spec, plan, changes, [], at_once=None, program=files).rendered
+
+
+def _deliver(rendered: Rendered, out: Path | None, note: str) -> None:
+    """Print the main file, or write all files into a folder."""
+    files, by_hand = rendered.files, rendered.by_hand
     if out is None:
-        say(files[main], nl=False)
+        say(rendered.text, nl=False)
         return
     _write(out, files)
-    say(f"partool: {len(files)} file(s) in {out}; partool launch submits {main}", err=True)
+    say(f"partool: {len(files)} file(s) in {out}{note}", err=True)
     if by_hand:
         say(f"partool: by hand: {by_hand.replace(FOLDER, shlex.quote(str(out)))}", err=True)
 

@@ -234,5 +234,6 @@ def stack_of(engine: str, backend: str, compile: str, fused: tuple[Fused, ...] =
 
     In other engines each layout says whether norms are shared among tensor ranks.
     """
-    name = ENGINES[engine].stack
+    record = ENGINES[engine]
+    name = record.compiled if record.compiled is not None and compile == "block" else record.stack
     return own_stack(backend, compile, fused) if name is None else replace(STACKS[name], sequence_parallel=None)

@@ -1,4 +1,4 @@
-"""Rules about files of other training systems (PT820 to PT827)."""
+"""Rules about files of other training systems (PT820 to PT828)."""
 
 from __future__ import annotations
 
@@ -66,5 +66,12 @@ RULES: tuple[Rule, ...] = (
         "The constants of other systems come from runs on accelerators.",
         BASE + "engine: deepspeed\n",
         BASE.replace("cpu", "h100-sxm") + "engine: deepspeed\n",
+    ),
+    Rule(
+        "PT828",
+        "The training system cannot do what the spec asks for",
+        "With `engine` a layout has only what that system has: a plan is for people who train with it.",
+        BASE.replace("cpu", "h100-sxm") + "engine: megatron\nparallel:\n  recompute: selective\n",
+        BASE.replace("cpu", "h100-sxm") + "engine: megatron\nparallel:\n  recompute: attention\n",
     ),
 )

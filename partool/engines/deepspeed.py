@@ -55,13 +55,15 @@ def _leaves(node: Any, before: str) -> Iterator[tuple[str, Any, int]]:
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
     tensor = int(sheet.number("tensor_parallel.autotp_size", 1, to="parallel.tensor") or 1)
-    sequence = int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree"))
-    micro, batch = _batch(sheet, world // (tensor * sequence) if world else None)
+    sequence = int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree") or 1)
+    # Ranks that share a sequence or the matrices have the same batch (DeepSpeedConfig's world_size).
+    micro, batch = _batch(sheet, None if world is None else max(1, world // (tensor * sequence)))
     old = sheet.get("zero_optimization", False, to="parallel.data.zero")  # a truth value in old files
     stage = int(sheet.number("zero_optimization.stage", int(old is True), to="parallel.data.zero"))
     parallel: dict[str, Any] = {
         "data": {"zero": stage},
-        "tensor": {"degree": tensor},
+        "tensor": {"degree": tensor}
+        | ({"shape": [tensor, 1], "sequence_norms": False, "overlap": "none"} if tensor > 1 else {}),
         "pipeline": {"stages": 1},
         "tiles": {"mlp": 0, "loss": 0},
         "recompute": "none",

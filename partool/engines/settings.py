@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from partool.diagnostics.record import Diagnostic, Severity, Span
 
+_TRUE = frozenset(("true", "yes", "on", "1", "t", "y"))
+_FALSE = frozenset(("false", "no", "off", "0", "f", "n", "none", ""))
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -86,13 +89,34 @@ class Sheet:
             return default if value is not True else 1
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             message = f"{name} is {value!r}, and a number is expected"
             fix = f"write a number, or what the script would put there; --set {to}=NUMBER overrides it"
             place = tuple(to.split("."))
             self.findings.append(Diagnostic("PT820", message, path=place, help=fix, span=self.settings[name].span))
             return default
         return int(number) if number.is_integer() and "." not in str(value) else number
+
+    def whole(self, name: str, default: int, *, to: str, least: int = 1) -> int:
+        """Return a setting's whole number, which is at least ``least`` or the default itself; else a finding."""
+        value = self.number(name, default, to=to)
+        if isinstance(value, int) and (value >= least or value == default):
+            return value
+        self.say(
+            "PT820", "error", f"{name} is {value}, and a whole number from {least} on is expected", "mend it", name
+        )
+        return default
+
+    def flag(self, name: str, default: bool = False, *, to: str) -> bool:
+        """Return a setting's truth value, or ``default``; files and command lines write it in several ways."""
+        value = self.get(name, default, to=to)
+        if isinstance(value, bool) or value is None:
+            return bool(value)
+        word = str(value).strip().lower()
+        if word not in _TRUE and word not in _FALSE:
+            self.say("PT820", "error", f"{name} is {value!r}, and true or false is expected", "true or false", name)
+            return default
+        return word in _TRUE
 
     def any(self, *names: str, to: str) -> bool:
         """Return True if one of the settings is on; all of them are carried."""
@@ -130,11 +154,11 @@ def left_out(sheet: Sheet, table: Mapping[str, Unpriced]) -> None:
             sheet.say("PT824", severity, f"{listed}: it {text}, which is not priced", fix, *names)
 
 
-def fates(sheet: Sheet, no_effect: Mapping[str, str], table: Mapping[str, Unpriced]) -> list[Fate]:
+def fates(sheet: Sheet, no_effect: Mapping[str, str], table: Mapping[str, Unpriced] | None = None) -> list[Fate]:
     """Return what became of every setting; ``no_effect`` has reasons by name, ``table`` what else is known."""
     found = []
     for name, setting in sheet.settings.items():
-        known = table.get(name)
+        known = table.get(name) if table else None
         if name in sheet.carried:
             found.append(Fate(setting, "carried", sheet.carried[name]))
         elif known is not None and known.changes(setting.value):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from partool.engines.shell_conditions import Branch, Part, calculated, matches, truth
-from partool.engines.shell_tokens import CLOSED, JOINED, OPENED, Token, tokens
+from partool.engines.shell_tokens import CLOSED, JOINED, OPENED, ShellToken, tokens
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _REFERENCE = re.compile(
@@ -65,8 +65,8 @@ class ShellScript:
 
     def read(self, path: Path, text: str, depth: int = 0) -> None:
         """Read a script's text; relative files that it sources are looked for beside it."""
-        command = list[Token]()
-        stream = [*tokens(text), Token("\n", 0, operator=True)]
+        command = list[ShellToken]()
+        stream = [*tokens(text), ShellToken("\n", 0, operator=True)]
         place = 0
         while place < len(stream):
             token = stream[place]
@@ -85,7 +85,7 @@ class ShellScript:
             if self._between.endswith(";;") and self._branches and self._branches[-1].case:
                 self._patterns = []
 
-    def _array(self, path: Path, command: Sequence[Token], stream: Sequence[Token], place: int) -> int:
+    def _array(self, path: Path, command: Sequence[ShellToken], stream: Sequence[ShellToken], place: int) -> int:
         """Take in ``NAME=( )`` whose name ends at ``place``; return the place behind it, or ``place``."""
         token = stream[place - 1]
         named = _ASSIGNED.match(token.text) if not token.quote else None
@@ -105,7 +105,7 @@ class ShellScript:
     def _active(self) -> bool:
         return all(branch.taken is not False for branch in self._branches)
 
-    def _pattern(self, command: Sequence[Token], operator: str) -> bool:
+    def _pattern(self, command: Sequence[ShellToken], operator: str) -> bool:
         """Take in a pattern of ``case``; return False if the command is none."""
         if self._patterns is None or command[0].text == "esac":
             return False
@@ -116,7 +116,7 @@ class ShellScript:
             self._patterns = None
         return True
 
-    def _run(self, path: Path, command: list[Token], depth: int) -> None:
+    def _run(self, path: Path, command: list[ShellToken], depth: int) -> None:
         """Take in one command, or a word that controls others."""
         first = command[0].text if not command[0].quote else ""
         if self._tests is not None and first != "then":
@@ -150,7 +150,7 @@ class ShellScript:
         else:
             self._unset |= {named[1] for token in command if (named := _ASSIGNED.match(token.text))}
 
-    def _test(self, path: Path, command: Sequence[Token]) -> None:
+    def _test(self, path: Path, command: Sequence[ShellToken]) -> None:
         """Take in a part of a condition."""
         assert self._tests is not None
         sign = "||" if self._between.endswith("||") else "&&"
@@ -158,27 +158,27 @@ class ShellScript:
         parts = [self._part(path, token) for token in command] if clear else [("", True, False)]
         self._tests += [(part, sign if place == 0 else "") for place, part in enumerate(parts)]
 
-    def _part(self, path: Path, token: Token) -> Part:
+    def _part(self, path: Path, token: ShellToken) -> Part:
         words = self._expanded(path, token)
         unset = _REFERENCE.fullmatch(token.text) if token.quote != "'" else None
         name = (unset["name"] or unset["plain"]) if unset else None
         known = name is None or name in self.variables or unset is None or unset["default"] is not None
         return " ".join(word.text for word in words), any(word.unknown for word in words), not known
 
-    def _plain_command(self, path: Path, command: list[Token], depth: int) -> None:
+    def _plain_command(self, path: Path, command: list[ShellToken], depth: int) -> None:
         while command and (command[0].text in _SKIPPED or command[0].text in _DECLARES):
             command = command[1:]
         while command and not command[0].quote and (named := _ASSIGNED.match(command[0].text)):
             rest = command[0].text[named.end() :]
             quote = rest[0] if rest[:1] in ("'", '"') and rest[-1:] == rest[:1] and len(rest) > 1 else ""
-            value = Token(rest[1:-1] if quote else rest, command[0].line, quote or '"')
+            value = ShellToken(rest[1:-1] if quote else rest, command[0].line, quote or '"')
             self._assign(named[1], self._expanded(path, value), more=bool(named[2]))
             command = command[1:]
         shell = next((place for place, token in enumerate(command) if token.text in _SHELLS), len(command))
         words = list[Word]()
         for place, token in enumerate(command):
             script = place > shell and command[place - 1].text == "-c"
-            words += self._expanded(path, Token(token.text, token.line, '"') if script else token)
+            words += self._expanded(path, ShellToken(token.text, token.line, '"') if script else token)
         if words and words[0].text in ("source", ".") and len(words) > 1:
             self._source(path, words[1], depth)
         elif words:
@@ -208,10 +208,12 @@ class ShellScript:
             self._depends.discard(name)
         self.variables[name] = words
 
-    def _expanded(self, path: Path, token: Token) -> list[Word]:
+    def _expanded(self, path: Path, token: ShellToken) -> list[Word]:
         """Return the words that a token stands for."""
         if token.quote == "'":
             return [Word(_shown(token.text.replace(JOINED, "")), str(path), token.line)]
+        if token.text in ("$@", "$*"):
+            return []  # what the script is given on its command line is not in its text
         whole = _REFERENCE.fullmatch(token.text)
         if whole and (name := whole["list"]) and name in self.variables and name not in self._depends:
             parts = self.variables[name]

@@ -16,7 +16,7 @@ _RUNS = re.compile(r"^\s*(sbatch|bash|sh)\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class ShellToken:
     """A word as it is written, or an operator."""
 
     text: str
@@ -26,7 +26,7 @@ class Token:
     operator: bool = False
 
 
-def tokens(text: str) -> Iterator[Token]:
+def tokens(text: str) -> Iterator[ShellToken]:
     """Yield the words and operators of a script; comments, and documents for other programs, are left out."""
     text = re.sub(r"\\\r?\n", JOINED, _nested(_without_documents(text)))
     place, line = 0, 1
@@ -38,9 +38,9 @@ def tokens(text: str) -> Iterator[Token]:
         elif letter == "#":
             place = next((at for at in range(place, len(text)) if text[at] in "\n" + JOINED), len(text))
             if text[place : place + 1] == JOINED:  # remarks end with their line
-                yield Token("\n", line, operator=True)
+                yield ShellToken("\n", line, operator=True)
         elif letter in "\n;|&()<>":
-            yield Token(letter, line, operator=True)
+            yield ShellToken(letter, line, operator=True)
             line += letter == "\n"
             place += 1
         else:
@@ -95,8 +95,8 @@ def _without_documents(text: str) -> str:
     return "\n".join(kept)
 
 
-def _token(raw: str, line: int) -> Token:
+def _token(raw: str, line: int) -> ShellToken:
     for quote in "'\"":
         if len(raw) > 1 and raw[0] == raw[-1] == quote and quote not in raw[1:-1].replace("\\" + quote, ""):
-            return Token(raw[1:-1], line, quote)
-    return Token(raw, line)
+            return ShellToken(raw[1:-1], line, quote)
+    return ShellToken(raw, line)

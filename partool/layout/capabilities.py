@@ -68,6 +68,7 @@ _TILES = "tests/parity/test_tiles.py"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
 _EXPERTS = "tests/parity/test_experts.py"
+_TENSOR_TRAINER = "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
 _TENSOR = "tests/parity/test_tensor.py::test_passes_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -114,9 +115,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         "tensor in two dimensions",
         "tests/parity/test_atp.py::test_every_shape_arrangement_and_combination_equals_one_process",
     ),
-    Capability(
-        "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
-    ),
+    Capability("tensor in a pipeline", _TENSOR_TRAINER),
+    Capability("zero 2 or 3 in a pipeline", _PIPELINES),
+    Capability("zero 3 on tensor ranks", _TENSOR_TRAINER),
+    Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("parts of experts", f"{_EXPERTS}::test_training_equals_one_process"),

@@ -22,6 +22,7 @@ from partool.plan.types import Finding, Generation, Plan, Prediction
 from partool.planner.checks import fp8
 from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.data import resolve_data
+from partool.planner.checks.engine import settled
 from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
 from partool.planner.checks.launching import check_duration, environment, resolve_launch
 from partool.planner.checks.offload import with_folder
@@ -100,6 +101,7 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
     if described is not None:
         narrow, left_out = without_tensor(narrow, described)
         found += [*left_out, *unused_weights(spec, base_dir)]
+    narrow = settled(narrow)
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described, work=work or Work())
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
     found += check_weights(spec, launching.launch, model.config, base_dir)
@@ -263,7 +265,8 @@ def _failed(found: list[Diagnostic]) -> bool:
 
 
 def _gap(gap: Gap) -> Diagnostic:
-    message = f"the runtime does not run {gap.what}; this plan can be read, not launched"
+    more = ", or written for it: partool render" if gap.path == ("engine",) else ""
+    message = f"the runtime does not run {gap.what}; this plan can be read, not launched{more}"
     return Diagnostic(
         gap.code, message, severity="warning", path=gap.path, help=f"partool explain {gap.code} says what runs"
     )

@@ -23,6 +23,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
+from partool.strategies.engines import ENGINES, EngineRecord
 
 LEAST_TOKENS = 1024
 """Minimum number of tokens of a tile: matrix products with fewer rows do not keep a device busy."""
@@ -108,6 +109,11 @@ class Problem:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.devices.nodes * self.devices.per_node
+
+    @property
+    def engine(self) -> EngineRecord:
+        """The training system that the plan is for."""
+        return ENGINES[self.spec.engine]
 
     @cached_property
     def granted(self) -> frozenset[str]:

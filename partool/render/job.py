@@ -17,6 +17,16 @@ SIZE_PLAN = "plan-{nodes}-nodes.json"
 
 
 @dataclass(frozen=True, slots=True)
+class EngineProgram:
+    """Another training system's files, and the script among them that each node runs."""
+
+    script: str
+    """Name of a bash script; it reads NODE_RANK, MASTER_ADDR and MASTER_PORT, and starts the node's ranks."""
+    files: dict[str, str]
+    """Text of each file by name, the script included."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A plan to run, with the run's name and folder; both appear in the rendered text."""
 
@@ -31,6 +41,8 @@ class Job:
     """Maximum number of tasks that may run at the same time; None sets no limit."""
     sizes: dict[int, Plan] = field(default_factory=dict)
     """Number of nodes → plan of an elastic job; each number is smaller than the number of nodes of ``plan``."""
+    program: EngineProgram | None = None
+    """What the nodes run in place of partool's agent; None if partool trains the plan."""
 
 
 @dataclass(frozen=True, slots=True)

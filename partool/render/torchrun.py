@@ -18,6 +18,8 @@ def render(job: Job) -> Rendered:
 
     Raises UnsafeValueError for a value that contains a NUL.
     """
+    if job.program is not None:
+        return Rendered(job.program.script, {**job.program.files, PLAN_FILE: job.plan.to_json()})
     devices = job.plan.devices
     text = template("torchrun.sh.jinja").render(
         job=job,

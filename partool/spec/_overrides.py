@@ -9,7 +9,7 @@ from partool.diagnostics.secrets import MASK, masked, masked_lines
 from partool.spec import _pydantic, _yaml
 from partool.spec._source import Source, SpecPath, is_secret
 
-_SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
+SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("model",): ("preset",),
     ("hardware",): ("accelerator",),
     ("data",): ("source",),
@@ -81,8 +81,8 @@ def _write(document: dict[str, Any], path: SpecPath, value: Any) -> None:
     section: dict[str, Any] = document
     for length, part in enumerate(path[:-1], 1):
         inner = section.get(str(part))
-        if isinstance(inner, str | int) and path[:length] in _SHORTHAND:
-            names = _SHORTHAND[path[:length]]  # `model: llama3-8b` with --set model.layers=4
+        if isinstance(inner, str | int) and path[:length] in SHORTHAND:
+            names = SHORTHAND[path[:length]]  # `model: llama3-8b` with --set model.layers=4
             inner = dict.fromkeys(names if inner == "none" else names[:1], inner)
         elif not isinstance(inner, dict):
             inner = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.checks import offload, optimizer, pipeline, tensor
+from partool.planner.checks import engine, offload, optimizer, pipeline, tensor
 from partool.planner.checks.sequence import check_sequence
 from partool.planner.checks.tensor_cuts import check_tensor
 from partool.planner.checks.weights import check_frozen
@@ -14,7 +14,6 @@ from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.search import experts, gathers, tiles
-from partool.strategies.engines import ENGINES
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
 
@@ -22,7 +21,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
     found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
-    if (wrong := list(_engine(problem))) != []:
+    if (wrong := list(engine.check(problem))) != []:
         return [*found, *wrong]
     for group in (SIZES, BATCHES):
         found += [finding for rule in group for finding in rule(problem)]
@@ -38,14 +37,6 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
         yield Diagnostic(
             "PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more"
         )
-
-
-def _engine(problem: Problem) -> Iterator[Diagnostic]:
-    """Yield a finding if the plan is of another training system and for CPUs, of which there are no constants."""
-    engine = ENGINES[problem.spec.engine]
-    if engine.stack is not None and problem.devices.backend == "cpu":
-        message = f"the constants of {engine.title} are of accelerators, and these devices are CPUs"
-        yield Diagnostic("PT827", message, path=("engine",), help="name an accelerator, or write engine: partool")
 
 
 def _expert_layers(problem: Problem) -> Iterator[Diagnostic]:

@@ -29,6 +29,8 @@ _CONTAINERS = ("ModuleList", "ModuleDict")
 
 def under_pressure(problem: Problem) -> Problem | None:
     """Return the problem with the all-gathers that need least memory; None if this changes nothing."""
+    if problem.engine.uniform:
+        return None
     pressed = problem.relax("gathers")
     return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
 

@@ -113,6 +113,8 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     if problem.stage_layers is not None:
         ends = list(accumulate(problem.stage_layers))
         return [tuple(zip([0, *ends[:-1]], ends, strict=True))] * count
+    if problem.engine.uniform:
+        return [_even(problem.model.layers, int(stages)) for stages in np.broadcast_to(rows.pp * rows.chunks, count)]
     order = tuple(costs[0].layers)
     pinned = problem.spec.parallel.recompute
     weights = [rows.recompute_share, 1.0 - rows.recompute_share]
@@ -131,6 +133,10 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     return [
         _split(problem.layer_kinds, order, tuple(values), int(stages[index])) for index, values in enumerate(rounded)
     ]
+
+
+def _even(layers: int, stages: int) -> Bounds:
+    return tuple((layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages))
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from partool.cost.case import RECOMPUTE, Layouts
 from partool.planner.problem import Problem
+from partool.planner.search.runnable import within
 from partool.spec.parallel import Recompute
 from partool.strategies.optimizers import OPTIMIZERS
 
@@ -61,12 +62,14 @@ def policies_of(problem: Problem) -> Policies:
     elif pinned != "auto":
         recompute = [(RECOMPUTE.index(pinned), 1.0)]
     else:
-        recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in SHARES)]
+        shares = (1.0,) if problem.engine.uniform else SHARES
+        recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in shares)]
     may = problem.host_link
     state_may = may and OPTIMIZERS[problem.spec.optimizer.name].host
     # A pinned offload moves all of the state, except for a share that `offload.refined` may keep on the device later,
     # and unless host memory has no room ("split").
-    several = GPU_FRACTIONS if state_may and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
+    parts = state_may and not problem.engine.uniform
+    several = GPU_FRACTIONS if parts and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     # Pinned offload of parameters implies offload of the optimizer's state.
@@ -84,7 +87,9 @@ def policies_of(problem: Problem) -> Policies:
         for policy, share in recompute
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Policies(columns[0], *(column.astype(float) for column in columns[1:3]), *columns[3:])
+    found = Policies(columns[0], *(column.astype(float) for column in columns[1:3]), *columns[3:])
+    kept = within(problem.engine, found.rows)
+    return found if kept.all() else Policies(*(getattr(found, column.name)[kept] for column in fields(found)))
 
 
 def _open_policies(problem: Problem) -> list[int]:

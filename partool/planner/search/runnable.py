@@ -7,7 +7,7 @@ that the runtime supports. Aspects that follow from columns are computed by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from partool.planner.problem import Problem
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
-from partool.strategies.engines import ENGINES
+from partool.strategies.engines import ENGINES, EngineRecord
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.sequence import ON_GRIDS
 from partool_kernels.registry import ARCHITECTURES
@@ -86,6 +86,9 @@ def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
     yield "norms on shares of the sequence", (rows.tp > 1) & (rows.sequence_norms == 1)
     yield "tensor with fused collectives", (rows.tp > 1) & (rows.tensor_overlap == OVERLAPS.index("symmetric"))
     yield "tensor in a pipeline", (rows.tp > 1) & (rows.pp > 1)
+    yield "zero 2 or 3 in a pipeline", (rows.zero > 1) & (rows.pp > 1)
+    yield "zero 3 on tensor ranks", (rows.zero == 3) & (rows.tp > 1)
+    yield "tensor ranks that share sequences", (rows.cp > 1) & (rows.tp > 1)
     yield "expert", rows.ep > 1
     yield "parts of experts", rows.etp > 1
     yield "tiles of networks", rows.mlp_tile_tokens > 0
@@ -100,6 +103,17 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     yield from of_task(asked)
     yield from (aspect for aspect, there in of_columns(encode(layout)) if there)
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
+    yield from of_lists(layout)
+    if asked.hf and layout.sequence.degree > 1:
+        yield "shared sequences of a model of transformers"
+    if asked.precision == "fp8":
+        yield from _of_fp8(asked, layout)
+    if asked.model.moe is not None and not asked.hf:
+        yield from _of_experts(asked, layout)
+
+
+def of_lists(layout: Layout) -> Iterator[str]:
+    """Yield the aspects of a layout that its row in a search does not say."""
     data, offload = layout.data, layout.offload
     others = (data.gather != "coalesced", data.prefetch != 1, data.persistent > 0, bool(data.leaves))
     yield from (name for name, there in zip(GATHERS, others, strict=True) if there)
@@ -107,12 +121,6 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
         yield "offload to disks"
     if offload.parameters == "nvme":
         yield "offload of parameters to disks"
-    if asked.hf and layout.sequence.degree > 1:
-        yield "shared sequences of a model of transformers"
-    if asked.precision == "fp8":
-        yield from _of_fp8(asked, layout)
-    if asked.model.moe is not None and not asked.hf:
-        yield from _of_experts(asked, layout)
 
 
 def _of_experts(asked: Task, layout: Layout) -> Iterator[str]:
@@ -153,8 +161,24 @@ def nothing_runs(problem: Problem) -> bool:
 
 def able(rows: Layouts) -> NDArray[np.bool_]:
     """Return a mask of rows for which the runtime supports all aspects."""
+    return _without(rows, lambda aspect: not runs(aspect))
+
+
+def within(engine: EngineRecord, rows: Layouts) -> NDArray[np.bool_]:
+    """Return a mask of rows that an engine can do."""
+    return _without(rows, engine.lacks.__contains__)
+
+
+def beyond(engine: EngineRecord, layout: Layout) -> Iterator[str]:
+    """Yield the aspects of a layout that an engine lacks."""
+    found = [aspect for aspect, there in of_columns(encode(layout)) if there]
+    found += [f"recompute {policy}" for policy in sorted(set(layout.recompute))]
+    yield from (aspect for aspect in dict.fromkeys([*found, *of_lists(layout)]) if aspect in engine.lacks)
+
+
+def _without(rows: Layouts, lacking: Callable[[str], bool]) -> NDArray[np.bool_]:
     found = np.ones(rows.shape, dtype=bool)
     for aspect, asked in of_columns(rows):
-        if not runs(aspect):
+        if lacking(aspect):
             found &= np.logical_not(asked)
     return found

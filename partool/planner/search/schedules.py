@@ -88,9 +88,11 @@ def _excluded(problem: Problem, name: str) -> bool:
 
 
 def _layers(problem: Problem, stages: int) -> bool:
-    """Return False if the spec lists layers for a number of stages other than ``stages``."""
+    """Return False if the spec lists layers for another number of stages, or an engine cannot share them evenly."""
     given = problem.stage_layers
-    return given is None or len(given) == stages
+    if given is None:
+        return not (problem.engine.uniform and problem.model.layers % stages)
+    return len(given) == stages
 
 
 def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:

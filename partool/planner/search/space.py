@@ -22,7 +22,7 @@ from partool.planner.search.experts import Form, experts_on_tensor_ranks
 from partool.planner.search.experts import forms as expert_forms
 from partool.planner.search.experts import shared as can_share
 from partool.planner.search.policies import Policies, policies_of
-from partool.planner.search.runnable import able, nothing_runs
+from partool.planner.search.runnable import able, nothing_runs, within
 from partool.planner.search.schedules import Scheduled, schedules
 from partool.planner.search.sequence_forms import Forms, best_forms, every_form
 from partool.planner.search.tensor_forms import TensorForm, busy, divides, forms, overlap_of, pieces_of
@@ -55,6 +55,8 @@ class Space:
     """Number of layouts that constraints ruled out, by reason."""
 
     layers: int = 1
+    offloads_from: int = 0
+    """Lowest ZeRO stage with which the optimizer's state may be in host memory."""
 
     def rows(self, group: Any, policy: Any) -> Layouts:
         """Return the layouts for pairs of group and policy indices.
@@ -93,8 +95,10 @@ class Space:
 
     def goes(self, group: Any, policy: Any) -> Any:
         """Return a mask of possible pairs (group, policy), including shares that round to the same number of layers."""
-        taken = self.groups.take(group)
-        return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
+        taken, table = self.groups.take(group), self.policies
+        possible = (table.parameters[policy] == 0) | (taken.zero == 3)
+        possible &= (table.gpu_fraction[policy] == 1.0) | (taken.zero >= self.offloads_from)
+        return np.where(taken.ring, self.only[policy], possible)
 
     def counted(self, groups: Any) -> NDArray[np.bool_]:
         """Return a mask of pairs (group, policy) that count as layouts: offload of parameters only with ZeRO-3."""
@@ -193,6 +197,10 @@ class _Builder:
             mlp_tile_tokens=networks,
             loss_tile_tokens=losses,
         )
+        kept = within(self.problem.engine, groups)
+        if not kept.all():
+            self._count_out(f"{self.problem.engine.title} cannot", named["zero"][~kept])
+            return self.space(columns[:, kept])
         some = not nothing_runs(self.problem)
         return Space(
             groups=groups,
@@ -203,6 +211,7 @@ class _Builder:
             enumerated=self.enumerated,
             pruned=dict(self.pruned),
             layers=self.problem.model.layers,
+            offloads_from=self.problem.engine.offloads_from,
         )
 
     def _axis(self, pinned: Any, limit: int) -> list[int]:

@@ -53,8 +53,12 @@ def _dump(item: dict[str, Any]) -> str:
 
 
 def _block(name: str, value: str) -> str:
-    """Return ``value``, lines of printable ASCII, as a literal block; PyYAML takes a second for a plan of 900 kB."""
+    """Return lines of printable ASCII as a literal block, as PyYAML takes a second for a plan of 900 kB.
+
+    PyYAML writes any other text.
+    """
     lines = value.split("\n")[:-1]
-    if not value.isascii() or not value.endswith("\n") or not all(line.isprintable() and line for line in lines):
-        raise ValueError(f"{name} is no text of printable lines")
-    return f"  {name}: |\n" + "".join(f"    {line}\n" for line in lines)
+    plain = value.isascii() and value.endswith("\n") and all(line.isprintable() for line in lines)
+    if not plain or not lines[0] or lines[0][0] == " " or not lines[-1]:
+        return "".join(f"  {line}\n" for line in _dump({name: value}).splitlines())
+    return f"  {name}: |\n" + "".join(f"    {line}\n" if line else "\n" for line in lines)

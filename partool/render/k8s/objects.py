@@ -87,7 +87,7 @@ def config_map(job: Job) -> Object:
         "kind": "ConfigMap",
         "metadata": metadata(job, plan_map(job)),
         "immutable": True,
-        "data": {PLAN_FILE: job.plan.to_json()},
+        "data": {PLAN_FILE: job.plan.to_json(), **(job.program.files if job.program is not None else {})},
     }
 
 
@@ -110,9 +110,13 @@ def key_secret(job: Job) -> str:
     return f"{job.run_id}-agents"
 
 
+def _has_key(job: Job) -> bool:
+    return job.plan.devices.nodes > 1 and job.program is None
+
+
 def key_variable(job: Job) -> list[Object]:
     """Return the variable that passes the agents their key; empty for a single agent, which has no peers."""
-    if job.plan.devices.nodes == 1:
+    if not _has_key(job):
         return []
     reference = {"name": key_secret(job), "key": KEY_NAME}
     return [{"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}}]
@@ -120,7 +124,7 @@ def key_variable(job: Job) -> list[Object]:
 
 def agents_key(job: Job) -> list[Object]:
     """Return a Secret with a new key; the Secret is created on the cluster and never written elsewhere."""
-    if job.plan.devices.nodes == 1:
+    if not _has_key(job):
         return []
     made = {"type": "Opaque", "immutable": True, "stringData": {KEY_NAME: secrets.token_hex(32)}}
     return [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata(job, key_secret(job)), **made}]
@@ -128,7 +132,7 @@ def agents_key(job: Job) -> list[Object]:
 
 def key_remark(job: Job) -> tuple[str, ...]:
     """Return a remark for users who create the objects without ``partool launch``, which also makes the Secret."""
-    if job.plan.devices.nodes == 1:
+    if not _has_key(job):
         return ()
     namespace = f" -n {name}" if (name := job.plan.launch.k8s.namespace) else ""
     return (

@@ -43,8 +43,15 @@ def run_folder(job: Job) -> str:
 
 
 def command(job: Job, place: PodPlace) -> list[str]:
-    """Return the agent's command line. It starts no shell, because a shell as process 1 would not pass on signals."""
+    """Return the agent's command line. It starts no shell, because a shell as process 1 would not pass on signals.
+
+    For another training system, return the command that starts a node's ranks by its script.
+    """
     several = job.plan.devices.nodes > 1
+    if job.program is not None:
+        meet = {"NODE_RANK": f"$({place.node_rank})", "MASTER_ADDR": place.host, "MASTER_PORT": PORT} if several else {}
+        told = [f"{name}={value}" for name, value in meet.items()]
+        return ["env", *told, "bash", f"{PLAN_FOLDER}/{job.program.script}"]
     return agent_command(
         literal(job.plan.launch.python or "python"),
         Path(PLAN_FOLDER, PLAN_FILE),

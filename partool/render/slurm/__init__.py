@@ -42,7 +42,8 @@ def render(job: Job) -> Rendered:
     """
     if job.tasks and job.sizes:
         raise ValueError(_NO_ELASTIC_ARRAY)
-    files = {SCRIPT: _script(job), NODE_SCRIPT: asset("slurm_node.sh"), PLAN_FILE: job.plan.to_json()}
+    files = {SCRIPT: _script(job), PLAN_FILE: job.plan.to_json()}
+    files |= {NODE_SCRIPT: asset("slurm_node.sh")} if job.program is None else job.program.files
     for index, task in enumerate(job.tasks):
         files[f"{TASK_FOLDER.format(index=index)}/{PLAN_FILE}"] = task.to_json()
     for nodes, plan in sorted(job.sizes.items()):
@@ -62,6 +63,12 @@ def findings(job: Job) -> list[Diagnostic]:
 
 def _script(job: Job) -> str:
     launch, devices = job.plan.launch, job.plan.devices
+    if job.program is not None:
+        outer = containers.apptainer(job) if launch.slurm.container == "apptainer" else []
+        return template("program.sbatch.jinja").render(
+            job=job, launch=launch, devices=devices, header=_header(job), step=_step(job),
+            command=" ".join(map(quote, outer)), script=job.program.script,
+        )  # fmt: skip
     contained = launch.slurm.container != "none"
     sizes = [_Choice(nodes, SIZE_PLAN.format(nodes=nodes), plan.hash) for nodes, plan in job.sizes.items()]
     sizes.append(_Choice(devices.nodes, PLAN_FILE, job.plan.hash))
@@ -88,7 +95,8 @@ def _header(job: Job) -> list[str]:
     array = bool(job.tasks)
     header_value(job.run_dir, "the run's folder")  # checked here for a clear message: later messages name options
     logs = str(job.run_dir / LOG_FOLDER / ("slurm-%A_%a.out" if array else "slurm-%j.out"))
-    lead = min(lead_s(job.plan.launch), _MOST_LEAD_S)
+    # Only partool's agent turns a signal into a checkpoint, and knows what can be tried again.
+    lead = min(lead_s(job.plan.launch), _MOST_LEAD_S) if job.program is None else 0
     options: list[tuple[str, object]] = [("job-name", job.run_id), ("comment", "partool")]
     options += [(name, value) for name in _OPTIONS if (value := getattr(slurm, name)) is not None]
     options += _machines(job)
@@ -97,7 +105,8 @@ def _header(job: Job) -> list[str]:
     options += [("chdir", job.run_dir), ("output", _literal(logs)), ("open-mode", "append")]
     if lead:
         options.append(("signal", f"B:USR2@{lead}"))
-    options.append(("requeue" if job.plan.launch.requeues or job.plan.launch.restarts else "no-requeue", ""))
+    again = job.program is None and (job.plan.launch.requeues or job.plan.launch.restarts)
+    options.append(("requeue" if again else "no-requeue", ""))
     options += slurm.options.items()
     return [f"--{header_value(name, 'option')}" + _equals(name, value) for name, value in options]
 

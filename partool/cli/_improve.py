@@ -1,0 +1,157 @@
+"""``partool plan --improve``: the best plan that the same training system can do, as changes of the present one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from partool.cli._files import write_or_exit
+from partool.cli._load import Output, name_of, show
+from partool.cli._watch import watched
+from partool.engines.improve import Advice, advice, freed, theirs
+from partool.engines.settings import Setting
+from partool.engines.written import EngineChange
+from partool.plan.terminal import say
+from partool.plan.types import Plan
+from partool.planner import make_plan
+from partool.planner.problem import Work
+from partool.spec import Loaded
+from partool.spec._overrides import SHORTHAND
+from partool.spec.numbers import GIB
+from partool.strategies.engines import ENGINES
+
+_NOT_FITTING = ("PT301", "PT302")
+"""Codes of findings that say that a pinned layout does not fit."""
+
+
+def improve(
+    path: Path,
+    loaded: Loaded,
+    overrides: Sequence[str],
+    output: Output,
+    out: Path | None,
+    *,
+    settings: Mapping[str, Setting] | None = None,
+    carried: Mapping[str, str] | None = None,
+) -> None:
+    """Plan a spec as it is and with its layout open, and print what to change; ``out`` gets the better plan.
+
+    ``settings`` and ``carried`` are those of a file of another training system (:class:`partool.engines.Imported`),
+    whose lines are then named.
+    """
+    assert loaded.spec is not None
+    before = _plan(path, loaded, output, may_fail=True)
+    loaded.spec = freed(loaded.spec, dict.fromkeys(_held(overrides)))
+    after = _plan(path, loaded, output, may_fail=False)
+    assert after is not None
+    found = advice(before, after)
+    if out is not None:
+        write_or_exit(after.to_json(), out)
+    if output == "json":
+        say(json.dumps(_as_data(found), indent=2))
+    else:
+        say("\n".join(_as_text(found, settings or {}, carried or {})))
+
+
+def _held(overrides: Sequence[str]) -> list[str]:
+    """Return the fields of ``parallel`` that the command line sets: they stay as they are."""
+    paths = [tuple(text.partition("=")[0].strip().split(".")) for text in overrides]
+    paths = [(*path, SHORTHAND[path][0]) if path in SHORTHAND else path for path in paths]
+    return [".".join(path[1:]) for path in paths if path[0] == "parallel" and len(path) > 1]
+
+
+def _plan(path: Path, loaded: Loaded, output: Output, *, may_fail: bool) -> Plan | None:
+    """Return the plan of a spec; ends the command on errors, but for layouts that do not fit if these ``may_fail``."""
+    assert loaded.spec is not None
+    work = Work()
+    with watched(work):
+        result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), work=work)
+    errors = [finding for finding in result.diagnostics if finding.severity == "error"]
+    if result.plan is None and not (may_fail and {finding.code for finding in errors} <= set(_NOT_FITTING)):
+        show(loaded.source.attach(errors), dict(loaded.source.texts), output, failed=True)
+        raise typer.Exit(1)
+    if result.plan is None:
+        say(f"as it is: {errors[0].message}", err=output == "json")
+    return result.plan
+
+
+def _as_text(found: Advice, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[str]:
+    title, after = ENGINES[found.after.engine].title, found.after
+    lines = [f"as it is: {_figures(found.before)}"] if found.before is not None else []
+    if not found.changes:
+        return [*lines, f"{title} can do no better layout than this, by these predictions"]
+    if not found.worth_it:
+        lines.append(
+            f"best for {title}: {_figures(after)}: {_times(found.faster)} on paper, and such predictions tell layouts "
+            f"apart from {found.margin:.0%} on. Keep the layout as it is."
+        )
+    else:
+        lines.append(f"better, and {title} can do it: {_figures(after)}{_gain(found)}")
+    lines += [f"  {_in_words(change, theirs(change, settings, carried))}" for change in found.changes]
+    return [*lines, f"Evidence: ± {after.prediction.relative_error:.0%}; {after.prediction.evidence}."]
+
+
+def _figures(plan: Plan) -> str:
+    memory, time = plan.prediction.memory, plan.prediction.time
+    return (
+        f"{time.step_time_s:.3g} s per step, {memory.total_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB "
+        f"({memory.verdict})"
+    )
+
+
+def _gain(found: Advice) -> str:
+    if found.before is None:
+        return ""
+    less = (found.before.prediction.memory.total_bytes - found.after.prediction.memory.total_bytes) / GIB
+    return f": {_times(found.faster)}, {abs(less):.1f} GiB {'less' if less >= 0 else 'more'}"
+
+
+def _times(faster: float) -> str:
+    """Return a gain as a percentage, or as a factor where it is large."""
+    if faster > 0.5:
+        return f"{1.0 + faster:.1f} times as fast"
+    return f"{faster:.1%} faster" if faster >= 0 else f"{-faster / (1.0 + faster):.1%} slower"
+
+
+def _in_words(change: EngineChange, mine: list[Setting]) -> str:
+    """Return a change as ``name before → after``, ``add name value`` or ``remove name``, with lines of the user's."""
+    where = ", ".join(f"{setting.name}, line {setting.line}" for setting in mine)
+    where = f"   ({where})" if where else ""
+    name = change.name or f"{change.path}, which your script decides:"
+    if change.before is None:
+        return f"add {name}{_value(change.after)}"
+    if change.after is None:
+        return f"remove {name}{where}"
+    return f"{name}{_value(change.before)} →{_value(change.after)}{where}"
+
+
+def _value(value: Any) -> str:
+    if value is True:
+        return ""
+    return f" {json.dumps(value) if isinstance(value, (dict, list)) else value}"
+
+
+def _as_data(found: Advice) -> dict[str, Any]:
+    def figures(plan: Plan | None) -> dict[str, Any] | None:
+        if plan is None:
+            return None
+        memory = plan.prediction.memory
+        figure = {"step_time_s": plan.prediction.time.step_time_s, "memory_bytes": memory.total_bytes}
+        return {**figure, "verdict": memory.verdict, "fit_probability": memory.fit_probability}
+
+    return {
+        "engine": found.after.engine,
+        "before": figures(found.before),
+        "after": figures(found.after),
+        "faster": round(found.faster, 6),
+        "margin": round(found.margin, 6),
+        "worth_it": found.worth_it,
+        "changes": [
+            {"name": change.name, "field": change.path, "before": change.before, "after": change.after}
+            for change in found.changes
+        ],
+    }

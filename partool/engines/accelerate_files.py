@@ -1,0 +1,224 @@
+"""Gathers a run of Hugging Face's Trainer: accelerate's configuration, ``TrainingArguments``, DeepSpeed's, a script.
+
+Names: ``accelerate/commands`` of accelerate 0.20 to 1.10 (https://github.com/huggingface/accelerate) and
+``transformers/training_args.py`` of 4.30 to 4.57 (https://github.com/huggingface/transformers). Settings of accelerate
+and of launchers have a prefix here; those of ``TrainingArguments`` and of training scripts have none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from partool.diagnostics.record import Diagnostic, Span
+from partool.engines.accelerate_keys import NO_EFFECT
+from partool.engines.commands import (
+    File,
+    Gathered,
+    launched,
+    missing_sources,
+    named_file,
+    not_found,
+    options,
+    training_command,
+    unknown_value,
+)
+from partool.engines.kinds import engine_of, kind_of
+from partool.engines.settings import Setting
+from partool.engines.shell import ShellScript, Word
+
+OF = "accelerate."
+"""Before names of accelerate's own settings."""
+_MARKS = (
+    r"accelerate(\.commands\.|\s+)launch|--per_device_train_batch_size|--model_name_or_path|\w\.py\b.*--deepspeed|"
+    r"\btrl\s|llamafactory-cli"
+)
+_LAUNCHES = re.compile(r"^[^-].*accelerate|^accelerate|torchrun$|^(\S+/)?deepspeed$|torch\.distributed")
+"""Words of programs that start ranks; what stands after the training program is not theirs."""
+_ENVIRONMENT = frozenset(("distributed_type", "compute_environment", "num_machines", "num_processes"))
+_INNER = {
+    "fsdp_": "fsdp_config.", "megatron_lm_": "megatron_lm_config.", "parallelism_config_": "parallelism_config.",
+    "dynamo_": "dynamo_config.", "fp8_": "fp8_config.",
+}  # fmt: skip
+"""Beginnings of launch options → sections of accelerate's configuration that have them."""
+_OF_DEEPSPEED = frozenset(
+    (
+        "zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path",
+        "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping", "zero3_init_flag",
+        "zero3_save_16bit_model", "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_exclusion_filter",
+        "deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
+    )
+)  # fmt: skip
+_OPAQUE = frozenset(
+    (
+        "dataset_mixer", "dataset_mixture", "lr_scheduler_kwargs", "model_init_kwargs", "gradient_checkpointing_kwargs",
+        "dataset_kwargs", "liger_kernel_config", "optim_args", "datasets", "chat_template_kwargs", "tpu_env",
+        "chat_template",
+    )
+)  # fmt: skip
+"""Settings whose inner names are the user's own."""
+_DEPTH = 6
+"""Sections within sections that are read."""
+LAUNCHER = {
+    "nproc_per_node": "per_node", "nnodes": "nodes", "num_gpus": "per_node", "num_nodes": "nodes",
+}  # fmt: skip
+"""Options of torchrun and of the deepspeed command → fields of ``hardware``."""
+
+
+def gather(files: Sequence[File]) -> Gathered:
+    """Return the settings of all files, and of the files that they name; commands count over files."""
+    found, over = Gathered(), dict[str, Setting]()
+    seen: set[str] = set()
+    for path, text in files:
+        if kind_of(text) in ("json", "yaml"):
+            seen.add(str(path))
+            _file(path, text, found)
+        else:
+            over |= _script(path, text, files, found)
+    queue = {**over, **found.settings}
+    while queue:
+        before = dict(found.settings)
+        for name, setting in queue.items():
+            _follow(name, setting, files, found, seen)
+        queue = {name: one for name, one in found.settings.items() if name not in before}
+    found.settings |= over
+    return found
+
+
+def _file(path: Path, text: str, found: Gathered) -> None:
+    """Take in a file of YAML or JSON: DeepSpeed's configuration, accelerate's, or ``TrainingArguments``."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        message = f"{path} is neither YAML nor JSON: {getattr(error, 'problem', error)}"
+        found.findings.append(
+            Diagnostic("PT820", message, help="mend the file", span=Span(str(path), line, 1, line, 1))
+        )
+        return
+    leaves = {name: Setting(name, value, str(path), line) for name, value, line in _leaves(root, "")}
+    if engine_of(text) == "deepspeed":
+        found.deepspeed |= leaves
+    elif _ENVIRONMENT & leaves.keys():
+        found.settings |= {OF + name: one for name, one in leaves.items()}
+    else:
+        found.settings |= leaves
+
+
+def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
+        return
+    for key, value in node.value:
+        name = f"{before}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and name not in _OPAQUE:
+            yield from _leaves(value, f"{name}.", depth + 1)
+        else:
+            try:
+                plain = yaml.SafeLoader("").construct_object(value, deep=True)
+            except (yaml.YAMLError, ValueError, RecursionError):
+                plain = str(value.value)[:100]
+            yield name, plain, key.start_mark.line + 1
+
+
+def _script(path: Path, text: str, files: Sequence[File], found: Gathered) -> dict[str, Setting]:
+    """Return the options of a script's command."""
+    script = ShellScript()
+    script.read(path, text)
+    found.findings += missing_sources(path, script)
+    command = training_command(script, marks=_MARKS)
+    if not command:
+        nothing = f"{path} has no command with TrainingArguments"
+        found.findings.append(Diagnostic("PT825", nothing, help="name another file"))
+        return {}
+    start = next((place for place, word in enumerate(command) if _is_program(command, place)), len(command))
+    if not any(_LAUNCHES.search(word.text) for word in command[:start]):
+        start = 0
+    launch = _options(command[:start], found)
+    launched(launch, found, LAUNCHER)
+    by_accelerate = any("accelerate" in word.text for word in command[:start])
+    own = _options(command[start:], found)
+    own |= (
+        {_launch_name(name): one for name, one in launch.items() if name not in LAUNCHER}
+        if by_accelerate
+        else {f"launch.{name}": one for name, one in launch.items() if name not in LAUNCHER}
+    )
+    for word in command[start + 1 : start + 3]:
+        if re.search(r"\.(ya?ml|json)$", word.text) and not word.unknown:
+            own["config"] = Setting("the argument", word.text, word.file, word.line)
+            break
+    return own
+
+
+def _is_program(command: Sequence[Word], place: int) -> bool:
+    text = command[place].text
+    before = command[place - 1].text if place else ""
+    return text.endswith(".py") or text in ("trl", "llamafactory-cli") or before in ("-m", "--module")
+
+
+def _launch_name(name: str) -> str:
+    if name in _OF_DEEPSPEED:
+        return f"{OF}deepspeed_config.{name}"
+    inner = next((section for start, section in _INNER.items() if name.startswith(start)), "")
+    return f"{OF}{inner}{name}"
+
+
+def _options(words: Sequence[Word], found: Gathered) -> dict[str, Setting]:
+    own = {}
+    for name, value, word, after in options(words):
+        plain = name.replace("-", "_")
+        known = plain in NO_EFFECT or _launch_name(plain) in NO_EFFECT or plain in LAUNCHER or plain in _FILES
+        if after.unknown and value is not True and not known:
+            found.findings.append(unknown_value(name, after))
+        else:
+            own[plain] = Setting(name, value, word.file, word.line)
+    return own
+
+
+_FILES = frozenset(("config", "config_file", "deepspeed", "deepspeed_config", "fsdp_config"))
+
+
+def _follow(name: str, setting: Setting, files: Sequence[File], found: Gathered, seen: set[str]) -> None:
+    """Take in the file that a setting names, under those that were given."""
+    names = ("config", "config_file", "deepspeed", "fsdp_config", f"{OF}config_file")
+    if name not in names and name != f"{OF}deepspeed_config.deepspeed_config_file":
+        return
+    text = str(setting.value)
+    if not re.search(r"\.(ya?ml|json|jsonc)$", text):
+        if name != "fsdp_config" and setting.value not in (None, "", "none") and not text.startswith("{"):
+            found.findings.append(not_found(setting))
+        if text.startswith("{"):
+            _inline(name, setting, found)
+        return
+    file = named_file(text, setting.file, files)
+    if file is None:
+        if not (name == "deepspeed" and found.deepspeed):
+            found.findings.append(not_found(setting))
+        return
+    if str(file[0]) in seen:
+        return
+    seen.add(str(file[0]))
+    found.texts[str(file[0])] = file[1]
+    inner = Gathered()
+    _file(*file, inner)
+    if name == "fsdp_config":
+        inner.settings = {f"fsdp_config.{key}": one for key, one in inner.settings.items()}
+    found.settings = inner.settings | found.settings
+    found.deepspeed = inner.deepspeed | found.deepspeed
+    found.findings += inner.findings
+
+
+def _inline(name: str, setting: Setting, found: Gathered) -> None:
+    """Take in JSON that stands in a command's argument."""
+    inner = Gathered()
+    _file(Path(setting.file), str(setting.value), inner)
+    leaves = {key: Setting(f"{name}.{key}", one.value, setting.file, setting.line) for key, one in
+              {**inner.settings, **inner.deepspeed}.items()}  # fmt: skip
+    if name == "deepspeed":
+        found.deepspeed = leaves | found.deepspeed
+    else:
+        found.settings = {f"fsdp_config.{key.removeprefix(OF)}": one for key, one in leaves.items()} | found.settings

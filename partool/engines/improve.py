@@ -1,0 +1,101 @@
+"""Compares a plan with the best one that its training system can do, in that system's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from partool.engines.settings import Setting
+from partool.engines.write import WRITABLE, terms_of
+from partool.engines.written import EngineChange, changes
+from partool.plan.diff import differences
+from partool.plan.types import Plan
+from partool.planner.evidence import margin
+from partool.spec.parallel import ParallelSpec
+from partool.spec.spec import Spec
+
+_KEPT = ("tensor.patterns", "offload.dir", "offload.buffers", "data.leaves")
+"""Fields of ``parallel`` that describe the model or the machines rather than choose a layout."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A plan beside the best plan for the same engine."""
+
+    before: Plan | None
+    """The plan as it is pinned; None if it does not fit or is wrong."""
+    after: Plan
+    changes: tuple[EngineChange, ...]
+    """What to change to come from the one to the other; all settings if there is no plan before."""
+    margin: float
+    """Relative gain in step time below which the two cannot be told apart."""
+
+    @property
+    def faster(self) -> float:
+        """Relative gain in step time, 0.1 for a step that takes 1 / 1.1 of the time; 0 if there is no plan before."""
+        if self.before is None:
+            return 0.0
+        return self.before.prediction.time.step_time_s / self.after.prediction.time.step_time_s - 1.0
+
+    @property
+    def safer(self) -> bool:
+        """True if only the later plan is likely to fit."""
+        if self.before is None:
+            return True
+        was, now = (plan.prediction.memory.fit_probability for plan in (self.before, self.after))
+        return was < _LIKELY <= now
+
+    @property
+    def worth_it(self) -> bool:
+        """True if the change makes the run safer, or faster by more than such predictions err."""
+        return bool(self.changes) and (self.safer or self.faster > self.margin)
+
+
+_LIKELY = 0.9
+"""Probability of fitting from which a plan counts as one that fits."""
+
+
+def freed(spec: Spec, held: Mapping[str, Any]) -> Spec:
+    """Return the spec with a layout that is open, but for the fields of ``parallel`` in ``held``, by their paths."""
+    parallel = ParallelSpec()
+    for path in (*_KEPT, *held):
+        parallel = _with(parallel, path.split("."), reduce(getattr, path.split("."), spec.parallel))
+    return spec.model_copy(update={"parallel": parallel})
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})
+
+
+def advice(before: Plan | None, after: Plan) -> Advice:
+    """Return what to change in the earlier plan; ``after`` is the best plan for the same engine."""
+    if after.engine not in WRITABLE:
+        found = tuple(_of_layout(before, after)) if before is not None else ()
+    else:
+        terms = terms_of(after)
+        old = terms_of(before) if before is not None else type(terms)(after)
+        found = tuple(change for change in changes(old, terms) if change.path.partition(".")[0] == "parallel")
+    least = margin(after.layout, before.layout) if before is not None else 0.0
+    return Advice(before, after, found, least)
+
+
+def _of_layout(before: Plan, after: Plan) -> list[EngineChange]:
+    """Return differences in the words of a spec."""
+    found = []
+    for line in differences(before, after):
+        path, _, values = line.partition(": ")
+        was, _, now = values.partition(" → ")
+        if path.startswith("layout.") and not path.startswith("layout.derived."):
+            name = path.removeprefix("layout.")
+            found.append(EngineChange(name, f"parallel.{name}", was, now))
+    return found
+
+
+def theirs(change: EngineChange, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[Setting]:
+    """Return the settings of a user's file that a change is about: of its name, or else of its field in the spec."""
+    if change.name in settings:
+        return [settings[change.name]]
+    return [settings[name] for name, path in carried.items() if path == change.path]

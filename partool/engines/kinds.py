@@ -1,0 +1,95 @@
+"""Recognises files of training systems by their contents."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from functools import lru_cache
+from typing import Literal
+
+import yaml
+
+from partool.strategies.engines import Engine
+
+Kind = Literal["json", "toml", "yaml", "python", "script"]
+
+_OF_DEEPSPEED = frozenset(
+    ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
+)
+_OF_ACCELERATE = frozenset(
+    (
+        "distributed_type", "compute_environment", "per_device_train_batch_size", "fsdp_config", "deepspeed_config",
+        "model_name_or_path", "output_dir", "num_train_epochs", "gradient_checkpointing", "num_processes",
+    )
+)  # fmt: skip
+_OF_TORCHTITAN = frozenset(("training", "parallelism", "job", "model", "activation_checkpoint"))
+_WORDS: tuple[tuple[Engine, str], ...] = (
+    ("torchtitan", r"--job\.config_file|--(training|parallelism|activation_checkpoint|compile|model)\.\w|torchtitan\."
+     r"train\b|run_(llama_)?train\.sh|--module\s+\S+\s+--config\s"),
+    ("megatron", r"--num[-_]layers\b|--tensor[-_]model[-_]parallel[-_]size\b|--micro[-_]batch[-_]size\b"),
+    ("accelerate", r"\baccelerate\s+launch\b|--per_device_train_batch_size\b|--model_name_or_path\b|"
+     r"\bdeepspeed\s+[^\n]*\w\.py\b"),
+)  # fmt: skip
+"""Expressions that scripts of a system match; the first counts."""
+
+
+@lru_cache(64)
+def kind_of(text: str) -> Kind:
+    """Return the format of a file's text; whatever is nothing else is taken for a script."""
+    if text.lstrip().startswith("{"):
+        return "json"
+    if _toml(text):
+        return "toml"
+    if _yaml_keys(text):
+        return "yaml"
+    if re.search(r"^(def|from|import|class)\s", text, re.M):
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return "script"
+        return "python"
+    return "script"
+
+
+def engine_of(text: str) -> Engine | None:
+    """Return the engine whose file this is, by its contents."""
+    kind = kind_of(text)
+    if kind == "toml":
+        return "torchtitan" if _toml(text) & _OF_TORCHTITAN else None
+    if kind in ("json", "yaml"):
+        keys = _yaml_keys(text)
+        if keys & _OF_ACCELERATE and not keys & _OF_DEEPSPEED:
+            return "accelerate"
+        return "deepspeed" if kind == "json" or keys & _OF_DEEPSPEED else None
+    if kind == "python":
+        return "torchtitan" if "torchtitan" in text else None
+    return next((engine for engine, words in _WORDS if re.search(words, text)), None)
+
+
+def engine_of_all(texts: list[str]) -> Engine | None:
+    """Return the engine of files that belong together; accelerate's come with DeepSpeed's configurations."""
+    found = {engine_of(text) for text in texts} - {None}
+    if found == {"accelerate", "deepspeed"}:
+        return "accelerate"
+    return found.pop() if len(found) == 1 else None
+
+
+def _toml(text: str) -> frozenset[str]:
+    try:
+        return frozenset(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return frozenset()
+
+
+@lru_cache(64)
+def _yaml_keys(text: str) -> frozenset[str]:
+    """Return the names at the top of a mapping of YAML or JSON; none if the text is something else."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return frozenset()
+    if not isinstance(root, yaml.MappingNode):
+        return frozenset()
+    keys = [str(key.value) for key, _ in root.value]
+    return frozenset(keys) if all(re.fullmatch(r"[\w.-]+", key) for key in keys) else frozenset()

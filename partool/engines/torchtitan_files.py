@@ -1,0 +1,117 @@
+"""Gathers a run of torchtitan from its files: a TOML, a script with options over it, a module of configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from partool.diagnostics.record import Diagnostic
+from partool.engines import torchtitan, torchtitan_python
+from partool.engines.commands import (
+    File,
+    Gathered,
+    launched,
+    missing_sources,
+    named_file,
+    not_found,
+    training_command,
+)
+from partool.engines.kinds import kind_of
+from partool.engines.settings import Setting
+from partool.engines.shell import ShellScript, Word
+from partool.engines.torchtitan_keys import NO_EFFECT
+
+_MARKS = (
+    r"--job\.config_file|torchtitan\.train|run_(llama_)?train\.sh|--module\s\S+\s--config\s|"
+    r"--(training|parallelism|compile|model)\.\w"
+)
+
+
+def gather(files: Sequence[File], defined: Mapping[str, str]) -> Gathered:
+    """Return the settings of all files: those of commands count over those of the TOML or the function that they name.
+
+    ``defined`` has variables by name; CONFIG and MODULE name a function and a model where no command does.
+    """
+    found = Gathered()
+    tomls = [file for file in files if kind_of(file[1]) == "toml"]
+    scripts = [file for file in files if kind_of(file[1]) == "script"]
+    for path, text in files:
+        if kind_of(text) in ("json", "yaml"):
+            message = f"{path} is no TOML, no script and no module of configurations"
+            found.findings.append(Diagnostic("PT825", message, help="name another file"))
+    over: dict[str, Setting] = {}
+    for path, text in scripts:
+        script = ShellScript()
+        script.read(path, text)
+        found.findings += missing_sources(path, script)
+        command = training_command(script, least=1, marks=_MARKS)
+        if not command:
+            nothing = f"{path} has no command with torchtitan's options"
+            found.findings.append(Diagnostic("PT825", nothing, help="name another file"))
+            continue
+        own, notes = torchtitan.arguments(command, NO_EFFECT)
+        found.findings += notes
+        _environment(script, own)
+        launched(own, found, torchtitan.LAUNCHER)
+        for name in torchtitan.LAUNCHER:
+            own.pop(name, None)
+        if not tomls:
+            tomls = _named(own, files, found)
+        over |= own
+    for path, text in tomls[:1]:
+        settings, wrong = torchtitan.settings(path, text)
+        found.settings |= settings
+        found.findings += wrong
+    for path, _ in tomls[1:]:
+        found.findings.append(Diagnostic("PT825", f"{path} is a second configuration", help="name one of them"))
+    _registry(files, over, defined, found, alone=not tomls)
+    found.settings |= over
+    return found
+
+
+def _registry(
+    files: Sequence[File], over: Mapping[str, Setting], defined: Mapping[str, str], found: Gathered, *, alone: bool
+) -> None:
+    """Take in the function of a module of configurations."""
+    pythons = [file for file in files if kind_of(file[1]) == "python"]
+    config, module = torchtitan_python.chosen(over, defined)
+    for path, text in pythons[:1]:
+        settings, wrong = torchtitan_python.settings(path, text, config, module)
+        found.settings |= settings
+        found.findings += wrong
+    if not pythons and alone and (option := over.get("config")) is not None:
+        found.findings.append(
+            Diagnostic(
+                "PT825", f"{option.value} is a function of torchtitan's config_registry.py, which is not here",
+                span=option.span, help="give that file as another FILE",
+            )
+        )  # fmt: skip
+
+
+_VARIABLES = (
+    ("CONFIG_FILE", "job.config_file"), ("NGPU", "nproc_per_node"), ("CONFIG", "config"), ("MODULE", "module"),
+)  # fmt: skip
+
+
+def _environment(script: ShellScript, own: dict[str, Setting]) -> None:
+    """Take the variables that torchtitan's own ``run_train.sh`` reads, where a command starts that script."""
+    for variable, name in _VARIABLES:
+        words: list[Word] = script.variables.get(variable, [])
+        if name not in own and len(words) == 1:
+            own[name] = Setting(variable, words[0].text, words[0].file, words[0].line)
+
+
+def _named(own: dict[str, Setting], files: Sequence[File], found: Gathered) -> list[File]:
+    setting = own.get("job.config_file")
+    if setting is None or setting.value is True:
+        return []
+    file = named_file(str(setting.value), setting.file, files)
+    if file is None:
+        found.findings.append(not_found(setting))
+        return []
+    if kind_of(file[1]) != "toml":
+        message = f"{Path(file[0]).name} is no TOML"
+        found.findings.append(Diagnostic("PT820", message, help="name a job configuration", span=setting.span))
+        return []
+    found.texts[str(file[0])] = file[1]
+    return [file]

@@ -1,0 +1,191 @@
+"""Scripts that make other training systems train a plan: run with stand-ins for torchrun, srun and scontrol."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+import typer
+import yaml
+from planned import plan_of
+from typer.testing import CliRunner
+
+from partool.cli import plan as plan_command
+from partool.cli import render as render_command
+from partool.engines.megatron import settings
+from partool.engines.shell import Word
+from partool.engines.write import WRITABLE, terms_of
+from partool.plan.types import Plan
+from partool.render import findings, render
+from partool.render.job import Job
+from partool.render.program import program
+
+SPEC = """
+spec: 1
+engine: ENGINE
+name: my-run
+model: llama3.2-1b
+hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4}
+training: {sequence_length: 2048, global_batch: 64, precision: bf16, steps: 30}
+data: {source: python-stdlib}
+launch: {target: TARGET, image: "team/train:1", env: {NOTE: "it's $HOME"}, slurm: {partition: gpu, time: "01:00:00"}}
+"""
+TOLD = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done > "$LOG"; env -0 > "$LOG.env"\n'
+SRUN = '#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nSLURM_NODEID=1 exec "$@"\n'
+
+
+def job_for(engine: str, target: str, folder: Path, note: str = "it's $HOME") -> Job:
+    """Return the job of a plan for an engine."""
+    text = SPEC.replace("it's $HOME", note)
+    text = text.replace("ENGINE", engine).replace("TARGET", target)
+    if target != "k8s":
+        text = text.replace('image: "team/train:1", ', "")
+    plan: Plan = plan_of(text)
+    return Job(plan, "my-run-1", PurePosixPath(folder), program=program(plan))
+
+
+def play(folder: Path, *command: str, **env: str) -> tuple[list[str], dict[str, str]]:
+    """Run a command with stand-ins in PATH; return the words that torchrun was given, and its environment."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in (("torchrun", TOLD), ("srun", SRUN), ("scontrol", "#!/bin/bash\nprintf 'first\\nsecond\\n'\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    log = folder / "log"
+    path = f"{tools}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, env={"PATH": path, "LOG": str(log), "HOME": str(folder), **env}, cwd=folder, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pairs = (log.with_name("log.env")).read_text().split("\0")
+    return log.read_text().split("\0")[:-1], dict(pair.partition("=")[::2] for pair in pairs if pair)
+
+
+def put(job: Job, folder: Path, target: str) -> str:
+    """Write the rendered files; return the main one."""
+    rendered = render(target, job)
+    for name, text in rendered.files.items():
+        (folder / name).write_text(text)
+    return rendered.main
+
+
+@pytest.mark.parametrize("engine", WRITABLE)
+def test_the_script_starts_the_ranks_of_a_node(engine: str, tmp_path: Path) -> None:
+    job = job_for(engine, "torchrun", tmp_path)
+    assert put(job, tmp_path, "torchrun") == "train.sh"
+    words, env = play(tmp_path, "bash", "train.sh", "mine.py", "--more", "it's", NODE_RANK="1", MASTER_ADDR="first")
+    launcher = words[: words.index("--master_port") + 2]
+    meet = ["--node_rank", "1", "--master_addr", "first", "--master_port", "29500"]
+    assert launcher == ["--nproc_per_node", "4", "--nnodes", "2", *meet]
+    assert env["NOTE"] == "it's $HOME"
+    if engine == "deepspeed":
+        config = tmp_path / "ds_config.json"
+        assert words[len(launcher) :] == ["mine.py", "--more", "it's", "--deepspeed_config", str(config)]
+        assert json.loads(config.read_text())["train_batch_size"] == 64
+    else:
+        assert words[len(launcher)] == "pretrain_gpt.py"
+        assert words[-3:] == ["mine.py", "--more", "it's"]
+        given = settings([Word(word, "", 1) for word in words])
+        for term in terms_of(job.plan).terms:
+            assert str(given[term.name].value) == str(term.value)
+
+
+@pytest.mark.parametrize("engine", WRITABLE)
+def test_slurm_starts_the_script_on_every_node(engine: str, tmp_path: Path) -> None:
+    job = job_for(engine, "slurm", tmp_path)
+    assert findings("slurm", job) == []
+    main = put(job, tmp_path, "slurm")
+    slurm = {"SLURM_JOB_ID": "12001", "SLURM_JOB_NODELIST": "first,second", "SLURM_JOB_CPUS_PER_NODE": "16(x2)"}
+    words, env = play(tmp_path, "bash", main, "mine.py", **slurm)
+    assert words[4:10] == ["--node_rank", "1", "--master_addr", "first", "--master_port", "20001"]
+    assert "mine.py" in words
+    assert env["NOTE"] == "it's $HOME"
+    text = (tmp_path / main).read_text()
+    assert "#SBATCH --partition=gpu" in text
+    assert "#SBATCH --no-requeue" in text
+    assert "--signal" not in text
+
+
+@pytest.mark.parametrize("engine", WRITABLE)
+def test_scripts_pass_shellcheck(engine: str, tmp_path: Path) -> None:
+    job = job_for(engine, "slurm", tmp_path, "plain")
+    put(job, tmp_path, "slurm")
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run(
+        [shellcheck, tmp_path / "job.sbatch", tmp_path / "train.sh"], capture_output=True, text=True
+    )
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["jobset", "job", "pytorchjob", "trainjob", "volcano"])
+def test_kubernetes_starts_the_script_in_every_pod(kind: str, tmp_path: Path) -> None:
+    job = job_for("megatron", "k8s", tmp_path)
+    k8s = job.plan.launch.k8s.model_copy(update={"kind": kind})
+    launch = job.plan.launch.model_copy(update={"k8s": k8s})
+    job = Job(job.plan.model_copy(update={"launch": launch}), job.run_id, job.run_dir, program=job.program)
+    text = render("k8s", job).text
+    found = [each for each in yaml.safe_load_all(text) if each]
+    config = next(each for each in found if each["kind"] == "ConfigMap")
+    assert job.program is not None
+    assert config["data"].keys() == {"plan.json", "train.sh"}
+    assert config["data"]["train.sh"] == job.program.files["train.sh"]
+    assert "secretKeyRef" not in text
+    (command,) = commands(found)
+    assert command[0] == "env"
+    assert [word.partition("=")[0] for word in command[1:4]] == ["NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    assert command[4:] == ["bash", "/etc/partool/train.sh"]
+
+
+def commands(value: object) -> list[list[str]]:
+    """Return the commands of all containers in a manifest, each once."""
+    found: list[list[str]] = []
+    if isinstance(value, dict):
+        if isinstance(value.get("command"), list) and value["command"] not in found:
+            found.append(value["command"])
+        value = list(value.values())
+    for each in value if isinstance(value, list) else []:
+        found += [one for one in commands(each) if one not in found]
+    return found
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Run ``partool render`` or ``partool plan``."""
+    name, *words = arguments
+    app = typer.Typer()
+    app.command()({"render": render_command.command, "plan": plan_command.command}[name])
+    done = CliRunner().invoke(app, words)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_commands_write_for_an_engine_and_improve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+    spec = tmp_path / "mine.yaml"
+    spec.write_text(SPEC.replace("ENGINE", "partool").replace("TARGET", "local").replace('image: "team/train:1", ', ""))
+    code, text, told = run("render", str(spec), "--engine", "megatron")
+    assert code == 0, told
+    assert "torchrun --nproc_per_node 4" in text
+    out = tmp_path / "out"
+    code, _, told = run("render", str(spec), "--engine", "deepspeed", "--target", "slurm", "-o", str(out))
+    assert code == 0, told
+    assert {file.name for file in out.iterdir()} == {"job.sbatch", "train.sh", "ds_config.json", "plan.json"}
+    code, _, told = run("render", str(spec), "--engine", "deepspeed", "--set", "parallel.pipeline.stages=2")
+    assert (code, "PT828" in told) == (1, True)
+    code, _, told = run("render", str(spec), "--engine", "megatron", "--array", "training.steps=1,2", "-t", "slurm")
+    assert (code, "--array" in told) == (2, True)
+    options = ("--set", "launch.target=torchrun", "--set", "engine=megatron", "--improve")
+    code, text, told = run("plan", str(spec), *options, "--set", "parallel.recompute=full", "--output", "json")
+    assert code == 0, told
+    found = json.loads(text)
+    assert (found["engine"], found["before"]["verdict"]) == ("megatron", "green")
+    # Recomputation is what the command line holds.
+    assert not any(change["name"].startswith("recompute") for change in found["changes"])
+    spec.write_text(spec.read_text() + "parallel: {recompute: full, micro_batch: 1}\n")
+    code, text, told = run("plan", str(spec), *options)
+    assert code == 0, told
+    assert "remove recompute-granularity" in text
+    assert "faster" in text
