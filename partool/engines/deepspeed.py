@@ -16,9 +16,6 @@ import yaml
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines.settings import Setting, Sheet
 
-_OTHER = ("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients")
-"""Keys of mechanisms that partool does not price; they must be off."""
-
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
@@ -73,11 +70,7 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     }
     if parallel["sequence"]["degree"] > 1:
         parallel["sequence"]["method"] = "ulysses"
-    persistent = [
-        sheet.get(f"zero_optimization.{name}", to="parallel.data.persistent")
-        for name in ("stage3_param_persistence_threshold", "param_persistence_threshold")
-    ]
-    if stage == 3 and (size := next((each for each in map(_whole, persistent) if each is not None), None)) is not None:
+    if (size := _persistent(sheet, stage)) is not None:
         parallel["data"]["persistent"] = size
     if (shard := sheet.number("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard")) > 1:
         sheet.say(
@@ -87,9 +80,6 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         )  # fmt: skip
     if micro:
         parallel["micro_batch"] = micro
-    for name in _OTHER:
-        if sheet.get(name, False, to="nothing: off") not in (False, 0, -1, 1):
-            sheet.say("PT823", "error", f"{name} is not priced here", "remove it", name)
     _recompute(sheet, parallel)
     training: dict[str, Any] = {"precision": _precision(sheet)}
     sheet.lacks("training.sequence_length", "the file does not say how long sequences are")
@@ -99,11 +89,26 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         sheet.lacks("training.global_batch", "the file does not say the global batch", "train_batch_size")
     if batch:
         training["global_batch"] = batch
+    return {"training": training, "parallel": parallel, "optimizer": {"name": _optimizer(sheet)}}
+
+
+def _optimizer(sheet: Sheet) -> str:
     optimizer = str(sheet.get("optimizer.type", "AdamW", to="optimizer.name")).lower()
     known = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "adagrad": "adagrad"}
     if optimizer not in known:
         sheet.say("PT823", "error", f"the optimizer {optimizer} is not priced here", "AdamW or Lion", "optimizer.type")
-    return {"training": training, "parallel": parallel, "optimizer": {"name": known.get(optimizer, "adamw")}}
+    return known.get(optimizer, "adamw")
+
+
+def _persistent(sheet: Sheet, stage: int) -> int | None:
+    """Return up to how many elements parameters stay gathered with ZeRO-3."""
+    found = None
+    for name in ("stage3_param_persistence_threshold", "param_persistence_threshold"):
+        key = f"zero_optimization.{name}"
+        size = _whole(sheet.settings[key].value) if key in sheet.settings and stage == 3 else None
+        sheet.get(key, to="nothing: it is automatic, or without ZeRO-3" if size is None else "parallel.data.persistent")
+        found = size if found is None else found
+    return found
 
 
 def _whole(value: Any) -> int | None:

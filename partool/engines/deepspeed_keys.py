@@ -80,6 +80,9 @@ _ERRORS = {
     bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states fp16.fp16_master_weights_and_grads
     data_types.param_dtype amp. torch_autocast. fp8.
     """,
+    "sends parameters or gradients in 8 or 4 bits": """
+    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
+    """,
     "divides experts or stages by itself": "expert_parallel. pipeline.",
 }
 _WARNINGS = {

@@ -344,6 +344,7 @@ def test_keys_are_carried(change: dict[str, Any], path: str, value: Any) -> None
         ({"train_micro_batch_size_per_gpu": "auto"}, "PT822", "auto"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "PT823", "zero_hpz_partition_size"),
         ({"optimizer": {"type": "OneBitAdam"}}, "PT823", "onebitadam"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "PT823", "zero_quantized_weights"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "PT823", "bf16_master_weights"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "PT821", "ZeRO-3"),
     ],
@@ -356,7 +357,8 @@ def test_contradictory_keys_are_findings_with_their_line(change: dict[str, Any],
     assert found[0].span is not None
     line = json.dumps(CONFIG | change, indent=2).splitlines()[found[0].span.line - 1]
     assert any(
-        name in line for name in ("train_batch", "enabled", "device", "micro", "hpz", "type", "master", "ratio", "_b")
+        name in line
+        for name in ("train_batch", "enabled", "device", "micro", "hpz", "type", "master", "ratio", "quant", "_b")
     )
 
 
