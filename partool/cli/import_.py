@@ -71,9 +71,10 @@ def spec_text(found: Imported, *paths: Path) -> str:
     names, kind = ", ".join(path.name for path in paths), "a file" if len(paths) == 1 else "files"
     lines = [f"# Read from {names}, {kind} of {found.engine}; devices and data are not in such files."]
     lines += [
-        f"# not understood, and not priced: {fate.setting.name} ({_line(fate.setting, found)})"
+        f"# {fate.kind.replace('understood', 'understood, and not priced')}: {fate.setting.name} "
+        f"({_line(fate.setting, found)})"
         for fate in found.fates
-        if fate.kind == "not understood"
+        if fate.kind in ("not understood", "not priced")
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
 
@@ -133,5 +134,6 @@ def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> Non
             text = f": {fate.text}" if fate.text else ""
             say(f"{_line(fate.setting, found)}  {fate.setting.name}  {fate.kind}{text}", err=True)
     kinds = [fate.kind for fate in found.fates]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("carried", "no effect", "not understood"))
+    ways = ("carried", "no effect", "not priced", "not understood")
+    counts = ", ".join(f"{sum(kind == way for kind in kinds)} {way}" for way in ways)
     say(f"{found.engine}: {len(kinds)} settings, {counts}", err=True)
