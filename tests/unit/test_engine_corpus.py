@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from planned import plan_of
 
-from partool.cli.import_ import spec_text
 from partool.engines import Imported, Wanted, engine_of, read
+from partool.engines.told import spec_text
 
 CORPUS = Path(__file__).parents[1] / "data" / "corpus"
 ROWS: list[dict[str, Any]] = json.loads((CORPUS / "index.json").read_text())
