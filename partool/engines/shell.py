@@ -18,7 +18,8 @@ from partool.engines.shell_tokens import CLOSED, JOINED, OPENED, ShellToken, tok
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _REFERENCE = re.compile(
     r"\$\(\((?P<sum>[^()]*)\)\)|\$\((?P<command>[^()]*)\)|`(?P<old>[^`]*)`|"
-    r"\$\{(?P<list>[A-Za-z_]\w*)\[[@*]\]\}|\$\{(?P<name>\w+)(?::?-(?P<default>[^{}]*)|:?\?[^{}]*)?\}|\$(?P<plain>\w+|[@*#?])"
+    r"\$\{(?P<list>[A-Za-z_]\w*)\[[@*]\]\}|\$\{(?P<name>\w+)(?::?-(?P<default>[^{}]*)|:?\?[^{}]*)?\}|"
+    r"\$(?P<plain>\w+|[@*#?])"
 )
 _NESTED = re.compile(r"\$\{\w+:?-")
 _LOOPS = frozenset({"for", "while", "until"})

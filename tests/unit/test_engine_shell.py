@@ -39,6 +39,7 @@ def words(text: str) -> list[str]:
         ('A=(--a "1 2")\nrun "${A[@]}"', ["run", "--a", "1 2"]),
         ("run ${X:-4} ${Y-five}", ["run", "4", "five"]),
         ("X=2; run ${X:-4}", ["run", "2"]),
+        ("X=2; run ${X:?the words} ${X?}", ["run", "2", "2"]),
         ("A=2 B=3\nrun $((A * B + 1)) $(($A*4))", ["run", "7", "8"]),
         ("export A=1\nrun '$A' \"$A\"", ["run", "$A", "1"]),
         ("A=1 run --a", ["run", "--a"]),
@@ -82,6 +83,7 @@ def test_words_are_those_of_a_shell(text: str, want: list[str]) -> None:
         ("A=1\nif [ $B = 2 ]; then A=2; fi\nrun --a $A", "$A"),
         ("run --a $((N / 0))", "$((N / 0))"),
         ("run --a $1", "$1"),
+        ("run ${X:?no value}", "${X:?no value}"),
     ],
 )
 def test_what_only_a_shell_could_tell_is_named(text: str, unknown: str) -> None:
