@@ -55,11 +55,12 @@ lint: venv
 typecheck: venv
 	$(BIN)/mypy
 
-# The unit tests and the attacks side by side; those of Triton kernels in its interpreter, which is chosen as it is imported; those that start ranks and clusters of their own one after the other.
+# The unit tests and the attacks side by side; those of Triton kernels in its interpreter, which is chosen as it is imported; those that start ranks and clusters, by files, which share what they start.
 test: venv lint typecheck
 	$(BIN)/pytest --numprocesses 2 --dist worksteal tests/unit tests/fuzz
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist worksteal tests/interpreted
-	$(BIN)/pytest --ignore tests/unit --ignore tests/interpreted --ignore tests/fuzz
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		--ignore tests/unit --ignore tests/interpreted --ignore tests/fuzz
 
 test-long: venv
 	$(BIN)/pytest -m long

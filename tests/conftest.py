@@ -6,9 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
+LONGEST = (
+    "test_slurm_cluster.py", "test_kill_resume.py", "test_install.py", "test_sequence_trainer.py",
+    "test_agent_signals.py", "test_agent_trainer.py", "test_several_nodes.py", "test_offload.py", "test_zero.py",
+    "test_experts.py", "test_agent_nodes.py", "test_sequence_hf.py", "test_pipeline_trainer.py",
+    "test_tensor_trainer.py", "test_dry_collectives.py", "test_agent_exit.py", "test_dry_repeat.py",
+)  # fmt: skip
+"""Files that take longest: where several processes test, one that began last would leave the others idle."""
 SHIMS = Path(__file__).parents[1] / "build" / "dry"
 """Where libraries that stand in for CUDA are kept: by their source and torch's version, as compiling takes seconds."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files, and let tests that share the cores take longer."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    if PATIENCE == 1.0:
+        return
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        seconds = float(own.args[0] if own is not None else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

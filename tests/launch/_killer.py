@@ -23,9 +23,10 @@ from partool.plan.types import Plan
 from partool_runtime import trainer, worker  # noqa: F401
 
 sys.path.append(str(Path(__file__).parents[1]))
+from patience import PATIENCE
 from ports import free_port
 
-ATTEMPT_TIMEOUT_S = 60.0
+ATTEMPT_TIMEOUT_S = 60.0 * PATIENCE
 GRACE_S = 3.0
 """Seconds for a rank to notice that another is gone; a rank that waits for it at start-up does not notice."""
 STEP_S = 0.05

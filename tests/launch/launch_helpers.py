@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layouts import laid, new_layout
+from patience import PATIENCE
 
 from partool.plan.layout import Mesh
 from partool.plan.run import RunStatus, read_status
@@ -141,7 +142,7 @@ class AgentRun:
         """Wait for the agent and return its exit code."""
         assert self.process is not None
         try:
-            self.output, self.errors = self.process.communicate(timeout=timeout_s)
+            self.output, self.errors = self.process.communicate(timeout=timeout_s * PATIENCE)
         finally:
             self.process.kill()
         return self.process.returncode
@@ -186,7 +187,7 @@ def processes_of(run_dir: Path) -> list[int]:
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 45) -> None:
     """Wait for a condition; fails the test if it never holds."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + timeout_s * PATIENCE
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s} s for {what}"
         time.sleep(0.02)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import HERE, AgentRun, make_plan, ranks_environment, wait_until
+from patience import PATIENCE
 
 from partool.launch.local.target import LocalTarget
 from partool.launch.store import Run, RunStore
@@ -133,7 +134,10 @@ def test_launcher_killed_and_detached(tmp_path: Path) -> None:
     tied, detached = AgentRun(tmp_path / "tied", FOLLOW), AgentRun(tmp_path / "detached", FOLLOW)
     launcher = subprocess.Popen(_launch(tied), env=ranks_environment())
     try:
-        assert subprocess.run([*_launch(detached), "--detach"], env=ranks_environment(), timeout=30).returncode == 0
+        assert (
+            subprocess.run([*_launch(detached), "--detach"], env=ranks_environment(), timeout=30 * PATIENCE).returncode
+            == 0
+        )
         tied.wait_for("steps-0", "steps-1")
     finally:
         launcher.kill()
@@ -178,7 +182,7 @@ class _Terminal:
     def finish(self) -> int:
         """Wait for the end and return the text on the screen."""
         try:
-            code = self.process.wait(timeout=30)
+            code = self.process.wait(timeout=30 * PATIENCE)
             while True:
                 try:
                     self.text += os.read(self._keyboard, 1 << 16).decode()

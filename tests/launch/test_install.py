@@ -11,18 +11,22 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from partool.plan.types import PLAN_VERSION
 
 ROOT = Path(__file__).parents[2]
-SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))[::5]
+"""Some of the examples: planning all of them is tested elsewhere."""
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command without this environment's Python settings and return its result."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))} | environment
-    return subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+    return subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=150 * PATIENCE
+    )
 
 
 def build_wheel(folder: Path, **environment: str) -> Path:
@@ -49,7 +53,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(180)
-def test_core_install_plans_every_example_without_torch(installed: Path, tmp_path: Path) -> None:
+def test_core_install_plans_examples_without_torch(installed: Path, tmp_path: Path) -> None:
     absent = run(installed / "python", "-c", "import torch", cwd=tmp_path)
     assert "No module named 'torch'" in absent.stderr
     assert SPECS

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from partool.spec.model_code import asked_code, code_hash
 from partool_runtime.errors import ConfigurationError
@@ -67,7 +68,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             [str(PARTOOL), *arguments],
-            cwd=folder, env=environment, stdin=answers.stdout, capture_output=True, text=True, timeout=150, check=False,
+            cwd=folder, env=environment, stdin=answers.stdout, capture_output=True, text=True, check=False,
+            timeout=150 * PATIENCE,
         )  # fmt: skip
     finally:
         answers.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import HERE, make_plan, ranks_environment
+from patience import PATIENCE
 
 CORES = sorted(os.sched_getaffinity(0))
 pytestmark = [
@@ -42,7 +43,7 @@ def started(tmp_path: Path, ranks: int, numa: str) -> tuple[list[tuple[list[int]
         env=ranks_environment(PARTOOL_TEST_ROOT=str(tmp_path / "machine")),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
     )
     assert process.returncode == 0, process.stderr
     found = [json.loads((run_dir / f"start-{rank}-1.json").read_text()) for rank in range(ranks)]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 from launch_helpers import make_plan
+from patience import PATIENCE
 
 from partool.cli import export
 from partool.cost.traced import refresh
@@ -57,7 +58,13 @@ class Folder:
     def run(self, *command: str) -> str:
         """Run a command there; returns its output."""
         done = subprocess.run(
-            command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=120, check=False
+            command,
+            cwd=self.path,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120 * PATIENCE,
+            check=False,
         )
         said = f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert not self.canary.exists(), f"{self.canary.read_text()}\n{said}"

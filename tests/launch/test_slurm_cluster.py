@@ -106,6 +106,7 @@ def test_cancel(login: Login) -> None:
     assert again.stdout == (run.path / "job.sbatch").read_text()
 
 
+@pytest.mark.long
 def test_a_failing_rank(login: Login) -> None:
     """Its error and exit code reach the user; a failure that every retry would repeat is not restarted."""
     plan = cluster_plan(login.folder, 5, nodes=1, per_node=1, restarts=3)

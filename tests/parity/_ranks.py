@@ -26,6 +26,7 @@ from typing import Any
 
 import _rank_server as server
 import torch.distributed as dist
+from patience import PATIENCE
 from ports import free_port
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -120,7 +121,7 @@ class Pools:
         if pool is None:
             pool = self._pools[ranks] = self._server.start(ranks, function.__module__)
         try:
-            values = pool.run(function, arguments, timeout_s, lost)
+            values = pool.run(function, arguments, timeout_s * PATIENCE, lost)
         except RankError:
             del self._pools[ranks]
             raise
@@ -229,7 +230,7 @@ class Results:
 def in_group(timeout_s: float = 90) -> Iterator[None]:
     """Hold a gloo group of all ranks for one case: each group has threads, of which many cases would have too many."""
     forget_meshes()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s * PATIENCE))
     yield
     dist.barrier()  # a rank that leaves while another still receives has crashed gloo
     close_ranks()

@@ -14,6 +14,7 @@ from typing import Any
 
 from launch_helpers import trainable_plan, wait_until
 from layouts import laid
+from patience import PATIENCE
 from slurm_cluster import Cluster
 
 from partool.launch.store import Run
@@ -21,7 +22,7 @@ from partool.plan.layout import Mesh
 from partool.plan.types import CheckpointSpec, Plan
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 500
-PATIENCE_S = 200.0
+PATIENCE_S = 200.0 * PATIENCE
 """The machine may be busy with other things."""
 
 
