@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import HERE, AgentRun, make_plan, processes_of, ranks_environment, wait_until
+from patience import PATIENCE
 from ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not typed as exported
 
@@ -68,7 +69,7 @@ class NodeRun(AgentRun):
         """Wait for the agents and return their exit codes by node rank."""
         try:
             for node, agent in self.agents.items():
-                self.texts[node] = agent.communicate(timeout=timeout_s)
+                self.texts[node] = agent.communicate(timeout=timeout_s * PATIENCE)
         finally:
             for agent in self.agents.values():
                 agent.kill()
@@ -150,7 +151,7 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
     try:
         assert killed.end() == [1, -signal.SIGKILL]
         assert killed.status.reason == (f"node 1 ({HOST}) vanished: its agent was killed, or the network to it is down")
-        assert frozen.agents[1].wait(60) == 1
+        assert frozen.agents[1].wait(60 * PATIENCE) == 1
     finally:
         frozen.agents[0].kill()
         frozen.end()

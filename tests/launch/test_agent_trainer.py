@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import processes_of, trainable_plan, wait_until
+from patience import PATIENCE
 
 from partool.plan.run import agent_command, read_status
 from partool.spec.training import CheckpointSpec
@@ -77,7 +78,7 @@ def _names(folder: Path) -> list[str]:
 
 def _end(agent: subprocess.Popen[bytes]) -> int:
     try:
-        return agent.wait(60)
+        return agent.wait(60 * PATIENCE)
     finally:
         agent.kill()
 

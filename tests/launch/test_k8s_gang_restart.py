@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from launch_helpers import HERE, make_plan, processes_of, ranks_environment, wait_until
+from patience import PATIENCE
 from ports import free_port
 
 from partool.plan.run import read_status
@@ -115,7 +116,7 @@ class JobController:
         for pod in self.pods.values():
             pod.terminate()
         for index, pod in self.pods.items():
-            self.codes[index].append(pod.wait(60))
+            self.codes[index].append(pod.wait(60 * PATIENCE))
 
 
 @pytest.mark.parametrize(

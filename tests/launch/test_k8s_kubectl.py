@@ -14,6 +14,7 @@ import pytest
 import yaml
 from k8s_case import Case, case
 from kubectl_tool import at_hand, kubectl
+from patience import PATIENCE
 from test_k8s_commands import kinds, plan_file
 from test_launch_commands import invoke
 
@@ -43,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
 
 
 def run(program: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60 * PATIENCE)
     assert done.returncode == code, f"{arguments}: {done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
@@ -71,7 +72,7 @@ def test_kubectl_takes_what_is_rendered(here: Case, program: Path, kind: str) ->
     run(program, "create", "-f", "key.yaml")  # `create secret` speaks protobuf, which this server does not
     head = [line for line in comments if line.startswith("  ")]
     lines = [f'kubectl() {{ "{program}" "$@"; }}', *head]
-    subprocess.run(["bash", "-ceu", "\n".join(lines)], check=True, timeout=60)
+    subprocess.run(["bash", "-ceu", "\n".join(lines)], check=True, timeout=60 * PATIENCE)
     owners = here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]
     assert [(each["name"], each["uid"]) for each in owners] == [(name, found["metadata"]["uid"])]
     # partool's own diff and kubectl's agree that nothing differs
@@ -99,6 +100,6 @@ def test_kubectl_reads_and_follows_logs_and_waits_for_the_end(here: Case, progra
     time.sleep(0.5)
     here.cluster.write(pod, "[0] three")
     here.end_pod(pod, 0)
-    assert following.communicate(timeout=30)[0] == "[0] one\n[1] two\n[0] three\n"
+    assert following.communicate(timeout=30 * PATIENCE)[0] == "[0] one\n[1] two\n[0] three\n"
     here.cluster.forbidden.add(("list", "pods"))
     assert "cannot list resource" in run(program, "get", "pods", code=1)

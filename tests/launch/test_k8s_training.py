@@ -21,6 +21,7 @@ import k8s_schemas
 import pytest
 from k8s_case import Case, case, condition
 from launch_helpers import processes_of, ranks_environment, trainable_plan, wait_until
+from patience import PATIENCE
 from ports import free_port
 from test_kill_resume import losses
 from test_launch_commands import invoke
@@ -98,7 +99,7 @@ class JobSet(threading.Thread):
             readers[-1].start()
         if self.disturb:
             self.disturb.pop(0)(self)
-        codes = [agent.wait(120) for agent in self.agents]
+        codes = [agent.wait(120 * PATIENCE) for agent in self.agents]
         for node, (pod, reader) in enumerate(zip(pods, readers, strict=True)):
             reader.join()
             ended = self.run_dir.parent / f"ended-{node}"

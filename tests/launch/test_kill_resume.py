@@ -13,6 +13,7 @@ import pytest
 import torch
 from launch_helpers import HERE, trainable_plan
 from layouts import laid
+from patience import PATIENCE
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
@@ -50,7 +51,7 @@ def killer(
     command = [sys.executable, str(HERE / "_killer.py"), json.dumps(described)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s, start_new_session=True
+        command, env=environment, capture_output=True, text=True, timeout=timeout_s * PATIENCE, start_new_session=True
     )
     assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in process.stdout.splitlines()]

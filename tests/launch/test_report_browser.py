@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from layouts import laid
+from patience import PATIENCE
 
 from partool.plan.event_log import event_log
 from partool.plan.pipeline_log import Executed, pipeline_data
@@ -86,7 +87,7 @@ def browse(page: Path, *options: str, scheme: int = LIGHT) -> tuple[str, list[st
         "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0",
         f"--blink-settings=preferredColorScheme={scheme}", *options, page.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90 * PATIENCE, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

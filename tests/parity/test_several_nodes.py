@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from _plans import small_plan, write_text
+from patience import PATIENCE
 from ports import free_port
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -80,7 +81,7 @@ def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Pop
 
 def _finish(agents: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     try:
-        ended = [agent.communicate(timeout=100) for agent in agents]
+        ended = [agent.communicate(timeout=100 * PATIENCE) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -19,13 +19,15 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from patience import PATIENCE
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "iproute2")
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
 CLIENTS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct", "sacctmgr")
 INSTALL = "PARTOOL_TEST_INSTALL"
 _HERE = Path(__file__).parent
 _NET = "10.77.0"
-_START_TIMEOUT_S = 40.0
+_START_TIMEOUT_S = 40.0 * PATIENCE
 
 
 def unavailable() -> str:
@@ -87,7 +89,7 @@ class Cluster:
 
     def run(self, *command: str, check: bool = True) -> str:
         """Run one of Slurm's commands; return what it says on standard output."""
-        answer = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60 * PATIENCE)
         assert answer.returncode == 0 or not check, f"{command}: {answer.returncode}: {answer.stderr}"
         return answer.stdout.strip()
 
