@@ -1,0 +1,102 @@
+"""``partool plan`` of files of other training systems: priced as they are, and what to change in their own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from test_engines import CONFIG, SCRIPT
+from typer.testing import CliRunner
+
+from partool.cli import plan as plan_command
+
+DEVICE = ("--set", "hardware.accelerator=h100-sxm")
+SLOW = SCRIPT.rstrip("\n") + " --recompute-granularity full --recompute-method uniform\n"
+TOLD = (
+    *DEVICE, "--set", "hardware.per_node=8", "--set", "hardware.nodes=1", "--set", "model=llama3.2-1b",
+    "--set", "training.sequence_length=2048",
+)  # fmt: skip
+
+
+def plan(*arguments: str | Path) -> tuple[int, str, str]:
+    """Run ``partool plan``."""
+    app = typer.Typer()
+    app.command()(plan_command.command)
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_script_is_planned_as_it_is_and_never_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    script = tmp_path / "train.sh"
+    script.write_text(f"touch {canary}\nX=$(touch {canary})\n{SCRIPT}")
+    code, text, told = plan(script, *DEVICE, "--output", "json")
+    assert code == 0, told
+    found = json.loads(text)
+    assert found["spec"]["engine"] == "megatron"
+    assert found["layout"]["tensor"]["degree"] == 4
+    assert not canary.exists()
+    assert "0123456789abcdef" not in text + told
+
+
+def test_what_a_file_does_not_say_is_asked_for(tmp_path: Path) -> None:
+    script, config = tmp_path / "train.sh", tmp_path / "ds.json"
+    script.write_text(SCRIPT)
+    config.write_text(json.dumps(CONFIG))
+    code, text, told = plan(script)
+    assert (code, text) == (1, "")
+    assert "--set hardware.accelerator=VALUE" in told
+    code, _, told = plan(config, *DEVICE)
+    assert code == 1
+    for path in ("hardware.per_node", "model.preset", "training.sequence_length"):
+        assert f"--set {path}=VALUE" in told
+    code, text, told = plan(config, *TOLD, "--output", "json")
+    assert code == 0, told
+    assert json.loads(text)["training"]["global_batch"] == 64
+    for name, content in (("a.txt", "hello"), ("b.sh", "echo hello\n"), ("c.toml", "a = 1\n")):
+        (tmp_path / name).write_text(content)
+        code, text, told = plan(tmp_path / name)
+        assert (code, text) == (1, ""), name
+        assert "error[" in told
+
+
+def test_settings_that_nobody_knows_are_warnings_at_their_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT.rstrip("\n") + " --new-kind-of-thing 3\n")
+    code, _, told = plan(script, *DEVICE, "--output", "json")
+    assert code == 0
+    assert "new-kind-of-thing is not understood" in told
+    line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "new-kind" in text)
+    assert f"train.sh:{line}:1" in told
+    assert plan(script, *DEVICE, "--strict")[0] == 1
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_improvements_name_the_lines_of_the_file(held: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SLOW)
+    options = ("--set", "parallel.recompute=full") if held else ()
+    code, text, told = plan(script, *DEVICE, *options, "--improve")
+    assert code == 0, told
+    line = next(n for n, each in enumerate(SLOW.splitlines(), 1) if "--recompute" in each)
+    assert (f"remove recompute-granularity   (line {line})" in text) != held
+    assert text.startswith("as it is: ")
+
+
+def test_a_configuration_that_does_not_fit_is_improved(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": 0}}))
+    told_8b = [each.replace("llama3.2-1b", "llama3-8b") for each in TOLD]
+    assert plan(config, *told_8b)[0] == 1
+    code, text, told = plan(config, *told_8b, "--improve")
+    assert code == 0, told
+    assert "as it is: " in text
+    assert "zero_optimization.stage" in text
+    assert "better, and DeepSpeed can do it" in text
+    code, text, told = plan(config, *told_8b, "--improve", "--output", "json", "--out", tmp_path / "plan.json")
+    found = json.loads(text)
+    assert (found["before"], found["worth_it"]) == (None, True)
+    assert json.loads((tmp_path / "plan.json").read_text())["spec"]["engine"] == "deepspeed"
+    assert plan(config, *told_8b, "--improve", "--smallest")[0] == 2
