@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from partool.plan.run import agent_command, rank_command, read_status, starting_file
 from partool.plan.types import Plan
 
-NODES, PER_NODE, STEPS = 2, 2, 6
+NODES, STEPS = 2, 6
 WORKER = "partool_runtime.worker"
 
 
@@ -97,16 +97,17 @@ def _plan_for(text: Path, nodes: int, per_node: int) -> Plan:
 
 
 @pytest.mark.timeout(170)
-def test_two_nodes_equal_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_nodes_equal_one_process(tmp_path: Path, per_node: int) -> None:
     """Stopped by a signal to one of the agents and resumed, two nodes train what one process trains."""
     text = tmp_path / "text"
     write_text(text)
-    nodes = Run(tmp_path / "nodes", _plan_for(text, NODES, PER_NODE))
+    nodes = Run(tmp_path / "nodes", _plan_for(text, NODES, per_node))
     one = Run(tmp_path / "one", _plan_for(text, 1, 1))
 
     alone = one.start_alone()
     agents = nodes.start()
-    first = starting_file(nodes.run_dir, 1, NODES * PER_NODE - 1)
+    first = starting_file(nodes.run_dir, 1, NODES * per_node - 1)
     end = time.monotonic() + 60
     for there in (True, False):  # the last rank has been started; it is about to end its first step
         while first.exists() is not there and time.monotonic() < end:
@@ -125,10 +126,10 @@ def test_two_nodes_equal_one_process(tmp_path: Path) -> None:
     assert [code for code, _, _ in _finish([alone])] == [0]
     assert (read_status(nodes.run_dir).state, read_status(nodes.run_dir).attempt) == ("done", 2)
     starts = json.loads((nodes.run_dir / "events" / "rank-0.jsonl").read_text().splitlines()[0])
-    assert starts["data"]["world_size"] == NODES * PER_NODE
+    assert starts["data"]["world_size"] == NODES * per_node
     for node, (_, output, _) in enumerate(resumed):
         lines = output.splitlines()
-        wanted = {f"[{node * PER_NODE + local}]" for local in range(PER_NODE)}
+        wanted = {f"[{node * per_node + local}]" for local in range(per_node)}
         assert {line.split()[0] for line in lines} <= wanted
     assert any(line.startswith("[0]") and "loss" in line for line in resumed[0][1].splitlines())
 
