@@ -18,7 +18,7 @@ from partool.plan.run import rank_log
 from partool.plan.types import Plan
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 40
+STEPS = 100
 LOW = {"partition": "low"}
 
 
