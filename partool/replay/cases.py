@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import csv
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from math import gcd
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[2]))
-from layouts import new_layout
 
 from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.stacks import Stack
 from partool.layout.stages import balance
-from partool.plan.layout import Layout, Mesh
+from partool.plan.layout import (
+    DataLayout,
+    Derived,
+    Layout,
+    OffloadLayout,
+    PipelineLayout,
+    SequenceLayout,
+    TensorLayout,
+)
+from partool.replay.cells import Cells
+from partool.replay.machines import accelerator_of, devices_of, precision_of, ranks_of
+from partool.replay.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of
+from partool.replay.models import dimensions_known, model_of
+from partool.replay.networks import network_of
+from partool.replay.stacks import stack_of
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
-from replaying.cells import Cells
-from replaying.machines import accelerator_of, devices_of, precision_of, ranks_of
-from replaying.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of
-from replaying.models import dimensions_known, model_of
-from replaying.networks import network_of
-from replaying.stacks import stack_of
 
 _MOST = 48
 """Readings of one row that are tried."""
@@ -39,7 +41,7 @@ class SkipError(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
+class RunCase:
     """A row as the cost model reads it."""
 
     cells: Cells
@@ -63,16 +65,7 @@ class Degrees:
     ep: int
 
 
-def rows(path: Path) -> Iterator[Cells]:
-    """Yield every row of a table."""
-    with path.open(encoding="utf-8", newline="", errors="replace") as file:
-        for values in csv.DictReader(file):
-            yield Cells(
-                {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, str)}
-            )
-
-
-def case_of(cells: Cells) -> Case:
+def case_of(cells: Cells) -> RunCase:
     """Return a row as a case; raises :class:`SkipError` with the reason where it cannot be one."""
     if reason := inexpressible(cells):
         raise SkipError(f"not expressible: {reason}")
@@ -93,7 +86,7 @@ def case_of(cells: Cells) -> Case:
         raise SkipError("the degrees do not fit the devices, the batch or the model")
     names = ("source", "model", "seq_len", "gpu", "n_gpus", "global_batch", "dtype")
     open = tuple(open_of(cells, devices, options))
-    return Case(cells, cells.text("source"), tuple(cells.text(name) for name in names), options, open)
+    return RunCase(cells, cells.text("source"), tuple(cells.text(name) for name in names), options, open)
 
 
 def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, Layout], ...]) -> Iterator[str]:
@@ -241,20 +234,29 @@ def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) ->
     if zero and re.search(r"hsdp|hybrid", cells.lower("zero_or_fsdp")):
         # Hybrid sharding is within a node unless a row says more.
         shards = gcd(shards, max(cells.count("gpus_per_node", 8) // degrees.tp, 1))
-    values: dict[str, Any] = {
-        "mesh": Mesh(pp=degrees.pp, dp_replicate=degrees.dp // shards, dp_shard=shards, cp=degrees.cp, tp=degrees.tp),
-        "expert": degrees.ep, "zero": zero, "micro_batch": reading.micro_batch, "accumulation": reading.accumulation,
-        "recompute": tuple(policies), "compile": "none" if stack.operators_forward > 20 else "block", "stages": bounds,
-        "schedule": name, "chunks": chunks, "sequence_method": "ulysses" if _ulysses(cells, stack) else "ring",
-        "sequence_order": "zigzag" if stack.ring_balanced else "contiguous",
-    }  # fmt: skip
-    return new_layout(**values, **reading.offload)
+    layers = tuple(stop - start for start, stop in bounds)
+    return Layout(
+        data=DataLayout(zero=zero, shard=shards),
+        tensor=TensorLayout(degree=degrees.tp, shape=(degrees.tp, 1)),
+        pipeline=PipelineLayout(stages=degrees.pp, schedule=name, chunks=chunks, layers=layers),
+        sequence=SequenceLayout(
+            method="ulysses" if _ulysses(cells, stack) else "ring",
+            degree=degrees.cp,
+            order="zigzag" if stack.ring_balanced else "contiguous",
+        ),
+        offload=OffloadLayout(**reading.offload),
+        expert=degrees.ep,
+        recompute=tuple(policies),
+        compile="none" if stack.operators_forward > 20 else "block",
+        micro_batch=reading.micro_batch,
+        derived=Derived(accumulation=reading.accumulation, replicas=degrees.dp // shards),
+    )
 
 
 def _ulysses(cells: Cells, stack: Stack) -> bool:
     return "ulysses" in cells.everything or stack.name.startswith("deepspeed")
 
 
-def _spread(recompute: Recompute, layers: int) -> list[str]:
+def _spread(recompute: Recompute, layers: int) -> list[Any]:
     some = round(recompute.share * layers)
     return [RECOMPUTE[recompute.policy]] * some + ["none"] * (layers - some)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from partool.cost.stacks import STACKS, Stack
-from replaying.cells import Cells
+from partool.replay.cells import Cells
 
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""

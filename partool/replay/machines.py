@@ -9,9 +9,9 @@ from typing import Any
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
+from partool.replay.cells import Cells
+from partool.replay.networks import network_of
 from partool.spec.hardware import Devices, HardwareSpec
-from replaying.cells import Cells
-from replaying.networks import network_of
 
 _NAMES = (
     (r"gb300", "gb300"), (r"b300", "b300"), (r"gb200", "gb200"), (r"b200|blackwell", "b200"),
