@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any
 
 from partool.cost.case import RECOMPUTE, TrainingJob
-from partool.cost.stacks import Stack
+from partool.cost.stacks import PARTOOL, Stack
 from partool.layout.stages import balance
 from partool.plan.layout import (
     DataLayout,
@@ -26,7 +26,7 @@ from partool.replay.machines import accelerator_of, devices_of, precision_of, ra
 from partool.replay.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of
 from partool.replay.models import dimensions_known, model_of
 from partool.replay.networks import network_of
-from partool.replay.stacks import stack_of
+from partool.replay.stacks import NAMES, compiled, stack_of
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -69,6 +69,10 @@ def case_of(cells: Cells) -> RunCase:
     """Return a row as a case; raises :class:`SkipError` with the reason where it cannot be one."""
     if reason := inexpressible(cells):
         raise SkipError(f"not expressible: {reason}")
+    if (name := cells.lower("stack")) and name not in NAMES:
+        raise SkipError(f"unknown stack {name[:30]!r}: {', '.join(NAMES)}")
+    if cells.lower("gpu") == "cpu":
+        raise SkipError("not expressible: CPUs, which differ; partool calibrate measures them")
     accelerator = accelerator_of(cells)
     if accelerator is None:
         raise SkipError(f"unknown device {cells.text('gpu')[:30]!r}")
@@ -104,11 +108,23 @@ def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, La
         yield "global_batch"
     if len({layout.recompute for layout in layouts}) > 1:
         yield "recompute"
-    if len({(layout.pipeline.schedule, layout.pipeline.chunks) for layout in layouts}) > 1:
+    if len({(layout.pipeline.schedule, layout.pipeline.chunks) for layout in layouts}) > 1 or _assumed(cells, layouts):
         yield "schedule"
+    if options[0][0].stack.name == PARTOOL.name and compiled(cells) is None:
+        yield "compile"
     network = network_of(cells.text("inter_bw_note"), devices.per_node, devices.fabric_bytes_per_s)
     if devices.nodes > 1 and (network is None or network.assumed):
         yield "network"
+
+
+def _assumed(cells: Cells, layouts: list[Layout]) -> bool:
+    """Return True if a row names an interleaved schedule without its chunks, or one that its numbers do not allow."""
+    text = cells.lower("vpp_or_schedule").replace("1f1b", "")
+    interleaved = "interleav" in text or text.isdigit() or "vp" in text
+    chunks = max(layout.pipeline.chunks for layout in layouts)
+    stated = re.search(r"\d+", text)
+    several = interleaved and layouts[0].mesh.pp > 1
+    return several and (stated is None or (int(stated.group()) > 1 and chunks == 1))
 
 
 _TOKENS = (

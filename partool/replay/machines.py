@@ -29,6 +29,8 @@ _BY_MEMORY = ((23, 26, "rtx-4090"), (38, 42, "a100-40"), (46, 50, "l40s"), (78, 
 def accelerator_of(cells: Cells) -> str | None:
     """Return the catalog name of a row's device, or None."""
     text = cells.lower("gpu")
+    if text in table("accelerators"):
+        return text
     for pattern, name in _NAMES:
         if re.search(pattern, text):
             return name if name in table("accelerators") else None

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from partool.cost.case import FULL
+from partool.cost.case import FULL, RECOMPUTE
 from partool.cost.stacks import Stack
 from partool.replay.cells import Cells
 from partool.replay.models import hybrid
 from partool.spec.parallel import ZeroStage
+from partool.strategies.schedules import SCHEDULES
 
 _INEXPRESSIBLE = (
     (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|rank\d+", "tuning of few parameters"),
@@ -20,6 +21,8 @@ _INEXPRESSIBLE = (
     (r"\bnvme\b|infinity", "states on NVMe"),
     (r"context only|bert|inference only|vision|multimodal|vlm\b", "not the training of a decoder"),
 )  # fmt: skip
+_READ = ("1f1b", "gpipe", "interleaved", "zb-h1")
+"""Schedules of partool that rows are priced with."""
 AGAIN = r"incl(\.|udes|uding|ude)? (the )?recomput|hardware flops"
 """Notes that say that FLOPs count recomputation, so there was some."""
 
@@ -30,6 +33,11 @@ def inexpressible(cells: Cells) -> str | None:
     for pattern, reason in _INEXPRESSIBLE:
         if re.search(pattern, text):
             return reason
+    schedule = cells.lower("vpp_or_schedule")
+    if schedule in SCHEDULES and schedule not in _READ:
+        return f"the schedule {schedule} in a table"
+    if re.search(r": \d+ layers", cells.lower("recompute")):
+        return "layers that are recomputed in different ways"
     if hybrid(cells.text("model")):
         return "not the training of a decoder with attention"
     if re.search(r"optimizer (fused )?in backward|8-?bit adam", cells.lower("notes")):
@@ -104,6 +112,8 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
 
 def _policy(text: str, own: int) -> Recompute | None:
     """Return the policy that a cell states; None if it states none."""
+    if text in ("attention", "keep_attention"):
+        return Recompute(RECOMPUTE.index(text))
     if some := re.search(r"(\d+)\s*(?:of|/)\s*(\d+)\s*layers", text):
         return Recompute(FULL, min(int(some.group(1)) / max(int(some.group(2)), 1), 1.0))
     if re.search(r"every (2nd|second|other)|half", text):
