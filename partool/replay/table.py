@@ -16,6 +16,7 @@ from pathlib import Path
 
 from partool.plan.run_rows import ALL_COLUMNS
 from partool.replay.cells import Cells
+from partool.strategies.schedules import SCHEDULES
 
 MEASURES = (
     "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_mem_gib", "peak_mem_value",
@@ -34,6 +35,16 @@ _COUNTS = (
 )  # fmt: skip
 _NUMBERS = (*_COUNTS, "params_b", *MEASURES)
 _NUMBER = re.compile(r"\+?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_WORDS = {
+    "dtype": r"bf16|bfloat|m?x?fp\d|float\d|half|int\d|nf4|tf32|f8|mixed",
+    "zero_or_fsdp": r"zero|fsdp|hsdp|dist|opt|ddp|none|\bno\b|shard",
+    "vpp_or_schedule": r"1f1b|interleav|gpipe|afab|zb|zero.bubble|\d|vp|v-half|v-min|dualpipe|hanayo|bitpipe|chimera",
+    "sequence_parallel": r"^(y|t|1|n|f|0)",
+    "recompute": r"^(none|no|off|false|true|yes|on|0|1|ac)\b|full|select|attention|attn|act|norm|mla|rope|softmax"
+    r"|expert|every|half|per.op|minimal|save_|layers|moe",
+    "fits": r"^(y|t|1|n|f|0)",
+}
+"""Patterns of what is read in columns of words, in lower case; other words would be passed over in silence."""
 _MOST_BYTES = 256 * 2**20
 
 
@@ -132,7 +143,7 @@ def _ignored(header: list[str]) -> Iterator[str]:
     known = (*ALL_COLUMNS, *MORE)
     for name in header:
         if name and name not in known:
-            near = get_close_matches(name.lower().replace(" ", "_"), known, n=1, cutoff=0.75)
+            near = get_close_matches(name.lower().replace(" ", "_"), known, n=1, cutoff=0.7)
             yield f"{name} (did you mean {near[0]}?)" if near else name
 
 
@@ -156,6 +167,10 @@ def _faults(cells: Cells) -> Iterator[str]:
             yield f"{name} is {text[:30]}, not a positive number"
         elif name in _COUNTS and value != int(value):
             yield f"{name} is {text[:30]}, not a whole number"
+    for name, pattern in _WORDS.items():
+        text = cells.lower(name)
+        if text and not re.search(pattern, text) and text not in SCHEDULES:
+            yield f"{name} is {text[:30]!r}, which says nothing that is known"
     yield from _contradictions(cells)
 
 
