@@ -1,8 +1,8 @@
-"""Which mechanism of the cost model is off: rows that have it err beyond its stated error, and rows without it less.
+"""Which mechanism of the cost model is off: its rows err beyond its stated error, in themselves and beside other rows.
 
-Rows of one kind of code base are split by the mechanism that explains most of their errors, then by the next one, until
-no split explains a fifth of what is left (forward selection of medians, with the sum of absolute errors as the loss).
-Errors that all rows share belong to no mechanism; a scalar covers these.
+Rows of one kind of code base are split by the mechanism that is off and explains most of their errors (medians, with
+the sum of absolute errors as the loss). What is left without its rows is split again, until nothing is off. So an error
+that rows with several mechanisms have is put down to one of them only. An error that all rows share is of no mechanism.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from partool.replay.audit import Metric, Priced
 LEAST_ROWS = 3
 """Rows from which on a mechanism is named: one odd row does not move the median of three."""
 _EXPLAINED = 0.2
-"""Share of the remaining errors that a split has to explain."""
+"""Share of the distance of a mechanism's rows from the other rows' median that their own median has to explain."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Off:
     metric: Metric
     family: str
     names: tuple[str, ...]
-    """Mechanisms that these rows have and others have not; several if the same rows have them; none for all rows."""
+    """Mechanisms that these rows have and others have not; several if the same rows have them; none for all rows
+    without a mechanism that is off."""
     rows: int
     assumed: int
     """Rows among these that leave settings open, so that the error may lie in what was assumed for them."""
@@ -42,12 +43,12 @@ class Off:
     @property
     def words(self) -> str:
         """A sentence about the error."""
-        what = " or ".join(WORDS[name] for name in self.names) or "all rows, whatever their layout,"
+        what = " or ".join(WORDS[name] for name in self.names) or "rows of any layout"
         low, high = ("fast", "slow") if self.metric == "time" else ("small", "large")
         side = low if self.error < 0 else high
         share = f"{100 * abs(self.error):.0f} % too {side}"
         who = what if self.metric == "time" else f"the memory of {what}"
-        verb = "are" if self.metric == "time" or not self.names else "is"
+        verb = "are" if self.metric == "time" else "is"
         some = f", {self.assumed} of them with settings left open" if self.assumed else ""
         beside = "" if self.others is None else f"; without: {100 * self.others:+.0f} %"
         return (
@@ -66,59 +67,55 @@ def blamed(rows: Iterable[Priced]) -> list[Off]:
 
 
 def _blamed(metric: Metric, family: str, rows: list[Priced]) -> list[Off]:
-    if len(rows) < LEAST_ROWS:
-        return []
-    left = [row.log_error for row in rows]
     found: list[Off] = []
-    explained: set[int] = set()
-    for _ in WORDS:
-        split = _best_split(rows, left)
-        if split is None:
-            break
-        names, inside, left = split
-        off = _off(metric, family, names, [row for row, here in zip(rows, inside, strict=True) if here],
-                   [row for row, here in zip(rows, inside, strict=True) if not here])  # fmt: skip
-        if off is not None:
-            found.append(off)
-            explained |= {index for index, here in enumerate(inside) if here}
-    others = [row for index, row in enumerate(rows) if index not in explained]
-    everywhere = _off(metric, family, (), others, []) if len(others) >= LEAST_ROWS else None
-    return [*found, everywhere] if everywhere is not None else found
+    left = rows
+    while split := _best_split(metric, family, left):
+        off, left = split
+        found.append(off)
+    if len(left) >= LEAST_ROWS and (off_all := _off(metric, family, (), left, [])):
+        found.append(off_all)
+    return found
 
 
-def _best_split(rows: list[Priced], left: list[float]) -> tuple[tuple[str, ...], list[bool], list[float]] | None:
-    """Return the mechanisms that explain most of the errors ``left``, which rows have them, and what is left then."""
-    middle = median(left)
-    loss = sum(abs(value - middle) for value in left)
-    best: tuple[tuple[float, float], tuple[str, ...], list[bool], list[float]] | None = None
+def _best_split(metric: Metric, family: str, rows: list[Priced]) -> tuple[Off, list[Priced]] | None:
+    """Return the mechanisms that are off and explain most of the rows' errors, and the rows that do not have them."""
+    best: tuple[float, Off, list[Priced]] | None = None
+    for names, lines in _kinds(rows).items():
+        inside = [row for row in rows if row.line in lines]
+        outside = [row for row in rows if row.line not in lines]
+        if len(inside) < LEAST_ROWS or not outside or (off := _off(metric, family, names, inside, outside)) is None:
+            continue
+        before, after = _loss(inside, outside), _loss(inside, inside)
+        if after <= (1.0 - _EXPLAINED) * before and (best is None or before - after > best[0]):
+            best = before - after, off, outside
+    return best and best[1:]
+
+
+def _kinds(rows: list[Priced]) -> dict[tuple[str, ...], frozenset[int]]:
+    """Return the lines of the rows with each mechanism; mechanisms of the same rows stand together."""
+    by: dict[frozenset[int], tuple[str, ...]] = {}
     for name in WORDS:
-        inside = [name in row.mechanisms for row in rows]
-        if sum(inside) < LEAST_ROWS or all(inside):
-            continue
-        if best is not None and inside == best[2]:
-            best = (best[0], (*best[1], name), *best[2:])
-            continue
-        with_it, without = (median(_where(left, inside, wanted)) for wanted in (True, False))
-        rest = [value - (with_it if here else without) for value, here in zip(left, inside, strict=True)]
-        rank = loss - sum(map(abs, rest)), abs(with_it) - abs(without)
-        if best is None or rank > best[0]:
-            best = rank, (name,), inside, rest
-    if best is None or best[0][0] <= max(_EXPLAINED * loss, 1e-9):
-        return None
-    return best[1:]
+        lines = frozenset(row.line for row in rows if name in row.mechanisms)
+        by[lines] = (*by.get(lines, ()), name)
+    return {names: lines for lines, names in by.items()}
 
 
-def _where(values: list[float], inside: list[bool], wanted: bool) -> list[float]:
-    return [value for value, here in zip(values, inside, strict=True) if here is wanted]
+def _loss(rows: list[Priced], others: list[Priced]) -> float:
+    """Return the sum of distances of errors from the median error of ``others``."""
+    middle = median(row.log_error for row in others)
+    return sum(abs(row.log_error - middle) for row in rows)
 
 
 def _off(metric: Metric, family: str, names: tuple[str, ...], rows: list[Priced], others: list[Priced]) -> Off | None:
-    """Return the error of some rows if it is beyond the stated one, and, for mechanisms, larger than the others'."""
+    """Return the error of some rows if it is beyond the stated one, in itself and beside the ``others``'."""
     error = median(row.log_error for row in rows)
     beside = median(row.log_error for row in others) if others else None
     stated = _stated(metric, family, names, rows)
-    if abs(error) <= log(1.0 + stated) or (beside is not None and abs(error) <= abs(beside)):
+    limit = log(1.0 + stated)
+    if abs(error) <= limit or (beside is not None and abs(error - beside) <= limit):
         return None
+    if beside is not None and abs(beside) > abs(error):
+        return None  # the others are off, and these are those without
     elsewhere = None if beside is None else exp(beside) - 1.0
     return Off(
         metric, family, names, len(rows), sum(bool(row.open) for row in rows), exp(error) - 1.0, elsewhere, stated

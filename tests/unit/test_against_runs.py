@@ -126,8 +126,26 @@ def test_an_error_of_all_rows_is_of_no_mechanism(capsys: pytest.CaptureFixture[s
     found = data(capsys, written(tmp_path / "runs.csv", rows))
     assert {(off["metric"], *off["names"], off["rows"]) for off in found["off"]} == {("memory", 6), ("time", 6)}
     assert next(off for off in found["off"] if off["metric"] == "time")["text"].startswith(
-        "all rows, whatever their layout, are predicted 50 % too fast (n = 6;"
+        "rows of any layout are predicted 50 % too fast (n = 6; "
     )
+
+
+def test_few_rows_among_many_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Forty rows err by up to 10 % in either direction, three more with shared sequences take 60 % longer."""
+    rows = [measured(1.0 + 0.01 * (number % 21 - 10), global_batch=str(8 * number)) for number in range(8, 48)]
+    rows += [measured(1.6, global_batch=batch, dp="4", cp="2") for batch in ("64", "128", "256")]
+    (off,) = data(capsys, written(tmp_path / "runs.csv", rows))["off"]
+    assert (off["names"], off["rows"]) == (["sequence"], 3)
+
+
+def test_each_of_two_mechanisms_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rows with both do not count for the second; rows with the first alone, and with the second alone, tell."""
+    batches = ("64", "128", "256")
+    rows = [measured(1.0, global_batch=batch) for batch in batches]
+    rows += [measured(2.5, global_batch=batch, **PIPED) for batch in batches]
+    rows += [measured(1.6, global_batch=batch, dp="4", cp="2") for batch in batches]
+    found = data(capsys, written(tmp_path / "runs.csv", rows))["off"]
+    assert [(off["names"], round(off["error"], 3)) for off in found] == [(["pipeline"], -0.6), (["sequence"], -0.375)]
 
 
 def test_two_mechanisms_of_the_same_rows_are_named_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
