@@ -22,7 +22,7 @@ UNKNOWN = "(no source)"
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedRow:
     """A row that was predicted and measured."""
 
     line: int
@@ -107,19 +107,19 @@ class Audit:
 
     file: str
     rows: int
-    priced: list[Priced] = field(default_factory=list)
+    priced: list[PricedRow] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     ignored: tuple[str, ...] = ()
     """Columns that nothing reads."""
 
-    def of(self, metric: Metric) -> list[Priced]:
+    def of(self, metric: Metric) -> list[PricedRow]:
         """Return the rows of one metric."""
         return [row for row in self.priced if row.metric == metric]
 
 
 @dataclass(frozen=True)
-class Summary:
+class GroupErrors:
     """Errors of some rows: relative to what was measured."""
 
     name: str
@@ -167,17 +167,17 @@ def _compare(found: Audit, line: int, case: RunCase) -> bool:
     """Add what a row measured; return False if it measured nothing."""
     time, memory = time_result(case), memory_result(case)
     if time is not None and time.measured:
-        found.priced.append(Priced(line, "time", time, time.measured))
+        found.priced.append(PricedRow(line, "time", time, time.measured))
     if memory is not None and memory.measured:
-        found.priced.append(Priced(line, "memory", memory, memory.measured))
+        found.priced.append(PricedRow(line, "memory", memory, memory.measured))
     if memory is not None and not memory.fits:
         found.out_of_memory.append(OutOfMemory(line, memory.verdict))
     return time is not None or memory is not None
 
 
-def summaries(rows: Iterable[Priced], group: Group) -> list[Summary]:
+def summaries(rows: Iterable[PricedRow], group: Group) -> list[GroupErrors]:
     """Return the errors of rows by group, groups with most rows first; a row is in the group of each mechanism."""
-    groups: dict[str, list[Priced]] = {}
+    groups: dict[str, list[PricedRow]] = {}
     for row in rows:
         names = {"source": (row.source,), "stack": (f"{row.stack} on {row.accelerator}",), "mechanism": row.mechanisms}
         for name in names[group]:
@@ -185,10 +185,10 @@ def summaries(rows: Iterable[Priced], group: Group) -> list[Summary]:
     return sorted((summary(name, each) for name, each in groups.items()), key=lambda one: (-one.rows, one.name))
 
 
-def summary(name: str, rows: list[Priced]) -> Summary:
+def summary(name: str, rows: list[PricedRow]) -> GroupErrors:
     """Return the errors of some rows, at least one."""
     worst = max(rows, key=lambda row: abs(row.error))
-    return Summary(
+    return GroupErrors(
         name,
         len(rows),
         sum(not row.open for row in rows),

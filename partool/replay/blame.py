@@ -13,7 +13,7 @@ from math import exp, log
 from statistics import median
 
 from partool.cost.evidence import WORDS, DeviceClass, mechanism_error
-from partool.replay.audit import Metric, Priced
+from partool.replay.audit import Metric, PricedRow
 
 LEAST_ROWS = 3
 """Rows from which on a mechanism is named: one odd row does not move the median of three."""
@@ -57,16 +57,16 @@ class Off:
         )
 
 
-def blamed(rows: Iterable[Priced]) -> list[Off]:
+def blamed(rows: Iterable[PricedRow]) -> list[Off]:
     """Return what is off, by metric and kind of code base, the largest error first."""
-    groups: dict[tuple[Metric, str], list[Priced]] = {}
+    groups: dict[tuple[Metric, str], list[PricedRow]] = {}
     for row in rows:
         groups.setdefault((row.metric, row.family), []).append(row)
     found = [off for (metric, family), each in sorted(groups.items()) for off in _blamed(metric, family, each)]
     return sorted(found, key=lambda off: -abs(log(1.0 + off.error)))
 
 
-def _blamed(metric: Metric, family: str, rows: list[Priced]) -> list[Off]:
+def _blamed(metric: Metric, family: str, rows: list[PricedRow]) -> list[Off]:
     found: list[Off] = []
     left = rows
     while split := _best_split(metric, family, left):
@@ -77,9 +77,9 @@ def _blamed(metric: Metric, family: str, rows: list[Priced]) -> list[Off]:
     return found
 
 
-def _best_split(metric: Metric, family: str, rows: list[Priced]) -> tuple[Off, list[Priced]] | None:
+def _best_split(metric: Metric, family: str, rows: list[PricedRow]) -> tuple[Off, list[PricedRow]] | None:
     """Return the mechanisms that are off and explain most of the rows' errors, and the rows that do not have them."""
-    best: tuple[float, Off, list[Priced]] | None = None
+    best: tuple[float, Off, list[PricedRow]] | None = None
     for names, lines in _kinds(rows).items():
         inside = [row for row in rows if row.line in lines]
         outside = [row for row in rows if row.line not in lines]
@@ -91,7 +91,7 @@ def _best_split(metric: Metric, family: str, rows: list[Priced]) -> tuple[Off, l
     return best and best[1:]
 
 
-def _kinds(rows: list[Priced]) -> dict[tuple[str, ...], frozenset[int]]:
+def _kinds(rows: list[PricedRow]) -> dict[tuple[str, ...], frozenset[int]]:
     """Return the lines of the rows with each mechanism; mechanisms of the same rows stand together."""
     by: dict[frozenset[int], tuple[str, ...]] = {}
     for name in WORDS:
@@ -100,13 +100,15 @@ def _kinds(rows: list[Priced]) -> dict[tuple[str, ...], frozenset[int]]:
     return {names: lines for lines, names in by.items()}
 
 
-def _loss(rows: list[Priced], others: list[Priced]) -> float:
+def _loss(rows: list[PricedRow], others: list[PricedRow]) -> float:
     """Return the sum of distances of errors from the median error of ``others``."""
     middle = median(row.log_error for row in others)
     return sum(abs(row.log_error - middle) for row in rows)
 
 
-def _off(metric: Metric, family: str, names: tuple[str, ...], rows: list[Priced], others: list[Priced]) -> Off | None:
+def _off(
+    metric: Metric, family: str, names: tuple[str, ...], rows: list[PricedRow], others: list[PricedRow]
+) -> Off | None:
     """Return the error of some rows if it is beyond the stated one, in itself and beside the ``others``'."""
     error = median(row.log_error for row in rows)
     beside = median(row.log_error for row in others) if others else None
@@ -122,7 +124,7 @@ def _off(metric: Metric, family: str, names: tuple[str, ...], rows: list[Priced]
     )
 
 
-def _stated(metric: Metric, family: str, names: tuple[str, ...], rows: list[Priced]) -> float:
+def _stated(metric: Metric, family: str, names: tuple[str, ...], rows: list[PricedRow]) -> float:
     """Return the largest stated error of mechanisms, on the devices of most rows; without names that of the rows."""
     if not names:
         return median(row.stated_error for row in rows)

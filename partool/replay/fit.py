@@ -16,7 +16,7 @@ from partool.catalog.profile_file import (
     load_profile,
 )
 from partool.plan.run_fit import scalar
-from partool.replay.audit import Metric, Priced
+from partool.replay.audit import Metric, PricedRow
 from partool.strategies.engines import ENGINES
 
 LEAST_ROWS = 3
@@ -48,21 +48,21 @@ class Fitted:
         return bool(self.engines) and (self.time is not None or self.memory is not None)
 
 
-def fitted(rows: Iterable[Priced]) -> list[Fitted]:
+def fitted(rows: Iterable[PricedRow]) -> list[Fitted]:
     """Return the scalars by device and code base: medians of measured over predicted, as ``partool calibrate``'s."""
-    groups: dict[tuple[str, str], list[Priced]] = {}
+    groups: dict[tuple[str, str], list[PricedRow]] = {}
     for row in rows:
         groups.setdefault((row.accelerator, row.stack), []).append(row)
     return [_fitted(accelerator, stack, each) for (accelerator, stack), each in sorted(groups.items())]
 
 
-def _fitted(accelerator: str, stack: str, rows: list[Priced]) -> Fitted:
+def _fitted(accelerator: str, stack: str, rows: list[PricedRow]) -> Fitted:
     sound = [row for row in rows if not row.open]
     lines, left = ({row.line for row in rows if bool(row.open) is open} for open in (False, True))
     return Fitted(accelerator, stack, _scalar(sound, "time"), _scalar(sound, "memory"), len(lines), len(left))
 
 
-def _scalar(rows: list[Priced], metric: Metric) -> Scalar | None:
+def _scalar(rows: list[PricedRow], metric: Metric) -> Scalar | None:
     ratios = [row.measured / row.result.predicted for row in rows if row.metric == metric]
     return scalar(ratios) if len(ratios) >= LEAST_ROWS else None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from partool.catalog.profile_file import Profile, Scalar
 from partool.cost.evidence import WORDS
-from partool.replay.audit import Audit, Group, Metric, Priced, Summary, summaries, summary
+from partool.replay.audit import Audit, Group, GroupErrors, Metric, PricedRow, summaries, summary
 from partool.replay.blame import LEAST_ROWS, Off
 from partool.replay.fit import LEAST_ROWS as LEAST_FITTED
 from partool.replay.fit import Fitted
@@ -52,7 +52,7 @@ def _scalars(one: Fitted) -> tuple[tuple[Metric, Scalar | None], ...]:
     return ("time", one.time), ("memory", one.memory)
 
 
-def _row_data(row: Priced) -> dict[str, Any]:
+def _row_data(row: PricedRow) -> dict[str, Any]:
     unit = "s" if row.metric == "time" else "bytes"
     return {
         "line": row.line, "metric": row.metric, "source": row.source, "stack": row.stack,
@@ -81,7 +81,7 @@ def audit_lines(found: Audit, off: list[Off], fits: list[Fitted], *, every: bool
     yield from _fits(fits)
 
 
-def _tables(title: str, rows: list[Priced]) -> Iterator[str]:
+def _tables(title: str, rows: list[PricedRow]) -> Iterator[str]:
     heads = ("rows", "all stated", "bias", "median", "worst", "in line")
     yield f"{title:{_WIDEST}}" + "".join(f"{head:>12}" for head in heads)
     yield _summary_line(summary("all", rows))
@@ -94,12 +94,12 @@ def _tables(title: str, rows: list[Priced]) -> Iterator[str]:
         yield "  left open by rows: " + ", ".join(f"{name} {count}" for name, count in left.most_common())
 
 
-def _summary_line(one: Summary, name: str = "all") -> str:
+def _summary_line(one: GroupErrors, name: str = "all") -> str:
     figures = (str(one.rows), str(one.stated), f"{one.bias:+.1%}", f"{one.median:.1%}", f"{one.worst:+.1%}")
     return f"    {_short(name):{_WIDEST - 4}}" + "".join(f"{text:>12}" for text in (*figures, str(one.worst_line)))
 
 
-def _listed(metric: Metric, rows: list[Priced]) -> Iterator[str]:
+def _listed(metric: Metric, rows: list[PricedRow]) -> Iterator[str]:
     scale, unit = (1.0, "s") if metric == "time" else (2.0**30, "GiB")
     yield f"  every row: predicted, measured ({unit})"
     for row in rows:
