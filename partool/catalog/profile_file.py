@@ -9,7 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 PROFILE_VERSION = 1
 PROFILE_FILE = "calibration.json"
@@ -77,7 +86,8 @@ class MachineId(_Part):
     device_name: str = ""
     """Name of the device, as the driver reports it."""
     processor: str = ""
-    cores: PositiveInt
+    cores: NonNegativeInt = 0
+    """0 if not known: the runs of the calibration were on machines elsewhere."""
     devices: int = 0
     ranks: PositiveInt = 1
     """Number of ranks that worked at the same time during the measurement."""

@@ -99,4 +99,6 @@ def _fitted(runs: Path | None, path: Path) -> Profile:
         fail("PT285", f"none of the {len(rows)} rows of {file} can be used" + (f": {left}" if left else ""), help, 1)
     if left:
         say(f"partool: left out: {left}", err=True)
-    return profile.model_copy(update={"scalars": fit.scalars})
+    fitted = {scalars.stack for scalars in fit.scalars}
+    others = tuple(scalars for scalars in profile.scalars if scalars.stack not in fitted)
+    return profile.model_copy(update={"scalars": (*fit.scalars, *others)})

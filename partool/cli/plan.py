@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from partool.cli._against_runs import AgainstRuns, Calibrate, against_runs, specs_or_exit
 from partool.cli._files import printing, write_or_exit
 from partool.cli._foreign import is_plan
 from partool.cli._load import (
@@ -37,7 +38,9 @@ _ERRORS = 1
 
 
 def command(
-    specs: Annotated[list[Path], typer.Argument(metavar="SPEC...", help="The spec (YAML), or a plan (JSON) to show.")],
+    specs: Annotated[
+        list[Path] | None, typer.Argument(metavar="SPEC...", help="The spec (YAML), or a plan (JSON) to show.")
+    ] = None,
     *,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     output: Annotated[Output, typer.Option("--output", help="text, json, or findings as github or sarif.")] = "text",
@@ -91,8 +94,16 @@ def command(
     ] = False,
     rank_limit: RankLimit = RANK_LIMIT_S,
     trust_code: TrustCode = False,
+    runs: AgainstRuns = None,
+    calibrate: Calibrate = False,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
+    if runs is not None:
+        others = (specs, overrides, html, timeline, check, strict, against, diff, vary, improved, smallest, largest)
+        refused = any((*others, trace, show, verify, trust_code))
+        against_runs(runs, output, out, calibrate=calibrate, every=breakdown, others=refused)
+        return
+    specs = specs_or_exit(specs, calibrate=calibrate)
     _refuse_together(verify and (check or vary))
     if check:
         raise typer.Exit(check_specs(specs, overrides or [], output, strict))

@@ -101,6 +101,13 @@ def memory_error(
     return max(found, key=lambda one: (one.error, -one.runs))
 
 
+def mechanism_error(name: str, family: str, *, memory: bool = False, device: DeviceClass = ANY) -> Evidence:
+    """Return the error of one mechanism's step times, or of its peaks of memory; see :func:`step_error`."""
+    if memory:
+        return _of_memory(name, family, shipped().get("memory", {}), device)
+    return _of_mechanism(name, family, shipped(), device, OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR)
+
+
 def memory_excess(family: str, architecture: str, layouts: Layouts, *, least: float = 0.0) -> Column:
     """Return the column of :func:`memory_error`'s errors, none of them below ``least``."""
     found: Column = least

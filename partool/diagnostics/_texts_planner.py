@@ -357,6 +357,32 @@ RULES: tuple[Rule, ...] = (
         "command",
     ),
     Rule(
+        "PT286",
+        "A table of runs cannot be read",
+        "partool plan --against-runs reads CSV files in UTF-8 with a header: commas between cells, a row per run.",
+        "partool plan --against-runs runs.xlsx",
+        "partool plan --against-runs runs.csv",
+        "command",
+    ),
+    Rule(
+        "PT287",
+        "A table of runs lacks columns",
+        "A prediction needs the model, the devices, the length of sequences and the batch, and a measurement to be "
+        "compared with. docs/guide/own-runs.md lists the columns.",
+        "printf 'model,gpu\\nllama3-8b,H100\\n' > runs.csv && partool plan --against-runs runs.csv",
+        "partool plan --against-runs tests/data/measured_runs.csv",
+        "command",
+    ),
+    Rule(
+        "PT288",
+        "No row of a table of runs can be used",
+        "Rows that cannot be priced are listed with the line and the reason. A scalar comes from three rows or more of "
+        "one device and code base that leave no setting open.",
+        "partool plan --against-runs one-row.csv --calibrate",
+        "partool plan --against-runs one-row.csv",
+        "command",
+    ),
+    Rule(
         "PT301",
         "No layout fits into memory",
         "The message lists the largest memory terms of the smallest layout, and changes with which a layout fits.",

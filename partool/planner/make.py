@@ -42,6 +42,7 @@ from partool.spec.parallel import Compile
 from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
 from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec
+from partool.strategies.engines import ENGINES
 
 __all__ = ["TraceError", "traced"]
 
@@ -94,7 +95,8 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
     if model.config is None or hardware.devices is None:
         return Resolved(None, found, data)
     described = None if model.described is None else Description.model_validate(model.described)
-    measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
+    stack = ENGINES[spec.engine].code_base(spec.parallel.compile)
+    measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir, stack=stack)
     lists, unsound = read_schedule(spec, base_dir)
     narrow = with_folder(spec, base_dir)
     narrow = narrow if described is None else narrowed(narrow, described)

@@ -19,20 +19,22 @@ def calibration_text(profile: Profile) -> str:
     machine = profile.machine
     ranks = f"{machine.ranks} rank{'s' * (machine.ranks > 1)}"
     device = machine.device_name or machine.processor or machine.accelerator
-    lines = [f"{machine.accelerator}: {device}, {ranks} at work, {machine.cores} cores, torch {machine.torch}"]
+    work = f"{device}, {ranks} at work, {machine.cores} cores, torch {machine.torch}"
+    lines = [f"{machine.accelerator}: {work if machine.cores else 'runs on machines elsewhere'}"]
     rows = list(_rows(profile))
     width = max((len(name) for name, _ in rows), default=0)
     lines += [f"  {name:<{width}}  {text}" for name, text in rows]
     for scalars in profile.scalars:
         for name, scalar in (("step time", scalars.time), ("memory", scalars.memory)):
             if scalar is not None:
-                lines.append(f"  {scalars.stack}: {_scalar(name, scalar)}")
+                lines.append(f"  {scalars.stack}: {scalar_text(name, scalar)}")
     if not profile.complete:
         lines.append("  not complete: it was interrupted")
     return "\n".join(lines)
 
 
-def _scalar(name: str, scalar: Scalar) -> str:
+def scalar_text(name: str, scalar: Scalar) -> str:
+    """Return a scalar as one line."""
     runs = "run" if scalar.n == 1 else "runs"
     return f"{name} measured over predicted {scalar.value:.3f} ± {scalar.spread:.1%}, median of {scalar.n} {runs}"
 

@@ -42,6 +42,15 @@ class EngineRecord:
     compiled: str | None = None
     """Name of its constants where blocks are compiled, if they are others."""
 
+    @property
+    def code_bases(self) -> tuple[str, ...]:
+        """Names of all code bases whose constants its plans may have."""
+        return tuple(name for name in (self.stack or "partool", self.compiled) if name)
+
+    def code_base(self, compile: str) -> str:
+        """Return the name of the code base whose scalars a calibration holds; ``auto`` compiles where it can."""
+        return self.code_bases[0 if compile == "none" else -1]
+
 
 def _but(kind: str, names: Mapping[str, Any], kept: tuple[str, ...]) -> tuple[str, ...]:
     """Return the aspects ``kind name`` of all ``names`` but those that are ``kept``."""

@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _record import write
 from replaying import evidence
-from replaying.cases import Case, SkipError, case_of, rows
-from replaying.score import Result, Tally, memory_result, summary, time_result
+from replaying.score import Tally, summary
+
+from partool.replay.cases import RunCase, SkipError, case_of
+from partool.replay.predicted import Result, memory_result, time_result
+from partool.replay.table import read_table
 
 _EVIDENCE = Path(__file__).parents[2] / "partool" / "cost" / "evidence.json"
 _OWN = Path(__file__).parent / "results" / "gpu_steps.json"
@@ -38,12 +41,16 @@ _COLUMNS = (
 )
 
 
-def replay(path: Path, predict: Callable[[Case], Result | None], only: str = "") -> dict[str, Tally]:
+def replay(path: Path, predict: Callable[[RunCase], Result | None], only: str = "") -> dict[str, Tally]:
     """Return every row of a file, predicted or skipped, by source."""
     tallies: dict[str, Tally] = defaultdict(Tally)
-    for cells in rows(path):
+    for line in read_table(path).lines:
+        cells = line.cells
         source = cells.text("source") or "(no source)"
         if only and only.lower() not in source.lower():
+            continue
+        if line.fault:
+            tallies[source].skipped[line.fault] += 1
             continue
         try:
             result = predict(case_of(cells))

@@ -22,7 +22,7 @@ LAYERS = [
     ["schedule", "layout"],
     ["plan"],
     ["cost"],
-    ["planner"],
+    ["planner", "replay"],
     ["render", "verify"],
     ["launch", "report"],
     ["cli"],

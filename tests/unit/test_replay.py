@@ -29,6 +29,13 @@ from partool.cost.evidence import (
 )
 from partool.cost.stacks import own_stack
 from partool.cost.time.predict import predict_time
+from partool.replay.cases import SkipError, case_of
+from partool.replay.cells import Cells
+from partool.replay.machines import accelerator_of, precision_of
+from partool.replay.measured import counted_flops, step_s
+from partool.replay.models import model_of
+from partool.replay.predicted import memory_result, time_result
+from partool.replay.table import read_table
 
 BENCH = Path(__file__).parents[1] / "bench"
 DATA = Path(__file__).parents[1] / "data"
@@ -37,12 +44,7 @@ sys.path.insert(0, str(BENCH))
 import replay  # noqa: E402
 from layouts import laid  # noqa: E402
 from replaying import evidence  # noqa: E402
-from replaying.cases import SkipError, case_of, rows  # noqa: E402
-from replaying.cells import Cells  # noqa: E402
-from replaying.machines import accelerator_of, precision_of  # noqa: E402
-from replaying.measured import counted_flops, step_s  # noqa: E402
-from replaying.models import model_of  # noqa: E402
-from replaying.score import left_one_out, memory_result, quantile, summary, time_result  # noqa: E402
+from replaying.score import left_one_out, quantile, summary  # noqa: E402
 
 RUNS, MEMORY = DATA / "measured_runs.csv", DATA / "measured_memory.csv"
 with RUNS.open(encoding="utf-8", newline="") as file:
@@ -336,7 +338,7 @@ def test_the_command_prints_data(tmp_path: Path) -> None:
 def tallied(path: Path, predict: Any, every: int = 1) -> dict[str, Any]:
     """Return a tally of each source's runs, of every ``every``-th run of the largest source."""
     tallies: dict[str, Any] = {}
-    for index, row in enumerate(rows(path)):
+    for index, row in enumerate(line.cells for line in read_table(path).lines):
         if "single-node" in row.text("source") and index % every:
             continue
         tally = tallies.setdefault(row.text("source"), replay.Tally())
@@ -388,7 +390,7 @@ SAME_POLICY = ("full", "none", "selective (every 2nd layer)")
 def own_errors() -> dict[str, float]:
     """Return the error of each torchtitan row, predicted for partool's runtime on the row's devices and layout."""
     found = {}
-    for index, row in enumerate(rows(RUNS)):
+    for index, row in enumerate(line.cells for line in read_table(RUNS).lines):
         if "torchtitan" not in row.text("source") or row.text("recompute") not in SAME_POLICY:
             continue
         if "async" in row.everything or "rowwise" in row.lower("dtype") or row.count("seq_len", 8192) > 8192:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from partool.cost.evidence import DeviceClass, enough, mechanisms, memory_error, step_error
-from replaying.score import Result
+from partool.replay.predicted import Result
 
 _WITHIN = 0.55
 """Weighted share of a mechanism's runs that lie within its spread. With this share 60 to 80 % of the runs of a source

@@ -8,8 +8,8 @@ from partool.cost.case import TrainingJob
 from partool.cost.time.predict import attention_flops_per_token, matmul_flops_per_token
 from partool.layout.parameters import count, parameters
 from partool.plan.layout import Layout
-from replaying.cells import Cells
-from replaying.methods import AGAIN
+from partool.replay.cells import Cells
+from partool.replay.methods import AGAIN
 
 _GIB = 2**30
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import csv
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from math import gcd
-from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2]))
-from layouts import new_layout
-
 from partool.cost.case import RECOMPUTE, TrainingJob
-from partool.cost.stacks import Stack
+from partool.cost.stacks import PARTOOL, Stack
 from partool.layout.stages import balance
-from partool.plan.layout import Layout, Mesh
+from partool.plan.layout import (
+    DataLayout,
+    Derived,
+    Layout,
+    OffloadLayout,
+    PipelineLayout,
+    SequenceLayout,
+    TensorLayout,
+)
+from partool.replay.cells import Cells
+from partool.replay.machines import accelerator_of, devices_of, precision_of, ranks_of
+from partool.replay.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of
+from partool.replay.models import dimensions_known, model_of
+from partool.replay.networks import network_of
+from partool.replay.stacks import NAMES, compiled, stack_of
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
-from replaying.cells import Cells
-from replaying.machines import accelerator_of, devices_of, precision_of, ranks_of
-from replaying.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of
-from replaying.models import dimensions_known, model_of
-from replaying.networks import network_of
-from replaying.stacks import stack_of
 
 _MOST = 48
 """Readings of one row that are tried."""
@@ -39,7 +41,7 @@ class SkipError(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
+class RunCase:
     """A row as the cost model reads it."""
 
     cells: Cells
@@ -63,19 +65,14 @@ class Degrees:
     ep: int
 
 
-def rows(path: Path) -> Iterator[Cells]:
-    """Yield every row of a table."""
-    with path.open(encoding="utf-8", newline="", errors="replace") as file:
-        for values in csv.DictReader(file):
-            yield Cells(
-                {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, str)}
-            )
-
-
-def case_of(cells: Cells) -> Case:
+def case_of(cells: Cells) -> RunCase:
     """Return a row as a case; raises :class:`SkipError` with the reason where it cannot be one."""
     if reason := inexpressible(cells):
         raise SkipError(f"not expressible: {reason}")
+    if (name := cells.lower("stack")) and name not in NAMES:
+        raise SkipError(f"unknown stack {name[:30]!r}: {', '.join(NAMES)}")
+    if cells.lower("gpu") == "cpu":
+        raise SkipError("not expressible: CPUs, which differ; partool calibrate measures them")
     accelerator = accelerator_of(cells)
     if accelerator is None:
         raise SkipError(f"unknown device {cells.text('gpu')[:30]!r}")
@@ -93,7 +90,7 @@ def case_of(cells: Cells) -> Case:
         raise SkipError("the degrees do not fit the devices, the batch or the model")
     names = ("source", "model", "seq_len", "gpu", "n_gpus", "global_batch", "dtype")
     open = tuple(open_of(cells, devices, options))
-    return Case(cells, cells.text("source"), tuple(cells.text(name) for name in names), options, open)
+    return RunCase(cells, cells.text("source"), tuple(cells.text(name) for name in names), options, open)
 
 
 def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, Layout], ...]) -> Iterator[str]:
@@ -111,11 +108,23 @@ def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, La
         yield "global_batch"
     if len({layout.recompute for layout in layouts}) > 1:
         yield "recompute"
-    if len({(layout.pipeline.schedule, layout.pipeline.chunks) for layout in layouts}) > 1:
+    if len({(layout.pipeline.schedule, layout.pipeline.chunks) for layout in layouts}) > 1 or _assumed(cells, layouts):
         yield "schedule"
+    if options[0][0].stack.name == PARTOOL.name and compiled(cells) is None:
+        yield "compile"
     network = network_of(cells.text("inter_bw_note"), devices.per_node, devices.fabric_bytes_per_s)
     if devices.nodes > 1 and (network is None or network.assumed):
         yield "network"
+
+
+def _assumed(cells: Cells, layouts: list[Layout]) -> bool:
+    """Return True if a row names an interleaved schedule without its chunks, or one that its numbers do not allow."""
+    text = cells.lower("vpp_or_schedule").replace("1f1b", "")
+    interleaved = "interleav" in text or text.isdigit() or "vp" in text
+    chunks = max(layout.pipeline.chunks for layout in layouts)
+    stated = re.search(r"\d+", text)
+    several = interleaved and layouts[0].mesh.pp > 1
+    return several and (stated is None or (int(stated.group()) > 1 and chunks == 1))
 
 
 _TOKENS = (
@@ -241,20 +250,29 @@ def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) ->
     if zero and re.search(r"hsdp|hybrid", cells.lower("zero_or_fsdp")):
         # Hybrid sharding is within a node unless a row says more.
         shards = gcd(shards, max(cells.count("gpus_per_node", 8) // degrees.tp, 1))
-    values: dict[str, Any] = {
-        "mesh": Mesh(pp=degrees.pp, dp_replicate=degrees.dp // shards, dp_shard=shards, cp=degrees.cp, tp=degrees.tp),
-        "expert": degrees.ep, "zero": zero, "micro_batch": reading.micro_batch, "accumulation": reading.accumulation,
-        "recompute": tuple(policies), "compile": "none" if stack.operators_forward > 20 else "block", "stages": bounds,
-        "schedule": name, "chunks": chunks, "sequence_method": "ulysses" if _ulysses(cells, stack) else "ring",
-        "sequence_order": "zigzag" if stack.ring_balanced else "contiguous",
-    }  # fmt: skip
-    return new_layout(**values, **reading.offload)
+    layers = tuple(stop - start for start, stop in bounds)
+    return Layout(
+        data=DataLayout(zero=zero, shard=shards),
+        tensor=TensorLayout(degree=degrees.tp, shape=(degrees.tp, 1)),
+        pipeline=PipelineLayout(stages=degrees.pp, schedule=name, chunks=chunks, layers=layers),
+        sequence=SequenceLayout(
+            method="ulysses" if _ulysses(cells, stack) else "ring",
+            degree=degrees.cp,
+            order="zigzag" if stack.ring_balanced else "contiguous",
+        ),
+        offload=OffloadLayout(**reading.offload),
+        expert=degrees.ep,
+        recompute=tuple(policies),
+        compile="none" if stack.operators_forward > 20 else "block",
+        micro_batch=reading.micro_batch,
+        derived=Derived(accumulation=reading.accumulation, replicas=degrees.dp // shards),
+    )
 
 
 def _ulysses(cells: Cells, stack: Stack) -> bool:
     return "ulysses" in cells.everything or stack.name.startswith("deepspeed")
 
 
-def _spread(recompute: Recompute, layers: int) -> list[str]:
+def _spread(recompute: Recompute, layers: int) -> list[Any]:
     some = round(recompute.share * layers)
     return [RECOMPUTE[recompute.policy]] * some + ["none"] * (layers - some)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from partool.cost.stacks import STACKS, Stack
-from replaying.cells import Cells
+from partool.cost.stacks import STACKS, Stack, own_stack
+from partool.replay.cells import Cells
+from partool.strategies.engines import ENGINES
 
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
@@ -37,10 +38,23 @@ _JAX = r"\bjax\b|maxtext|\bpaxml|axlearn|levanter|\bxla\b|t5x"
 """Trainers that XLA compiles as a whole step."""
 
 
+NAMES = tuple(sorted({*STACKS, *ENGINES}))
+"""Names that the column ``stack`` may hold: code bases, and training systems."""
+
+
+def compiled(cells: Cells) -> bool | None:
+    """Return True if a row says that its blocks are compiled, False if it says they are not, None without a word."""
+    if text := cells.lower("compile"):
+        return not re.match(r"no|false|0|off|-", text)
+    if "compile" not in cells.everything:
+        return None
+    return "no compile" not in cells.everything
+
+
 def stack_of(cells: Cells) -> Stack:
-    """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
+    """Return the code base of a run: as the column ``stack`` says, else by names that appear in the row."""
     source, text = cells.lower("source"), cells.everything
-    found = _named(
+    found = _stated(cells) or _named(
         source,
         f"{text} {cells.lower('dtype')}",
         cells.used("zero_or_fsdp"),
@@ -72,6 +86,18 @@ def stack_of(cells: Cells) -> Stack:
             found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2)
         )
     return found
+
+
+def _stated(cells: Cells) -> Stack | None:
+    name = cells.lower("stack")
+    if name not in NAMES:
+        return None
+    if name == "partool":
+        return own_stack("cuda", "none" if compiled(cells) is False else "block")
+    record = ENGINES.get(name)
+    if record is not None:
+        name = str(record.compiled if record.compiled and compiled(cells) else record.stack)
+    return STACKS[name]
 
 
 def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stack:

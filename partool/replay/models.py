@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from partool.catalog.lookup import table
+from partool.replay.cells import Cells
 from partool.spec.model import ModelConfig, Moe
-from replaying.cells import Cells
 
-DIMENSIONS = Path(__file__).parents[2] / "data" / "model_dims.csv"
+DIMENSIONS = Path(__file__).parent / "model_dims.csv"
 _GPT_SHAPES = (
     (0.125, 12, 768, 12), (0.35, 24, 1024, 16), (0.76, 24, 1536, 16), (1.3, 24, 2048, 16), (1.7, 24, 2304, 24),
     (2.7, 32, 2560, 32), (3.6, 30, 3072, 32), (6.7, 32, 4096, 32), (7.5, 36, 4096, 32), (10.0, 50, 4096, 32),
@@ -120,14 +120,13 @@ def plain(name: str) -> str:
 def _known() -> dict[str, dict[str, Any]]:
     presets = _presets()
     found: dict[str, dict[str, Any]] = {}
-    if DIMENSIONS.exists():
-        with DIMENSIONS.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                # Presets know what the table has no columns for: latent attention, experts in every n-th layer.
-                fields = presets.get(plain(_sizeless(row["model_key"]))) or _tabled(row)
-                for name in (row["model_key"], *row["aliases"].split("|")):
-                    if name and fields:
-                        found[plain(name)] = fields
+    with DIMENSIONS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            # Presets know what the table has no columns for: latent attention, experts in every n-th layer.
+            fields = presets.get(plain(_sizeless(row["model_key"]))) or _tabled(row)
+            for name in (row["model_key"], *row["aliases"].split("|")):
+                if name and fields:
+                    found[plain(name)] = fields
     found |= {name: fields for name, fields in presets.items() if name not in found}
     return found | {name: presets[preset] for name, preset in _ALIASES.items() if preset in presets}
 
@@ -160,9 +159,11 @@ def _tabled(row: dict[str, str]) -> dict[str, Any] | None:
     gated = row["gated_mlp"] == "1"
     fields |= {"activation": "swiglu" if gated else "gelu", "tied_embeddings": row["tied_embeddings"] == "1"}
     if row["experts"]:
-        moe = {"experts": row["experts"], "top_k": row["top_k"], "ffn_hidden": row["moe_ffn"]}
         fields["moe"] = Moe(
-            **{name: int(value) for name, value in moe.items()}, shared_experts=int(row["shared_experts"] or 0)
+            experts=int(row["experts"]),
+            top_k=int(row["top_k"]),
+            ffn_hidden=int(row["moe_ffn"]),
+            shared_experts=int(row["shared_experts"] or 0),
         )
     return fields
 

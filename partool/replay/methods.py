@@ -6,10 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from partool.cost.case import FULL
+from partool.cost.case import FULL, RECOMPUTE
 from partool.cost.stacks import Stack
-from replaying.cells import Cells
-from replaying.models import hybrid
+from partool.replay.cells import Cells
+from partool.replay.models import hybrid
+from partool.spec.parallel import ZeroStage
+from partool.strategies.schedules import SCHEDULES
 
 _INEXPRESSIBLE = (
     (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|rank\d+", "tuning of few parameters"),
@@ -19,6 +21,8 @@ _INEXPRESSIBLE = (
     (r"\bnvme\b|infinity", "states on NVMe"),
     (r"context only|bert|inference only|vision|multimodal|vlm\b", "not the training of a decoder"),
 )  # fmt: skip
+_READ = ("1f1b", "gpipe", "interleaved", "zb-h1")
+"""Schedules of partool that rows are priced with."""
 AGAIN = r"incl(\.|udes|uding|ude)? (the )?recomput|hardware flops"
 """Notes that say that FLOPs count recomputation, so there was some."""
 
@@ -29,6 +33,11 @@ def inexpressible(cells: Cells) -> str | None:
     for pattern, reason in _INEXPRESSIBLE:
         if re.search(pattern, text):
             return reason
+    schedule = cells.lower("vpp_or_schedule")
+    if schedule in SCHEDULES and schedule not in _READ:
+        return f"the schedule {schedule} in a table"
+    if re.search(r": \d+ layers", cells.lower("recompute")):
+        return "layers that are recomputed in different ways"
     if hybrid(cells.text("model")):
         return "not the training of a decoder with attention"
     if re.search(r"optimizer (fused )?in backward|8-?bit adam", cells.lower("notes")):
@@ -44,29 +53,24 @@ def inexpressible(cells: Cells) -> str | None:
     return None
 
 
-def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
+_ZERO: tuple[tuple[str, ZeroStage], ...] = (
+    (r"zero-?3|zero stage 3|full_shard", 3), (r"zero-?2|shard_grad_op", 2), (r"fsdp", 3), (r"hsdp", 3),
+    (r"zero-?1|distributed optimizer|dist.?opt", 1), (r"ddp|zero-?0|none|\bno\b", 0),
+)  # fmt: skip
+_USUAL_ZERO: dict[str, ZeroStage] = {
+    "megatron": 1, "nanotron": 1, "deepspeed": 3, "deepspeed-2021": 3, "fsdp1": 3, "fsdp2": 3, "fsdp2-compiled": 3,
+    "jax": 3, "torchtune": 3,
+}  # fmt: skip
+"""ZeRO stages that code bases use where a row states none."""
+
+
+def zero_of(cells: Cells, stack: Stack, dp: int) -> ZeroStage:
     """Return the ZeRO stage of a row: as printed, else what the code base does by itself."""
     text = cells.used("zero_or_fsdp", "method")
     if dp == 1 and "offload" not in text:
         return 0
-    for pattern, stage in (
-        (r"zero-?3|zero stage 3|full_shard", 3), (r"zero-?2|shard_grad_op", 2), (r"fsdp", 3), (r"hsdp", 3),
-        (r"zero-?1|distributed optimizer|dist.?opt", 1), (r"ddp|zero-?0|none|\bno\b", 0),
-    ):  # fmt: skip
-        if re.search(pattern, text):
-            return stage
-    base = stack.name.split("+")[0]
-    return {
-        "megatron": 1,
-        "nanotron": 1,
-        "deepspeed": 3,
-        "deepspeed-2021": 3,
-        "fsdp1": 3,
-        "fsdp2": 3,
-        "fsdp2-compiled": 3,
-        "jax": 3,
-        "torchtune": 3,
-    }.get(base, 0)
+    stated = next((stage for pattern, stage in _ZERO if re.search(pattern, text)), None)
+    return _USUAL_ZERO.get(stack.name.split("+")[0], 0) if stated is None else stated
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
 
 def _policy(text: str, own: int) -> Recompute | None:
     """Return the policy that a cell states; None if it states none."""
+    if text in ("attention", "keep_attention"):
+        return Recompute(RECOMPUTE.index(text))
     if some := re.search(r"(\d+)\s*(?:of|/)\s*(\d+)\s*layers", text):
         return Recompute(FULL, min(int(some.group(1)) / max(int(some.group(2)), 1), 1.0))
     if re.search(r"every (2nd|second|other)|half", text):
@@ -137,8 +143,8 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
     if text.isdigit():
         return [("interleaved", int(text))] if 1 < int(text) <= 64 else [("1f1b", 1)]
     if "interleav" in text:
-        number = re.search(r"interleav\w*\D{0,3}(\d+)", text)
-        return [("interleaved", int(number.group(1)) if number and 1 < int(number.group(1)) <= 64 else 2)]
+        named = re.search(r"interleav\w*\D{0,3}(\d+)", text)
+        return [("interleaved", int(named.group(1)) if named and 1 < int(named.group(1)) <= 64 else 2)]
     if "zero-bubble" in text or "zero bubble" in text or re.search(r"\bzb", text):
         return [("zb-h1", 1)]
     if "gpipe" in text or "afab" in text:
@@ -149,20 +155,20 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
 
 
 def offload_of(cells: Cells) -> list[dict[str, Any]]:
-    """Return what lives in host memory, as fields of a layout; DeepCompile offloads only as much as has to be."""
+    """Return what lives in host memory, as fields of a layout's offload; DeepCompile offloads only what it must."""
     columns = cells.lower("zero_or_fsdp", "offload", "method")
     text = f"{columns}; {cells.lower('notes')}"
     if "offload" not in text and not re.search(r"\bcpu\b", columns):
         return [{}]  # a processor that notes name is the host's
     if re.search(r"offload[a-z ]*[:=]? *(false|no\b|none|off\b)|(w/o|without|no|not) (cpu[- ]?)?offload", text):
         return [{}]
-    found: dict[str, Any] = {"offload_optimizer": "cpu"}
+    found: dict[str, Any] = {"optimizer": "cpu", "gpu_fraction": 0.0}
     if re.search(r"full cpu|param", columns) or re.search(
         r"param\w*[^;,.]{0,20}offload|offload[^;,.]{0,20}param", text
     ):
-        found["offload_parameters"] = "cpu"
+        found["parameters"] = "cpu"
     if "activation" in text:
-        found = {**({} if "activation" in text and "optim" not in text else found), "offload_activations": "cpu"}
+        found = {**({} if "activation" in text and "optim" not in text else found), "activations": "cpu"}
     if cells.lower("notes").startswith("deepcompile"):
         return [{}, *({**found, "gpu_fraction": share} for share in (0.75, 0.5, 0.25, 0.0))]
     return [found]

@@ -9,9 +9,9 @@ from typing import Any
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
+from partool.replay.cells import Cells
+from partool.replay.networks import network_of
 from partool.spec.hardware import Devices, HardwareSpec
-from replaying.cells import Cells
-from replaying.networks import network_of
 
 _NAMES = (
     (r"gb300", "gb300"), (r"b300", "b300"), (r"gb200", "gb200"), (r"b200|blackwell", "b200"),
@@ -29,6 +29,8 @@ _BY_MEMORY = ((23, 26, "rtx-4090"), (38, 42, "a100-40"), (46, 50, "l40s"), (78, 
 def accelerator_of(cells: Cells) -> str | None:
     """Return the catalog name of a row's device, or None."""
     text = cells.lower("gpu")
+    if text in table("accelerators"):
+        return text
     for pattern, name in _NAMES:
         if re.search(pattern, text):
             return name if name in table("accelerators") else None

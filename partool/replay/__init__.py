@@ -1,0 +1,1 @@
+"""Runs that others measured, read from a table and predicted row by row."""

@@ -1,0 +1,82 @@
+"""Predictions of rows, beside what the rows measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partool.cost.case import RECOMPUTE, TrainingJob
+from partool.cost.memory.peak import predict_memory, rank_memories
+from partool.cost.time.predict import predict_time
+from partool.plan.layout import Layout
+from partool.replay import measured
+from partool.replay.cases import RunCase
+
+_PLAUSIBLE = 1.25
+"""Predicted over actual memory up to which a reading is believed: the run did fit, and predictions are this far off."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One predicted row."""
+
+    case: RunCase
+    job: TrainingJob
+    layout: Layout
+    predicted: float
+    measured: float | None
+    verdict: str = ""
+    fits: bool = True
+
+
+def time_result(case: RunCase) -> Result | None:
+    """Return the predicted and measured step time of a row, by its most plausible reading; None without a time.
+
+    Of several readings, those that may fit come first, then those that recompute least: recomputation is stated where
+    it is unusual. Of the rest the fastest is taken: settings that published tables leave out were tuned.
+    """
+    best: tuple[float, float, float, Result] | None = None
+    for job, layout in case.options:
+        seconds = measured.step_s(case.cells, job, layout)
+        if seconds is None:
+            return None
+        predicted = predict_time(job, layout, 1).step_time_s
+        over = _over(job, layout) if len(case.options) > 1 else 0.0
+        # Readings may differ in their batch: compare time per sequence.
+        again = sum(map(RECOMPUTE.index, layout.recompute)) / len(layout.recompute)
+        key = (over, again, predicted / job.global_batch)
+        if best is None or key < best[:3]:
+            best = (*key, Result(case, job, layout, predicted, seconds))
+    return best[3] if best else None
+
+
+def _over(job: TrainingJob, layout: Layout) -> float:
+    """Return by how much a reading lies above what a run that was published can have needed, in capacities."""
+    found = predict_memory(job, layout, 0.0)
+    used = found.total_bytes / max(found.capacity_bytes, 1)
+    return 0.0 if used <= _PLAUSIBLE else used
+
+
+def memory_result(case: RunCase) -> Result | None:
+    """Return the predicted and measured peak of a row, and whether it was predicted to fit.
+
+    Of several readings of a row that ran, the first that may fit is taken, else the smallest. Where readings disagree
+    whether a run fits, nobody can be sure of it: amber. A micro-batch that is not stated is the smallest.
+    """
+    kind, value = measured.reading(case.cells), measured.peak_bytes(case.cells)
+    fits = not case.cells.lower("fits").startswith("no")
+    if value is None and fits:
+        return None
+    least = min(layout.micro_batch for _, layout in case.options)
+    options = [(job, layout) for job, layout in case.options if layout.micro_batch == least]
+    found = [(predict_memory(job, layout, 0.0), job, layout) for job, layout in options]
+    smallest = min(found, key=lambda one: one[0].total_bytes)
+    prediction, job, layout = next((one for one in found if one[0].verdict != "red"), smallest)
+    verdicts = {one[0].verdict for one in found}
+    verdict = prediction.verdict if len(verdicts) == 1 else "amber"
+    worst = max(rank_memories(job, layout), key=lambda memory: float(memory.total_bytes))
+    read = float(worst.total_bytes)
+    if kind != "device":
+        read -= float(worst.outside_bytes)
+    if kind == "allocated":
+        read -= float(worst.terms["fragmentation"])
+    return Result(case, job, layout, read, value if fits else None, verdict, fits)
