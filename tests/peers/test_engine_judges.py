@@ -1,0 +1,181 @@
+"""The systems' own classes take the settings that partool writes for them, and have the plan's values afterwards.
+
+DeepSpeed 0.19.8, megatron-core 0.19.2, accelerate 1.15.0, transformers 5.24.0 and torchtitan 0.2.0; ``make peers``
+installs them. A system that is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _writes import command
+from conftest import Judges
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_engine_terms import EXPERTS, DENSE, deepspeed_layouts, megatron_layouts, on_its_ranks, planned, spec_of
+
+from partool.engines.write import terms_of
+from partool.plan.types import Plan
+from partool.render.program import program
+from partool_runtime.stepping import lr_factor
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+OFTEN = settings(
+    max_examples=100, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)  # fmt: skip
+ADAMW = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+@st.composite
+def trainings(draw: st.DrawFn, names: tuple[str, ...], precisions: tuple[str, ...]) -> dict[str, Any]:
+    """Return sections of a spec: precision, optimizer, clipping and schedule."""
+    name = draw(st.sampled_from(names))
+    kind = draw(st.sampled_from(("constant", "cosine", "linear", "wsd")))
+    return {
+        "precision": draw(st.sampled_from(precisions)),
+        "name": name,
+        "lr": draw(st.sampled_from((1e-3, 3e-4))),
+        "betas": draw(st.sampled_from(([0.9, 0.95], [0.9, 0.999]))),
+        "momentum": draw(st.sampled_from((0.0, 0.9))),
+        "weight_decay": draw(st.sampled_from((0.0, 0.1))),
+        "clip": draw(st.sampled_from((None, 1.0, 0.5))),
+        "kind": kind,
+        "warmup_steps": draw(st.sampled_from((0, 1, 2, 4, 10))),
+        "min_ratio": draw(st.sampled_from((0.0, 0.1))),
+    }
+
+
+def trained_so(plan: Plan, told: dict[str, Any]) -> Plan:
+    """Return a plan with other settings of its training."""
+    schedule = {name: told[name] for name in ("kind", "warmup_steps", "min_ratio")}
+    own = {name: told[name] for name in ("name", "lr", "betas", "momentum", "weight_decay")}
+    clip = 0.0 if told["clip"] is None else told["clip"]
+    optimizer = plan.optimizer.model_copy(
+        update=own | {"clip": clip, "schedule": plan.optimizer.schedule.model_copy(update=schedule)}
+    )
+    training = plan.training.model_copy(update={"precision": told["precision"], "steps": 100})
+    return plan.model_copy(update={"training": training, "optimizer": optimizer})
+
+
+def rates(plan: Plan) -> list[float]:
+    """Return the learning rate of each step of partool's runtime."""
+    steps, schedule = plan.training.steps, plan.optimizer.schedule
+    return [plan.optimizer.lr * lr_factor(schedule, step, steps) for step in range(steps)]
+
+
+@OFTEN
+@given(deepspeed_layouts(), trainings(("adamw", "lion", "sgd", "adagrad"), ("bf16", "fp16", "fp32")))
+def test_deepspeed_has_the_plans_values(judges: Judges, changes: dict[str, Any], told: dict[str, Any]) -> None:
+    judge = judges["deepspeed"]
+    plan = trained_so(planned(spec_of("deepspeed")), told)
+    layout = plan.layout.changed(changes)
+    ranks = layout.tensor.degree * layout.sequence.degree
+    layout = layout.changed({"derived.accumulation": 192 // layout.micro_batch // (16 // ranks)})
+    plan = plan.model_copy(update={"layout": layout})
+    if terms_of(plan).findings:
+        return
+    config = json.loads(program(plan).files["ds_config.json"])
+    found = judge({"config": config, "world": 16, "steps": plan.training.steps})
+    assert found["unknown"] == []
+    offload = layout.offload
+    assert found["stage"] == layout.data.zero
+    assert found["micro"] == layout.micro_batch
+    assert found["accumulation"] == layout.derived.accumulation
+    if layout.tensor.degree == 1:
+        assert found["batch"] == 192
+        assert found["data_ranks"] == 16 // layout.sequence.degree
+    assert found["tensor"] == (layout.tensor.degree if layout.tensor.degree > 1 else 0)
+    assert found["optimizer_device"] == offload.optimizer
+    if offload.optimizer != "none":
+        assert found["optimizer_ratio"] == 1.0 - offload.gpu_fraction
+        assert found["optimizer_folder"] == offload.dir
+    assert found["parameter_device"] == offload.parameters
+    assert found["parameter_folder"] == (offload.dir if offload.parameters == "nvme" else None)
+    assert (found["bf16"], found["fp16"]) == (told["precision"] == "bf16", told["precision"] == "fp16")
+    assert found["clip"] == plan.optimizer.clip
+    assert found["optimizer"].lower() == told["name"]
+    near(found["rates"], plan)
+
+
+def near(found: list[float], plan: Plan) -> None:
+    """Check the rates of DeepSpeed's schedule, which are the plan's once the warm-up is over."""
+    schedule, peak = plan.optimizer.schedule, plan.optimizer.lr
+    wanted, warmup = rates(plan), schedule.warmup_steps
+    assert max(found) <= peak * (1 + 1e-9)
+    over = max(warmup, 3)
+    exact = schedule.kind != "cosine" or warmup >= 3
+    assert found[over:] == pytest.approx(wanted[over:], abs=peak * (1e-9 if exact else 0.05))
+    if warmup >= 4:
+        late = peak * max(2 / warmup, schedule.min_ratio)
+        assert found[:over] == pytest.approx(wanted[:over], abs=late * 1.01)
+
+
+@OFTEN
+@given(megatron_layouts(), trainings(("adamw", "sgd"), ("bf16", "fp16", "fp32", "fp8")))
+def test_megatron_has_the_plans_values(
+    judges: Judges, tmp_path: Path, drawn: tuple[bool, dict[str, Any]], told: dict[str, Any]
+) -> None:
+    judge = judges["megatron"]
+    experts, changes = drawn
+    plan = trained_so(on_its_ranks(planned(spec_of("megatron", EXPERTS if experts else DENSE)), changes), told)
+    if terms_of(plan).findings:
+        return
+    words = command(plan, tmp_path)
+    layout, training = plan.layout, plan.training
+    found = judge({"arguments": words[words.index("mine.py") + 1 :], "world": layout.mesh.world_size})
+    model, args, optimizer = found["model"], found["arguments"], found["optimizer"]
+    _same_model(plan, model)
+    assert args["seq_length"] == training.sequence_length
+    assert (args["micro_batch_size"], args["global_batch_size"]) == (layout.micro_batch, training.global_batch)
+    assert args["data_parallel_size"] == layout.mesh.dp
+    assert (model["bf16"], model["fp16"]) == (told["precision"] in ("bf16", "fp8"), told["precision"] == "fp16")
+    assert model["fp8"] == ("hybrid" if told["precision"] == "fp8" else None)
+    assert model["tensor_model_parallel_size"] == layout.tensor.degree
+    assert model["sequence_parallel"] == layout.tensor.sequence_norms
+    assert model["pipeline_model_parallel_size"] == layout.pipeline.stages
+    assert (model["virtual_pipeline_model_parallel_size"] or 1) == layout.pipeline.chunks
+    assert model["context_parallel_size"] == layout.sequence.degree
+    if experts:
+        assert model["expert_model_parallel_size"] == layout.expert
+        assert model["expert_tensor_parallel_size"] == layout.expert_tensor
+    assert optimizer["use_distributed_optimizer"] == (layout.data.zero > 0)
+    sharding = found["data_parallel"]["data_parallel_sharding_strategy"]
+    assert sharding == {2: "optim_grads", 3: "optim_grads_params"}.get(layout.data.zero, "no_shard")
+    assert optimizer["optimizer_cpu_offload"] == (layout.offload.optimizer != "none")
+    if layout.offload.optimizer != "none":
+        assert optimizer["optimizer_offload_fraction"] == 1.0 - layout.offload.gpu_fraction
+    full, chunk = model["recompute_granularity"] == "full", layout.pipeline.bounds[0]
+    assert full == ("full" in layout.recompute)
+    assert (model["recompute_granularity"] == "selective") == ("attention" in layout.recompute)
+    if full and model["recompute_method"] == "block":
+        assert model["recompute_num_layers"] == layout.recompute[slice(*chunk)].count("full")
+    assert optimizer["clip_grad"] == plan.optimizer.clip
+    assert optimizer["weight_decay"] == plan.optimizer.weight_decay
+    assert optimizer["optimizer"] == {"adamw": "adam", "sgd": "sgd"}[told["name"]]
+    wanted = rates(plan)
+    # The scheduler's step 0 is before the first: all rates are one step late.
+    assert found["rates"][1:] == pytest.approx(wanted[:-1], abs=1e-9)
+
+
+def _same_model(plan: Plan, found: dict[str, Any]) -> None:
+    model = plan.model
+    assert found["num_layers"] == model.layers
+    assert found["hidden_size"] == model.hidden
+    assert found["ffn_hidden_size"] == model.ffn_hidden
+    assert found["num_attention_heads"] == model.heads
+    assert (found["num_query_groups"] or model.heads) == model.kv_heads
+    assert found["layernorm_epsilon"] == model.norm_eps
+    assert found["normalization"] == {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.norm]
+    assert found["gated_linear_unit"] == (model.activation == "swiglu")
+    assert found["add_bias_linear"] == model.out_bias
+    assert found["hidden_dropout"] == found["attention_dropout"] == 0.0
+    assert found["init_method_std"] == model.init_std
+    if model.moe is not None:
+        assert found["num_moe_experts"] == model.moe.experts
+        assert found["moe_router_topk"] == model.moe.top_k
+        assert found["moe_ffn_hidden_size"] == model.moe.ffn_hidden
