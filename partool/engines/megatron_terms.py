@@ -172,7 +172,10 @@ def _sharding(to: EngineTerms) -> None:
     if offload.optimizer != "none":
         to.put("optimizer-cpu-offload", True, "parallel.offload.optimizer")
         to.put("optimizer-offload-fraction", round(1.0 - offload.gpu_fraction, 6), "parallel.offload.gpu_fraction")
+        # Its checks want both, and have the second for Adam only.
         to.put("use-precision-aware-optimizer", True, "parallel.offload.optimizer")
+        if to.plan.optimizer.name != "adamw":
+            to.cannot("Megatron-LM offloads the state of Adam only", "parallel.offload.optimizer", "use adamw")
     to.put("overlap-grad-reduce", True, "parallel.data")
     to.put("overlap-param-gather", zero > 0, "parallel.data")
 

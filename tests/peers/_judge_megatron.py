@@ -32,6 +32,7 @@ def judge(case: dict[str, Any]) -> dict[str, Any]:
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     args = parse_args()
     validate_args(args)
+    args.apply_rope_fusion = False  # needs Transformer Engine, which needs a GPU
     made = [core_transformer_config_from_args(args)]
     for kind in (OptimizerConfig, DistributedDataParallelConfig):
         named = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if hasattr(args, field.name)}
