@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from partool.cli._files import write_or_exit
+from partool.cli._foreign import Known
 from partool.cli._load import Output, name_of, show
 from partool.cli._watch import watched
 from partool.engines.improve import Advice, advice, freed, theirs
@@ -31,17 +32,15 @@ _NOT_FITTING = ("PT301", "PT302")
 def improve(
     path: Path,
     loaded: Loaded,
+    known: Known,
     overrides: Sequence[str],
+    *,
     output: Output,
     out: Path | None,
-    *,
-    settings: Mapping[str, Setting] | None = None,
-    carried: Mapping[str, str] | None = None,
 ) -> None:
     """Plan a spec as it is and with its layout open, and print what to change; ``out`` gets the better plan.
 
-    ``settings`` and ``carried`` are those of a file of another training system (:class:`partool.engines.Imported`),
-    whose lines are then named.
+    ``known`` has the settings of a file of another training system, whose lines are named.
     """
     assert loaded.spec is not None
     before = _plan(path, loaded, output, may_fail=True)
@@ -54,7 +53,7 @@ def improve(
     if output == "json":
         say(json.dumps(_as_data(found), indent=2))
     else:
-        say("\n".join(_as_text(found, settings or {}, carried or {})))
+        say("\n".join(_as_text(found, known.settings, known.carried)))
 
 
 def _held(overrides: Sequence[str]) -> list[str]:
@@ -91,7 +90,13 @@ def _as_text(found: Advice, settings: Mapping[str, Setting], carried: Mapping[st
         )
     else:
         lines.append(f"better, and {title} can do it: {_figures(after)}{_gain(found)}")
-    lines += [f"  {_in_words(change, theirs(change, settings, carried))}" for change in found.changes]
+    named = {change.name for change in found.changes}
+    for change in found.changes:
+        mine = theirs(change, settings, carried)
+        # What the user never wrote is not to be removed; their own words for it are.
+        if change.after is None and settings and change.name not in settings and all(one.name in named for one in mine):
+            continue
+        lines.append(f"  {_in_words(change, mine)}")
     return [*lines, f"Evidence: ± {after.prediction.relative_error:.0%}; {after.prediction.evidence}."]
 
 
@@ -119,8 +124,8 @@ def _times(faster: float) -> str:
 
 def _in_words(change: EngineChange, mine: list[Setting]) -> str:
     """Return a change as ``name before → after``, ``add name value`` or ``remove name``, with lines of the user's."""
-    where = ", ".join(f"{setting.name}, line {setting.line}" for setting in mine)
-    where = f"   ({where})" if where else ""
+    own = [f"{setting.name}, " * (setting.name != change.name) + f"line {setting.line}" for setting in mine]
+    where = f"   ({'; '.join(own)})" if own else ""
     name = change.name or f"{change.path}, which your script decides:"
     if change.before is None:
         return f"add {name}{_value(change.after)}"

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from partool.catalog.transformers_process import allow_code
 from partool.cli._fail import fail
+from partool.cli._foreign import Known, is_plan, load_any
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.outline import other_version
@@ -65,7 +66,7 @@ def load_plan_or_exit(
 
     ``forgive`` holds the codes of rules about kernels whose errors are shown as warnings.
     """
-    if path.suffix == ".json":
+    if is_plan(path):
         return read_plan_or_exit(path, overrides)
     plan, findings, lines = _planned(path, overrides, trace=trace, forgive=forgive)
     failed = plan is None or _fails(findings, strict=strict)
@@ -75,15 +76,14 @@ def load_plan_or_exit(
     return plan
 
 
-def loaded_or_exit(path: Path, overrides: list[str], output: Output) -> Loaded:
-    """Return a spec that was read; shows the errors and ends the command if there are any."""
-    from partool.spec import load
-
-    loaded = load(path, overrides)
+def loaded_or_exit(path: Path, overrides: list[str], output: Output) -> tuple[Loaded, Known]:
+    """Return a spec that was read, or made from a file of another training system; ends the command on errors."""
+    loaded, known = load_any(path, overrides)
+    lines = dict(loaded.source.texts)
     if loaded.spec is None:
-        show(loaded.diagnostics, dict(loaded.source.texts), output, failed=True)
+        show(loaded.diagnostics, lines | _lines_elsewhere(loaded.diagnostics, lines), output, failed=True)
         raise typer.Exit(_ERRORS)
-    return loaded
+    return loaded, known
 
 
 def check_specs(paths: list[Path], overrides: list[str], output: Output, strict: bool) -> int:
@@ -93,7 +93,7 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
     told, everything, code = [], [], 0
     texts: dict[str, list[str]] = {}
     for path in paths:
-        if path.suffix == ".json":
+        if is_plan(path):
             plan: Plan | None = read_plan_or_exit(path, overrides)
             findings: list[Diagnostic] = []
             lines: Lines = {}
@@ -192,11 +192,10 @@ def _planned(
     path: Path, overrides: list[str], *, trace: bool = False, forgive: Collection[str] = ()
 ) -> tuple[Plan | None, list[Diagnostic], Lines]:
     """Return a spec's plan (None after errors), all findings, and the lines by file that findings point to."""
-    from partool.spec import load
-
-    loaded = load(path, overrides)
+    loaded, _ = load_any(path, overrides)
     findings, plan = list(loaded.diagnostics), None
     lines = dict(loaded.source.texts)
+    lines |= _lines_elsewhere(findings, lines)
     if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
         from partool.cli._watch import watched
         from partool.planner import make_plan

@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-import yaml
 
 from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
-from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
-from partool.engines.settings import Setting
+from partool.engines.told import findings_of, given, line_of, spec_text
 from partool.plan.terminal import say
 
 _LARGEST_BYTES = 4 * 2**20
@@ -50,7 +48,7 @@ def command(
     found_engine = engine or _engine(files)
     if out is not None and out.exists() and not force:
         fail("PT002", f"{out} is there already", "choose another name, or replace it with --force", 2)
-    defined, given = dict(each.partition("=")[::2] for each in define or []), dict(map(_pair, overrides or []))
+    defined, given = dict(each.partition("=")[::2] for each in define or []), _given(overrides or [])
     before = "".join(f"{each}; " for each in define or [])
     files = [(path, before + text if kind_of(text) == "script" else text) for path, text in files]
     found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined))
@@ -66,24 +64,6 @@ def command(
         say(f"wrote {out}; next: partool plan {out}", err=True)
 
 
-def spec_text(found: Imported, *paths: Path) -> str:
-    """Return the spec as YAML, with the settings that were not understood as remarks."""
-    names, kind = ", ".join(path.name for path in paths), "a file" if len(paths) == 1 else "files"
-    lines = [f"# Read from {names}, {kind} of {found.engine}; devices and data are not in such files."]
-    lines += [
-        f"# not understood, and not priced: {fate.setting.name} ({_line(fate.setting, found)})"
-        for fate in found.fates
-        if fate.kind == "not understood"
-    ]
-    return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
-
-
-def _line(setting: Setting, found: Imported) -> str:
-    """Return a setting's line, with the name of its file if there are several."""
-    several = len({fate.setting.file for fate in found.fates}) > 1
-    return f"{Path(setting.file).name}, line {setting.line}" if several else f"line {setting.line}"
-
-
 def _engine(files: list[tuple[Path, str]]) -> Engine:
     found = engine_of_all([text for _, text in files])
     if found is None:
@@ -93,14 +73,11 @@ def _engine(files: list[tuple[Path, str]]) -> Engine:
     return found
 
 
-def _pair(text: str) -> tuple[str, object]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise typer.BadParameter(f"--set takes key=value, as training.sequence_length=4096, not {text!r}")
+def _given(overrides: list[str]) -> dict[str, Any]:
     try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise typer.BadParameter(f"the value of --set {key} is no YAML: {value!r}") from None
+        return given(overrides)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _text(path: Path) -> str:
@@ -115,15 +92,7 @@ def _text(path: Path) -> str:
 
 def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> None:
     """Print findings, the settings that nobody knows, and how many settings became what."""
-    findings = list(found.findings)
-    findings += [
-        Diagnostic(
-            "PT823", f"{fate.setting.name} is not understood, and not priced", "warning", span=fate.setting.span,
-            help="remove it, or make sure that it changes neither memory nor time",
-        )
-        for fate in found.fates
-        if fate.kind == "not understood"
-    ]  # fmt: skip
+    findings = findings_of(found)
     if findings:
         sources = {path: text.splitlines() for path, text in texts.items()}
         shown = render_text(findings, sources, colour=wants_colour(sys.stderr))
@@ -131,7 +100,8 @@ def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> Non
     if everything:
         for fate in found.fates:
             text = f": {fate.text}" if fate.text else ""
-            say(f"{_line(fate.setting, found)}  {fate.setting.name}  {fate.kind}{text}", err=True)
+            say(f"{line_of(fate.setting, found)}  {fate.setting.name}  {fate.kind}{text}", err=True)
     kinds = [fate.kind for fate in found.fates]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("carried", "no effect", "not understood"))
+    ways = ("carried", "no effect", "not priced", "not understood")
+    counts = ", ".join(f"{sum(kind == way for kind in kinds)} {way}" for way in ways)
     say(f"{found.engine}: {len(kinds)} settings, {counts}", err=True)

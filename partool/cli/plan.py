@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from partool.cli._files import printing, write_or_exit
+from partool.cli._foreign import is_plan
 from partool.cli._load import (
     Output,
     TrustCode,
@@ -131,7 +132,7 @@ def command(
     if output == "json":
         say(_as_json(plan, show, source), nl=False)
     elif output == "text":
-        told = spec.suffix != ".json" and one_stream()
+        told = not is_plan(spec) and one_stream()
         with printing() as console:
             _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
     exit_on_error(failed)
@@ -149,7 +150,7 @@ def _improve(spec: Path, overrides: list[str], output: Output, out: Path | None,
 
     if others:
         raise typer.BadParameter("--improve goes alone with --set, --out and --output")
-    improve(spec, loaded_or_exit(spec, overrides, output), overrides, output, out)
+    improve(spec, *loaded_or_exit(spec, overrides, output), overrides, output=output, out=out)
 
 
 def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:

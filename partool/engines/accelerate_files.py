@@ -157,7 +157,7 @@ def _script(path: Path, text: str, files: Sequence[File], found: Gathered) -> di
 def _is_program(command: Sequence[Word], place: int) -> bool:
     text = command[place].text
     before = command[place - 1].text if place else ""
-    return text.endswith(".py") or text in ("trl", "llamafactory-cli") or before in ("-m", "--module")
+    return text.endswith(".py") or text in ("trl", "llamafactory-cli") or before.lstrip("-") in ("m", "module")
 
 
 def _launch_name(name: str) -> str:

@@ -57,32 +57,25 @@ def span_of(word: Word) -> Span:
     return Span(word.file, word.line, 1, word.line, 1)
 
 
-def unresolved(command: Sequence[Word], no_effect: Mapping[str, str]) -> list[Diagnostic]:
-    """Return a finding for each argument that matters and whose value nobody can tell without running the script."""
-    found, name = [], ""
-    for word in command:
-        if word.text.startswith("--"):
-            name = word.text[2:].partition("=")[0]
-        if word.unknown and name and name not in no_effect:
-            found.append(unknown_value(name, word))
-    return found
-
-
-def unknown_value(name: str, word: Word) -> Diagnostic:
-    """Return a finding: only running the script would tell an argument's value."""
+def unknown_value(name: str, word: Word, to: str = "") -> Diagnostic:
+    """Return a finding: only running the script would tell an argument's value, whose path in the spec is ``to``."""
     message = f"--{name} is {word.unknown[0]}, which only running the script would tell"
-    return Diagnostic(
-        "PT825", message, help="set the variable in the script, or add --define NAME=VALUE", span=span_of(word)
-    )
+    way_out = "set the variable in the script, or add --define NAME=VALUE"
+    return Diagnostic("PT825", message, path=tuple(to.split(".")) if to else (), help=way_out, span=span_of(word))
 
 
 def missing_sources(path: Path, script: ShellScript) -> list[Diagnostic]:
-    """Return a finding for each file that a script sources and that cannot be read."""
-    way_out = "put the file beside the script, or write its values into the script"
+    """Return a finding for each file that a script sources and that cannot be read.
+
+    Such files often set up the machine only; a value that they set and that matters is an error of its own.
+    """
+    way_out = "put the file beside the script if it sets values of the run, or write them into the script"
     return [
-        Diagnostic("PT825", f"{path} sources {each.text}, which cannot be read", help=way_out, span=span_of(each))
+        Diagnostic(
+            "PT825", f"{path} sources {each.text}, which cannot be read", "warning", help=way_out, span=span_of(each)
+        )
         for each in script.missing
-    ]
+    ]  # fmt: skip
 
 
 def named_file(name: str, beside: str, files: Sequence[File]) -> File | None:

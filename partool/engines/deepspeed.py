@@ -1,6 +1,7 @@
 """Reads a DeepSpeed configuration into the layout of a spec.
 
-Meanings and defaults are those of DeepSpeed 0.14 to 0.19 (https://www.deepspeed.ai/docs/config-json/). The file says
+Meanings and defaults are those of ``deepspeed/runtime/config.py`` and ``zero/config.py`` of DeepSpeed 0.19.8, and of
+0.14 where they differ (https://www.deepspeed.ai/docs/config-json/). The file says
 nothing of the model, the length of sequences or the machines: they are arguments of ``partool import``.
 """
 
@@ -15,17 +16,11 @@ import yaml
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines.settings import Setting, Sheet
 
-_OTHER = (
-    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.mics_shard_size",
-)  # fmt: skip
-"""Keys of mechanisms that partool does not price; they must be off."""
-
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
@@ -60,7 +55,8 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     sequence = int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree") or 1)
     # Ranks that share a sequence or the matrices have the same batch (DeepSpeedConfig's world_size).
     micro, batch = _batch(sheet, None if world is None else max(1, world // (tensor * sequence)))
-    stage = int(sheet.number("zero_optimization.stage", 0, to="parallel.data.zero"))
+    old = sheet.get("zero_optimization", False, to="parallel.data.zero")  # a truth value in old files
+    stage = int(sheet.number("zero_optimization.stage", int(old is True), to="parallel.data.zero"))
     parallel: dict[str, Any] = {
         "data": {"zero": stage},
         "tensor": {"degree": tensor}
@@ -68,12 +64,14 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         "pipeline": {"stages": 1},
         "tiles": {"mlp": 0, "loss": 0},
         "recompute": "none",
-        "compile": "none",
+        "compile": "block" if sheet.get("compile.enabled", False, to="parallel.compile") is True else "none",
         "sequence": {"degree": sequence},
         "offload": _offload(sheet, stage),
     }
     if parallel["sequence"]["degree"] > 1:
         parallel["sequence"]["method"] = "ulysses"
+    if (size := _persistent(sheet, stage)) is not None:
+        parallel["data"]["persistent"] = size
     if (shard := sheet.number("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard")) > 1:
         sheet.say(
             "PT823", "error", f"zero_hpz_partition_size is {shard}: a second copy of the parameters in each "
@@ -82,9 +80,6 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         )  # fmt: skip
     if micro:
         parallel["micro_batch"] = micro
-    for name in _OTHER:
-        if sheet.get(name, False, to="nothing: off") not in (False, 0, -1, 1):
-            sheet.say("PT823", "error", f"{name} is not priced here", "remove it", name)
     _recompute(sheet, parallel)
     training: dict[str, Any] = {"precision": _precision(sheet)}
     sheet.lacks("training.sequence_length", "the file does not say how long sequences are")
@@ -94,15 +89,38 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         sheet.lacks("training.global_batch", "the file does not say the global batch", "train_batch_size")
     if batch:
         training["global_batch"] = batch
+    return {"training": training, "parallel": parallel, "optimizer": {"name": _optimizer(sheet)}}
+
+
+def _optimizer(sheet: Sheet) -> str:
     optimizer = str(sheet.get("optimizer.type", "AdamW", to="optimizer.name")).lower()
     known = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "adagrad": "adagrad"}
     if optimizer not in known:
         sheet.say("PT823", "error", f"the optimizer {optimizer} is not priced here", "AdamW or Lion", "optimizer.type")
-    return {"training": training, "parallel": parallel, "optimizer": {"name": known.get(optimizer, "adamw")}}
+    return known.get(optimizer, "adamw")
 
 
-def _batch(sheet: Sheet, world: int | None) -> tuple[int | None, int | None]:
-    """Return the micro-batch and the global batch; DeepSpeed has batch = micro-batch · accumulation · ranks."""
+def _persistent(sheet: Sheet, stage: int) -> int | None:
+    """Return up to how many elements parameters stay gathered with ZeRO-3."""
+    found = None
+    for name in ("stage3_param_persistence_threshold", "param_persistence_threshold"):
+        key = f"zero_optimization.{name}"
+        size = _whole(sheet.settings[key].value) if key in sheet.settings and stage == 3 else None
+        sheet.get(key, to="nothing: it is automatic, or without ZeRO-3" if size is None else "parallel.data.persistent")
+        found = size if found is None else found
+    return found
+
+
+def _whole(value: Any) -> int | None:
+    """Return a size that JSON may write as a number or as 1e5, which YAML takes for a word."""
+    try:
+        return int(float(value))
+    except (TypeError, ValueError):
+        return None
+
+
+def _batch(sheet: Sheet, ranks: int | None) -> tuple[int | None, int | None]:
+    """Return the micro-batch and the global batch, which is micro-batch · accumulation · data-parallel ranks."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     to = ("parallel.micro_batch", "training.global_batch", "training.global_batch")
     given: list[int | None] = []
@@ -112,19 +130,19 @@ def _batch(sheet: Sheet, world: int | None) -> tuple[int | None, int | None]:
             sheet.lacks(path, f"{name} is auto: the trainer's arguments have it", name)
         given.append(value if isinstance(value, int) and not isinstance(value, bool) else None)
     micro, steps, batch = given
-    if world is None:
+    if ranks is None:
         return micro, batch
     if micro and batch and not steps:
-        steps = batch // (micro * world)
-    if batch and not micro and (steps is None or batch % (steps * world) == 0):
+        steps = batch // (micro * ranks)
+    if batch and not micro and (steps is None or batch % (steps * ranks) == 0):
         steps = steps or 1
-        micro = batch // (steps * world)
+        micro = batch // (steps * ranks)
     if micro and not batch:
-        batch = micro * (steps or 1) * world
-    if micro and batch and micro * (steps or 1) * world != batch:
+        batch = micro * (steps or 1) * ranks
+    if micro and batch and micro * (steps or 1) * ranks != batch:
         sheet.say(
-            "PT821", "error", f"train_batch_size {batch} is not {micro} · {steps or 1} · {world} ranks = "
-            f"{micro * (steps or 1) * world}", "remove one of the three; DeepSpeed works it out", "train_batch_size",
+            "PT821", "error", f"train_batch_size {batch} is not {micro} · {steps or 1} · {ranks} ranks = "
+            f"{micro * (steps or 1) * ranks}", "remove one of the three; DeepSpeed works it out", "train_batch_size",
         )  # fmt: skip
     return micro, batch
 
@@ -151,6 +169,11 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
         )
     )
     share = float(sheet.number("zero_optimization.offload_optimizer.ratio", 1.0, to="parallel.offload.gpu_fraction"))
+    if share < 1 and stage < 3:
+        sheet.say(
+            "PT821", "error", f"a part of the optimizer stays on the device with ZeRO-3 only, and the stage is {stage}",
+            "stage: 3, or remove ratio", "zero_optimization.offload_optimizer.ratio",
+        )  # fmt: skip
     if place in ("cpu", "nvme"):
         found |= {"optimizer": place, "gpu_fraction": round(1.0 - share, 6)}
         if stage == 0 or (stage < 3 and place == "nvme"):
@@ -158,7 +181,9 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
                 "PT821", "error", f"the optimizer cannot go to {place} with ZeRO-{stage}",
                 "stage 1 or higher for cpu, stage 3 for nvme", "zero_optimization.offload_optimizer.device",
             )  # fmt: skip
-    where = str(sheet.get("zero_optimization.offload_param.device", "none", to="parallel.offload.parameters"))
+    old = sheet.get("zero_optimization.cpu_offload_param", False, to="parallel.offload.parameters")
+    default = "cpu" if old is True else "none"
+    where = str(sheet.get("zero_optimization.offload_param.device", default, to="parallel.offload.parameters"))
     if where in ("cpu", "nvme"):
         found["parameters"] = where
         if stage < 3:

@@ -27,7 +27,7 @@ _OF_TORCHTITAN = frozenset(("training", "parallelism", "job", "model", "activati
 _WORDS: tuple[tuple[Engine, str], ...] = (
     ("torchtitan", r"--job\.config_file|--(training|parallelism|activation_checkpoint|compile|model)\.\w|torchtitan\."
      r"train\b|run_(llama_)?train\.sh|--module\s+\S+\s+--config\s"),
-    ("megatron", r"--num-layers\b|--tensor-model-parallel-size\b|--micro-batch-size\b"),
+    ("megatron", r"--num[-_]layers\b|--tensor[-_]model[-_]parallel[-_]size\b|--micro[-_]batch[-_]size\b"),
     ("accelerate", r"\baccelerate\s+launch\b|--per_device_train_batch_size\b|--model_name_or_path\b|"
      r"\bdeepspeed\s+[^\n]*\w\.py\b"),
 )  # fmt: skip

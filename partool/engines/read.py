@@ -16,13 +16,15 @@ from partool.engines import (
     deepspeed_keys,
     megatron,
     megatron_keys,
+    megatron_unpriced,
+    slurm,
     torchtitan_files,
     torchtitan_keys,
     torchtitan_spec,
 )
-from partool.engines.commands import File, Gathered, missing_sources, training_command, unresolved
-from partool.engines.settings import Fate, Sheet, fates
-from partool.engines.shell import ShellScript
+from partool.engines.commands import File, Gathered, missing_sources, span_of, training_command, unknown_value
+from partool.engines.settings import Fate, Sheet, Unpriced, fates, left_out
+from partool.engines.shell import ShellScript, Word
 from partool.strategies.engines import Engine
 
 
@@ -61,7 +63,7 @@ class Imported:
 
     @property
     def understood(self) -> float:
-        """Share of the settings that are carried or known to have no effect."""
+        """Share of the settings that are known: carried, without effect, or named in a finding as not priced."""
         known = sum(fate.kind != "not understood" for fate in self.fates)
         return known / len(self.fates) if self.fates else 1.0
 
@@ -84,12 +86,14 @@ def _deepspeed(files: Sequence[File], wanted: Wanted) -> Imported:
     sheet = Sheet(settings, findings)
     world = wanted.nodes * wanted.per_node if wanted.nodes and wanted.per_node else None
     spec = deepspeed.spec_of(sheet, world)
-    return _imported("deepspeed", sheet, spec, wanted, deepspeed_keys.NO_EFFECT)
+    reasons, others = deepspeed_keys.no_effect(settings), deepspeed_keys.unpriced(settings)
+    return _imported("deepspeed", sheet, spec, wanted, reasons, unpriced=others)
 
 
 def _megatron(files: Sequence[File], wanted: Wanted) -> Imported:
     path, text = files[0]
     script = ShellScript()
+    script.variables |= {name: [Word(value, str(path), 1)] for name, value in slurm.variables(text).items()}
     script.read(path, text)
     command = training_command(script)
     sheet = Sheet(megatron.settings(command))
@@ -97,10 +101,31 @@ def _megatron(files: Sequence[File], wanted: Wanted) -> Imported:
     if not command:
         nothing = Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
         return Imported("megatron", {}, findings=[*sheet.findings, nothing])
-    unknown = unresolved(command, megatron_keys.NO_EFFECT)
-    spec = megatron.spec_of(sheet)
-    found = _imported("megatron", sheet, spec, wanted, megatron_keys.NO_EFFECT)
-    return replace(found, findings=[*found.findings, *unknown])
+    if other := megatron.program_of(command):
+        message = f"{other.text} trains another kind of model than a decoder of text"
+        sheet.findings.append(Diagnostic("PT823", message, help="name another file", span=span_of(other)))
+    known = {name: value for name in ("nodes", "per_node") if (value := getattr(wanted, name)) is not None}
+    if not known and not any(name in sheet.settings for name in megatron.LAUNCHER):
+        known = slurm.hardware(text)
+    spec = megatron.spec_of(sheet, known)
+    unknown = _unresolved(command, sheet, known)
+    places = {each.path for each in unknown}
+    sheet.findings = [each for each in sheet.findings if each.path not in places or each.code not in ("PT820", "PT822")]
+    sheet.findings += unknown
+    reasons = megatron_keys.no_effect(sheet.settings)
+    return _imported("megatron", sheet, spec, wanted, reasons, unpriced=megatron_unpriced.UNPRICED)
+
+
+def _unresolved(command: Sequence[Word], sheet: Sheet, known: Mapping[str, int]) -> list[Diagnostic]:
+    """Return a finding for each argument that is carried and whose value nobody can tell without running the script."""
+    found, name = list[Diagnostic](), ""
+    for word in command:
+        if word.text.startswith("--"):
+            name = word.text[2:].partition("=")[0].replace("_", "-")
+        name = "" if megatron.SCRIPT.search(word.text) else name
+        if word.unknown and name in sheet.carried and megatron.LAUNCHER.get(name) not in known:
+            found.append(unknown_value(name, word, sheet.carried[name]))
+    return found
 
 
 def _torchtitan(files: Sequence[File], wanted: Wanted) -> Imported:
@@ -121,9 +146,10 @@ def _accelerate(files: Sequence[File], wanted: Wanted) -> Imported:
     sheet, inner = Sheet(gathered.settings), Sheet(gathered.deepspeed)
     hardware = accelerate.hardware_of(sheet, gathered.hardware)
     spec = accelerate.spec_of(sheet, inner, wanted.world(hardware), wanted.per_node or hardware.get("per_node"))
+    left_out(inner, deepspeed_keys.unpriced(inner.settings))
     sheet.findings.extend(inner.findings)
     found = _imported("accelerate", sheet, {"hardware": hardware} | spec, wanted, accelerate_keys.NO_EFFECT)
-    own = fates(inner, deepspeed_keys.NO_EFFECT)
+    own = fates(inner, deepspeed_keys.no_effect(inner.settings), deepspeed_keys.unpriced(inner.settings))
     return _with_files(gathered, replace(found, fates=[*found.fates, *own]), wanted)
 
 
@@ -148,8 +174,15 @@ _READERS: Mapping[Engine, Callable[[Sequence[File], Wanted], Imported]] = {
 
 
 def _imported(
-    engine: Engine, sheet: Sheet, spec: dict[str, Any], wanted: Wanted, no_effect: Mapping[str, str]
+    engine: Engine,
+    sheet: Sheet,
+    spec: dict[str, Any],
+    wanted: Wanted,
+    no_effect: Mapping[str, str],
+    *,
+    unpriced: Mapping[str, Unpriced] | None = None,
 ) -> Imported:
+    left_out(sheet, unpriced or {})
     hardware = spec.get("hardware", {})
     for name in ("nodes", "per_node", "accelerator"):
         if (value := getattr(wanted, name)) is not None:
@@ -167,13 +200,15 @@ def _imported(
         sheet.lacks("model.preset", "the files do not describe the model")
     whole |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
     whole |= {name: spec[name] for name in ("optimizer",) if name in spec}
-    whole |= {"data": {"source": "python-stdlib"}, "kernels": {"mode": "torch"}}
+    held_out = {"validation": 0.01} if spec["training"].get("validation", {}).get("every") else {}
+    whole |= {"data": {"source": "python-stdlib"} | held_out, "kernels": {"mode": "torch"}}
     for path, value in wanted.settings.items():
         _put(whole, path.split("."), value)
     given = {tuple(path.split(".")) for path in wanted.settings}
     given |= {("model", "preset")} if wanted.model is not None else set()
-    findings = [each for each in sheet.findings if each.code != "PT822" or each.path not in given]
-    return Imported(engine, whole, fates(sheet, no_effect), findings)
+    answered = ("PT820", "PT822", "PT825")
+    findings = [each for each in sheet.findings if each.code not in answered or each.path not in given]
+    return Imported(engine, whole, fates(sheet, no_effect, unpriced), findings)
 
 
 def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,9 +33,36 @@ class Fate:
     """What becomes of a setting."""
 
     setting: Setting
-    kind: Literal["carried", "no effect", "not understood"]
+    kind: Literal["carried", "no effect", "not priced", "not understood"]
     text: str
-    """Path in the spec, or the reason why the setting does not change memory and time."""
+    """Path in the spec; or the reason why the setting does not change memory and time; or what it would change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpriced:
+    """A known setting that changes memory or time, and that a spec has no field for."""
+
+    text: str
+    """What it changes."""
+    severity: Severity = "warning"
+    """error: a price would be of another run; warning, note: the price is of the run without the setting."""
+    off: Sequence[str] = ("0", "0.0", "False", "false", "none", "None")
+    """Values with which it changes nothing."""
+
+    def changes(self, value: Any) -> bool:
+        """Return True unless ``value`` is one with which the setting changes nothing."""
+        return not any(str(value) == off or _number(value) == _number(off) is not None for off in self.off)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+_NAMED = 4
+"""Settings that a finding about several of them names."""
 
 
 @dataclass
@@ -63,13 +90,10 @@ class Sheet:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
-            self.say(
-                "PT820",
-                "error",
-                f"{name} is {value!r}, and a number is expected",
-                "write a number, or what the script would put there",
-                name,
-            )
+            message = f"{name} is {value!r}, and a number is expected"
+            fix = f"write a number, or what the script would put there; --set {to}=NUMBER overrides it"
+            place = tuple(to.split("."))
+            self.findings.append(Diagnostic("PT820", message, path=place, help=fix, span=self.settings[name].span))
             return default
         return int(number) if number.is_integer() and "." not in str(value) else number
 
@@ -94,6 +118,11 @@ class Sheet:
             return default
         return word in _TRUE
 
+    def any(self, *names: str, to: str) -> bool:
+        """Return True if one of the settings is on; all of them are carried."""
+        on = [bool(self.get(name, False, to=to)) for name in names]
+        return True in on
+
     def say(self, code: str, severity: Severity, message: str, fix: str, *names: str) -> None:
         """Add a finding at the first of the settings ``names`` that is there."""
         where = next((self.settings[name] for name in names if name in self.settings), None)
@@ -107,12 +136,35 @@ class Sheet:
         self.findings.append(Diagnostic("PT822", what, path=place, help=fix, span=where.span if where else None))
 
 
-def fates(sheet: Sheet, no_effect: Mapping[str, str]) -> list[Fate]:
-    """Return what became of every setting; ``no_effect`` has reasons by name."""
+def left_out(sheet: Sheet, table: Mapping[str, Unpriced]) -> None:
+    """Add a finding for each setting that changes memory or time and that is not carried."""
+    groups = dict[tuple[Severity, str], list[str]]()
+    for name, setting in sheet.settings.items():
+        known = table.get(name)
+        if known is not None and name not in sheet.carried and known.changes(setting.value):
+            groups.setdefault((known.severity, known.text), []).append(name)
+    for (severity, text), names in groups.items():
+        rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        listed = ", ".join(names[:_NAMED]) + rest
+        if severity == "error":
+            fix = "remove it to price the run without it"
+            sheet.say("PT823", "error", f"{listed}: it {text}, for which there is no field", fix, *names)
+        else:
+            fix = "the price is of the run without it"
+            sheet.say("PT824", severity, f"{listed}: it {text}, which is not priced", fix, *names)
+
+
+def fates(sheet: Sheet, no_effect: Mapping[str, str], table: Mapping[str, Unpriced] | None = None) -> list[Fate]:
+    """Return what became of every setting; ``no_effect`` has reasons by name, ``table`` what else is known."""
     found = []
     for name, setting in sheet.settings.items():
+        known = table.get(name) if table else None
         if name in sheet.carried:
             found.append(Fate(setting, "carried", sheet.carried[name]))
+        elif known is not None and known.changes(setting.value):
+            found.append(Fate(setting, "not priced", known.text))
+        elif known is not None:
+            found.append(Fate(setting, "no effect", "it is off"))
         elif name in no_effect:
             found.append(Fate(setting, "no effect", no_effect[name]))
         else:

@@ -1,27 +1,32 @@
 """Reads shell scripts without running them: variables, arrays, quotes, continuations, defaults and sourced files.
 
-What only a shell could tell (a command's output, an unset variable, a value that depends on a condition) stays in a
-word as its own text and is named in :attr:`Word.unknown`.
+Conditions whose values the script itself has are decided; of others, all branches are read. What only a shell could
+tell (a command's output, an unset variable, a value that depends on such a condition) stays in a word as its own text
+and is named in :attr:`Word.unknown`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from partool.engines.shell_conditions import Branch, Part, calculated, matches, truth
+from partool.engines.shell_tokens import CLOSED, JOINED, OPENED, ShellToken, tokens
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _REFERENCE = re.compile(
     r"\$\(\((?P<sum>[^()]*)\)\)|\$\((?P<command>[^()]*)\)|`(?P<old>[^`]*)`|"
-    r"\$\{(?P<list>[A-Za-z_]\w*)\[[@*]\]\}|\$\{(?P<name>\w+)(?::?-(?P<default>[^{}]*))?\}|\$(?P<plain>\w+|[@*#?])"
+    r"\$\{(?P<list>[A-Za-z_]\w*)\[[@*]\]\}|\$\{(?P<name>\w+)(?::?-(?P<default>[^{}]*)|:?\?[^{}]*)?\}|"
+    r"\$(?P<plain>\w+|[@*#?])"
 )
-_BEGINS = frozenset({"if", "for", "while", "until", "case"})
+_NESTED = re.compile(r"\$\{\w+:?-")
+_LOOPS = frozenset({"for", "while", "until"})
 _ENDS = frozenset({"fi", "done", "esac"})
-_SKIPPED = frozenset({"then", "else", "elif", "do", "{", "}", "!"})
+_SKIPPED = frozenset({"then", "else", "do", "{", "}", "!"})
 _DECLARES = frozenset({"export", "local", "readonly", "declare", "typeset"})
-_JOINED = "\v"
-"""Stands for a backslash at the end of a line: nothing, but lines are counted by it."""
+_SHELLS = frozenset({"sh", "bash", "/bin/sh", "/bin/bash"})
 _NO_BREAK = "\u00a0"
 _DEPTH = 8
 """Files that may source each other."""
@@ -38,15 +43,6 @@ class Word:
     """References in the text that cannot be resolved."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    text: str
-    line: int
-    quote: str = ""
-    """Quotes around the whole word, if one pair is."""
-    operator: bool = False
-
-
 @dataclass
 class ShellScript:
     """Commands of a script and of the files that it sources."""
@@ -58,56 +54,136 @@ class ShellScript:
     """Sourced files that cannot be read."""
     _depends: set[str] = field(default_factory=set)
     """Variables with different values under different conditions."""
+    _unset: set[str] = field(default_factory=set)
+    """Variables that are set only where the script does not go."""
+    _branches: list[Branch] = field(default_factory=list)
+    _tests: list[tuple[Part, str]] | None = None
+    """Words of the condition that is being read, each with the sign before it."""
+    _patterns: list[str] | None = None
+    """Patterns of ``case`` that are being read."""
+    _between: str = ""
+    """Operators before the command that is read."""
 
     def read(self, path: Path, text: str, depth: int = 0) -> None:
         """Read a script's text; relative files that it sources are looked for beside it."""
-        inside, command = 0, list[_Token]()
-        tokens = [*_tokens(text), _Token("\n", 0, operator=True)]
+        command = list[ShellToken]()
+        stream = [*tokens(text), ShellToken("\n", 0, operator=True)]
         place = 0
-        while place < len(tokens):
-            token = tokens[place]
+        while place < len(stream):
+            token = stream[place]
             place += 1
             if not token.operator:
-                named = _ASSIGNED.match(token.text) if not token.quote else None
-                bare = all(_ASSIGNED.match(each.text) or each.text in _DECLARES | _SKIPPED for each in command)
-                if named and bare and token.text == named[0] and place < len(tokens) and tokens[place].text == "(":
-                    end = next(
-                        at for at in range(place, len(tokens)) if tokens[at].text == ")" or at + 1 == len(tokens)
-                    )
-                    values = [each for each in tokens[place + 1 : end] if not each.operator]
-                    words = [word for each in values for word in self._expanded(path, each)]
-                    self._assign(named[1], words, more=bool(named[2]), inside=inside)
-                    place = end + 1
-                    continue
-                command.append(token)
+                end = self._array(path, command, stream, place)
+                if end == place:
+                    command.append(token)
+                place = end
                 continue
-            if command:
-                inside = max(0, inside + self._run(path, command, inside, depth))
-                command = []
+            if command and not self._pattern(command, token.text):
+                self._run(path, command, depth)
+                self._between = ""
+            command = []
+            self._between += token.text
+            if self._between.endswith(";;") and self._branches and self._branches[-1].case:
+                self._patterns = []
 
-    def _run(self, path: Path, command: list[_Token], inside: int, depth: int) -> int:
-        """Take in one command; return by how much conditions nest more after it."""
-        first = command[0].text
-        if first in _BEGINS:
-            return 1
-        if first in _ENDS:
-            return -1
+    def _array(self, path: Path, command: Sequence[ShellToken], stream: Sequence[ShellToken], place: int) -> int:
+        """Take in ``NAME=( )`` whose name ends at ``place``; return the place behind it, or ``place``."""
+        token = stream[place - 1]
+        named = _ASSIGNED.match(token.text) if not token.quote else None
+        bare = all(_ASSIGNED.match(each.text) or each.text in _DECLARES | _SKIPPED for each in command)
+        if not (named and bare and token.text == named[0] and place < len(stream) and stream[place].text == "("):
+            return place
+        end = next(at for at in range(place, len(stream)) if stream[at].text == ")" or at + 1 == len(stream))
+        if not self._active:
+            self._unset.add(named[1])
+        else:
+            values = [each for each in stream[place + 1 : end] if not each.operator]
+            words = [word for each in values for word in self._expanded(path, each)]
+            self._assign(named[1], words, more=bool(named[2]))
+        return end + 1
+
+    @property
+    def _active(self) -> bool:
+        return all(branch.taken is not False for branch in self._branches)
+
+    def _pattern(self, command: Sequence[ShellToken], operator: str) -> bool:
+        """Take in a pattern of ``case``; return False if the command is none."""
+        if self._patterns is None or command[0].text == "esac":
+            return False
+        self._patterns += [each.text for each in command]
+        branch = self._branches[-1]
+        if operator == ")" and branch.case is not None:
+            branch.other(matches(branch.case, self._patterns))
+            self._patterns = None
+        return True
+
+    def _run(self, path: Path, command: list[ShellToken], depth: int) -> None:
+        """Take in one command, or a word that controls others."""
+        first = command[0].text if not command[0].quote else ""
+        if self._tests is not None and first != "then":
+            self._test(path, command)
+            return
+        if first == "then" and self._tests is not None:
+            holds = truth([part for part, _ in self._tests], [sign for _, sign in self._tests])
+            self._tests = None
+            if self._branches:
+                self._branches[-1].other(holds)
+        elif first in ("if", "elif"):
+            self._branches += [Branch(False)] if first == "if" else []
+            self._tests, self._between = [], ""
+            self._test(path, command[1:])
+            return
+        elif first == "else" and self._branches:
+            self._branches[-1].other(True)
+        elif first in _LOOPS or first == "case":
+            part = self._part(path, command[1]) if first == "case" and len(command) > 1 else None
+            self._branches.append(Branch(None if part is None else False, False, part))
+            self._patterns = None if part is None else []
+            return
+        elif first in _ENDS:
+            self._branches, self._patterns = self._branches[:-1], None
+            return
+        if first in ("then", "else", "do"):
+            if command[1:]:
+                self._run(path, command[1:], depth)
+        elif self._active:
+            self._plain_command(path, command, depth)
+        else:
+            self._unset |= {named[1] for token in command if (named := _ASSIGNED.match(token.text))}
+
+    def _test(self, path: Path, command: Sequence[ShellToken]) -> None:
+        """Take in a part of a condition."""
+        assert self._tests is not None
+        sign = "||" if self._between.endswith("||") else "&&"
+        clear = self._between in ("", "&&", "||")
+        parts = [self._part(path, token) for token in command] if clear else [("", True, False)]
+        self._tests += [(part, sign if place == 0 else "") for place, part in enumerate(parts)]
+
+    def _part(self, path: Path, token: ShellToken) -> Part:
+        words = self._expanded(path, token)
+        unset = _REFERENCE.fullmatch(token.text) if token.quote != "'" else None
+        name = (unset["name"] or unset["plain"]) if unset else None
+        known = name is None or name in self.variables or unset is None or unset["default"] is not None
+        return " ".join(word.text for word in words), any(word.unknown for word in words), not known
+
+    def _plain_command(self, path: Path, command: list[ShellToken], depth: int) -> None:
         while command and (command[0].text in _SKIPPED or command[0].text in _DECLARES):
             command = command[1:]
         while command and not command[0].quote and (named := _ASSIGNED.match(command[0].text)):
             rest = command[0].text[named.end() :]
             quote = rest[0] if rest[:1] in ("'", '"') and rest[-1:] == rest[:1] and len(rest) > 1 else ""
-            value = _Token(rest[1:-1] if quote else rest, command[0].line, quote or '"')
-            self._assign(named[1], self._expanded(path, value), more=bool(named[2]), inside=inside)
+            value = ShellToken(rest[1:-1] if quote else rest, command[0].line, quote or '"')
+            self._assign(named[1], self._expanded(path, value), more=bool(named[2]))
             command = command[1:]
-        if not command:
-            return 0
-        words = [word for token in command for word in self._expanded(path, token)]
+        shell = next((place for place, token in enumerate(command) if token.text in _SHELLS), len(command))
+        words = list[Word]()
+        for place, token in enumerate(command):
+            script = place > shell and command[place - 1].text == "-c"
+            words += self._expanded(path, ShellToken(token.text, token.line, '"') if script else token)
         if words and words[0].text in ("source", ".") and len(words) > 1:
             self._source(path, words[1], depth)
         elif words:
             self.commands.append(words)
-        return 0
 
     def _source(self, path: Path, name: Word, depth: int) -> None:
         found = path.parent / name.text
@@ -120,8 +196,11 @@ class ShellScript:
         else:
             self.read(found, text, depth + 1)
 
-    def _assign(self, name: str, words: list[Word], *, more: bool, inside: int) -> None:
+    def _assign(self, name: str, words: list[Word], *, more: bool) -> None:
+        if name not in self.variables and [word.text for word in words] in ([f"${{{name}}}"], [f"${name}"]):
+            return  # it is what it was
         before = self.variables.get(name)
+        inside = any(branch.taken is None for branch in self._branches)
         if more and before is not None:
             words = [*before, *words]
         elif inside and before is not None and [each.text for each in before] != [each.text for each in words]:
@@ -130,40 +209,52 @@ class ShellScript:
             self._depends.discard(name)
         self.variables[name] = words
 
-    def _expanded(self, path: Path, token: _Token) -> list[Word]:
+    def _expanded(self, path: Path, token: ShellToken) -> list[Word]:
         """Return the words that a token stands for."""
         if token.quote == "'":
-            return [Word(token.text.replace(_JOINED, ""), str(path), token.line)]
+            return [Word(_shown(token.text.replace(JOINED, "")), str(path), token.line)]
         if token.text in ("$@", "$*"):
             return []  # what the script is given on its command line is not in its text
         whole = _REFERENCE.fullmatch(token.text)
-        if whole and whole["list"] and whole["list"] in self.variables and whole["list"] not in self._depends:
-            return list(self.variables[whole["list"]])
+        if whole and (name := whole["list"]) and name in self.variables and name not in self._depends:
+            parts = self.variables[name]
+            return list(parts) if token.quote else [word for part in parts for word in split(part)]
         if whole and not token.quote and (name := whole["name"] or whole["plain"] or ""):
             found = self.variables.get(name)
             if found is not None and name not in self._depends:
                 return [part for word in found for part in split(word)]
         unknown: list[str] = []
         text = _REFERENCE.sub(lambda match: self._value(match, unknown), token.text)
-        word = Word(text, str(path), token.line, tuple(unknown))
+        if _NESTED.search(text):
+            text = _REFERENCE.sub(lambda match: self._value(match, unknown), text)
+        word = Word(_shown(text), str(path), token.line, tuple(dict.fromkeys(map(_shown, unknown))))
         return [word] if token.quote else [each for each in split(word) if each.text]
 
     def _value(self, match: re.Match[str], unknown: list[str]) -> str:
         if (sum_ := match["sum"]) is not None:
             inner = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda each: self._plain(each[1], None, each[0], []), sum_)
-            return _calculated(inner) or _unknown(match[0], unknown)
+            return calculated(inner) or _unknown(match[0], unknown)
         if match["command"] is not None or match["old"] is not None:
             return _unknown(match[0], unknown)
+        if match["plain"] in ("@", "*") and match["plain"] not in self.variables:
+            return ""
         return self._plain(match["list"] or match["name"] or match["plain"], match["default"], match[0], unknown)
 
     def _plain(self, name: str, default: str | None, reference: str, unknown: list[str]) -> str:
         found = self.variables.get(name)
         if found is None and default is not None:
             return _REFERENCE.sub(lambda match: self._value(match, unknown), default.strip("\"'"))
+        if found is None and name in self._unset:
+            return ""
         if found is None or name in self._depends:
             return _unknown(reference, unknown)
         unknown += [each for word in found for each in word.unknown]
-        return " ".join(word.text for word in found)
+        # Lines are counted where the value is written, not where it is used.
+        return re.sub(rf"[{JOINED}\n]+", " ", " ".join(word.text for word in found))
+
+
+def _shown(text: str) -> str:
+    return text.replace(OPENED, "(").replace(CLOSED, ")")
 
 
 def _unknown(reference: str, unknown: list[str]) -> str:
@@ -173,68 +264,12 @@ def _unknown(reference: str, unknown: list[str]) -> str:
     return whole
 
 
-def _calculated(text: str) -> str | None:
-    """Return the value of sums, products and quotients of whole numbers; None for anything else."""
-    if not re.fullmatch(r"[\d\s+*/()-]+", text):
-        return None
-    numbers = [int(each) if each.isdigit() else each for each in re.findall(r"\d+|[+*/-]", text)]
-    if "(" in text or len(numbers) % 2 == 0 or any(isinstance(each, str) for each in numbers[::2]):
-        return None
-    terms: list[int] = [int(numbers[0])]
-    for sign, number in zip(numbers[1::2], numbers[2::2], strict=True):
-        value = int(number)
-        if sign in ("*", "/"):
-            if sign == "/" and value == 0:
-                return None
-            terms[-1] = terms[-1] * value if sign == "*" else terms[-1] // value
-        else:
-            terms.append(value if sign == "+" else -value)
-    return str(sum(terms))
-
-
 def split(word: Word) -> Iterator[Word]:
     """Split a word at blanks, as a shell does outside of quotes, and keep count of lines."""
     line = word.line
     for part in re.split(r"([ \t\n]+)", word.text):
-        if part.strip(" \t\n" + _JOINED):
+        if part.strip(" \t\n" + JOINED):
             unknown = tuple(each for each in word.unknown if each in part)
-            before = len(part) - len(part.lstrip(_JOINED))
-            yield Word(part.replace(_JOINED, "").strip("\"'"), word.file, line + before, unknown)
-        line += part.count("\n") + part.count(_JOINED)
-
-
-_PIECE = re.compile(
-    r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}|\\.|[^\s;|&()<>#'\"`\\$]+|[#$]",
-    re.S,
-)
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    """Yield the words and operators of a script; comments are left out."""
-    text = re.sub(r"\\\r?\n", _JOINED, text)
-    place, line = 0, 1
-    while place < len(text):
-        letter = text[place]
-        if letter in " \t\r" + _JOINED:
-            line += letter == _JOINED
-            place += 1
-        elif letter == "#":
-            place = (text.find("\n", place) + 1 or len(text) + 1) - 1
-        elif letter in "\n;|&()<>":
-            yield _Token(letter, line, operator=True)
-            line += letter == "\n"
-            place += 1
-        else:
-            start = place
-            while place < len(text) and (piece := _PIECE.match(text, place)):
-                place = piece.end()
-            place += place == start  # a quote that nobody closes
-            yield _token(text[start:place], line)
-            line += text[start:place].count("\n") + text[start:place].count(_JOINED)
-
-
-def _token(raw: str, line: int) -> _Token:
-    for quote in "'\"":
-        if len(raw) > 1 and raw[0] == raw[-1] == quote and quote not in raw[1:-1].replace("\\" + quote, ""):
-            return _Token(raw[1:-1], line, quote)
-    return _Token(raw, line)
+            before = len(part) - len(part.lstrip(JOINED))
+            yield Word(part.replace(JOINED, "").strip("\"'"), word.file, line + before, unknown)
+        line += part.count("\n") + part.count(JOINED)

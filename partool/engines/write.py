@@ -22,17 +22,11 @@ WRITABLE = tuple(_WRITERS)
 
 
 def terms_of(plan: Plan) -> EngineTerms:
-    """Return a plan in the words of its engine, or a finding for an engine that is none of :data:`WRITABLE`.
+    """Return a plan in the words of its engine, which is one of :data:`WRITABLE`.
 
     The findings name every part of the plan that the engine cannot do; a plan with errors must not be written.
     """
-    engine = ENGINES[plan.engine]
-    if not engine.written:
-        help = f"read the plan, or plan for {' or '.join(WRITABLE)}, whose files are written"
-        return EngineTerms(
-            plan, findings=[Diagnostic("PT828", f"no files are written for {engine.title} yet", help=help)]
-        )
-    found = _WRITERS[plan.engine](plan)
+    found, engine = _WRITERS[plan.engine](plan), ENGINES[plan.engine]
     lacks = [
         Diagnostic("PT828", f"{engine.title} has no {aspect}", help="plan it for this engine, or for partool")
         for aspect in beyond(engine, plan.layout)

@@ -164,7 +164,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         finding = changes.does_not_fit(solution) if solution.space.size else changes.no_layout(solution)
         return PlanResult(None, [*found, finding])
     missing = [*of_engine(spec.engine), *gaps(task(problem), best.layout)]
-    found += [_gap(gap, written=problem.engine.written) for gap in missing]
+    found += [_gap(gap) for gap in missing]
     found += reasons.tight(solution, best)
     found += [*gathers.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
     wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
@@ -264,9 +264,10 @@ def _failed(found: list[Diagnostic]) -> bool:
     return any(finding.severity == "error" for finding in found)
 
 
-def _gap(gap: Gap, *, written: bool) -> Diagnostic:
-    more = ", or written for it: partool render" if written and gap.path == ("engine",) else ""
-    message = f"the runtime does not run {gap.what}; this plan can be read, not launched{more}"
+def _gap(gap: Gap) -> Diagnostic:
+    message = f"the runtime does not run {gap.what}; this plan can be read, not launched"
+    if gap.path == ("engine",):  # as the spec asks
+        return Diagnostic(gap.code, message, severity="note", path=gap.path, help="partool render writes its files")
     return Diagnostic(
         gap.code, message, severity="warning", path=gap.path, help=f"partool explain {gap.code} says what runs"
     )

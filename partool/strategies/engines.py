@@ -41,8 +41,6 @@ class EngineRecord:
     """Lowest ZeRO stage with which the optimizer's state may be in host memory."""
     compiled: str | None = None
     """Name of its constants where blocks are compiled, if they are others."""
-    written: bool = False
-    """True if plans are written as files of the system (:mod:`partool.engines.write`)."""
 
 
 def _but(kind: str, names: Mapping[str, Any], kept: tuple[str, ...]) -> tuple[str, ...]:
@@ -89,11 +87,11 @@ ENGINES: dict[str, EngineRecord] = {
         EngineRecord("partool", "partool's own runtime", None),
         EngineRecord(
             "deepspeed", "DeepSpeed", "deepspeed", {**_PLAIN, "compile": "none"}, _OF_DEEPSPEED, uniform=True,
-            offloads_from=1, written=True,
+            offloads_from=1,
         ),
         EngineRecord(
             "megatron", "Megatron-LM", "megatron", {**_PLAIN, "compile": "block"}, _OF_MEGATRON, uniform=True,
-            offloads_from=1, written=True,
+            offloads_from=1,
         ),
         EngineRecord(
             "torchtitan", "torchtitan", "fsdp2", _TILES, _OF_TORCHTITAN, uniform=True, compiled="fsdp2-compiled",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planned import plan_of
 from test_engines import run
 
+from partool.diagnostics.record import Diagnostic
 from partool.engines import Imported, Wanted, engine_of, engine_of_all, kind_of, read_files
 from partool.engines.accelerate_keys import NO_EFFECT
 
@@ -210,9 +211,15 @@ def test_keys_of_deepspeed_are_carried(change: dict[str, Any], path: str, value:
     assert found.spec != trainer(launch=BELOW, deepspeed={}).spec
 
 
+def told(found: Imported) -> list[Diagnostic]:
+    """Return the findings but the note about DeepSpeed's buffers, which transformers sizes by the model."""
+    return [each for each in found.findings if "size of a buffer" not in each.message]
+
+
 def test_automatic_values_come_from_the_arguments() -> None:
     found = trainer(launch=BELOW, deepspeed={})
-    assert (found.findings, found.understood) == ([], 1.0)
+    assert (told(found), found.understood) == ([], 1.0)
+    assert [each.severity for each in found.findings] == ["note"]
     assert (found.engine, found.spec["engine"]) == ("accelerate", "deepspeed")
     assert found.spec["training"] == {"sequence_length": 4096, "precision": "bf16", "global_batch": 128}
     assert at(found.spec, "parallel.micro_batch") == 2
@@ -301,7 +308,7 @@ def test_other_launchers_are_read() -> None:
             "--per_device_train_batch_size 1 --model_max_length 512 --output_dir out\n"
         )
         found = read_files([(Path("run.sh"), script), (Path("ds.json"), json.dumps(DEEPSPEED))], "accelerate", H100)
-        assert (found.findings, found.understood) == ([], 1.0)
+        assert (told(found), found.understood) == ([], 1.0)
         assert found.spec["hardware"] == {"nodes": 2, "per_node": 8, "accelerator": "h100-sxm"}
         assert found.spec["training"] == {"sequence_length": 512, "precision": "bf16", "global_batch": 16}
 
@@ -392,5 +399,5 @@ def test_what_is_left_out_of_the_price_is_told(
 ) -> None:
     found = trainer(change, launch, deepspeed)
     assert (errors(found), found.understood) == ([], 1.0)
-    assert [says in each.message for each in found.findings] == [True]
-    assert not trainer({}, launch, deepspeed).findings
+    assert [says in each.message for each in told(found)] == [True]
+    assert not told(trainer({}, launch, deepspeed))

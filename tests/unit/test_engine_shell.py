@@ -39,10 +39,27 @@ def words(text: str) -> list[str]:
         ('A=(--a "1 2")\nrun "${A[@]}"', ["run", "--a", "1 2"]),
         ("run ${X:-4} ${Y-five}", ["run", "4", "five"]),
         ("X=2; run ${X:-4}", ["run", "2"]),
+        ("X=2; run ${X:?the words} ${X?}", ["run", "2", "2"]),
         ("A=2 B=3\nrun $((A * B + 1)) $(($A*4))", ["run", "7", "8"]),
         ("export A=1\nrun '$A' \"$A\"", ["run", "$A", "1"]),
         ("A=1 run --a", ["run", "--a"]),
         ("A=1\nif true; then\n  A=1\nfi\nrun $A", ["run", "1"]),
+        ('A=("--a 1" "--b")\nrun ${A[@]}', ["run", "--a", "1", "--b"]),
+        ("A=x\nif [ $A = x ]; then B=1; else B=2; fi\nrun $B", ["run", "1"]),
+        (
+            'A=3\nif [[ "$A" == "4" ]]; then\n B=1\nelif [ $A -gt 2 ] && [ $A -le 3 ]; then\n B=2\nfi\nrun $B',
+            ["run", "2"],
+        ),
+        ("A=3\nif [ $A -lt 3 ] || [ ! $A != 3 ]\nthen\nrun --yes\nelse\nrun --no\nfi", ["run", "--yes"]),
+        ("A=1\nif [ $A -eq 1 ]; then if [ $A -eq 2 ]; then B=2; else B=3; fi; fi\nrun $B", ["run", "3"]),
+        ("if [ -z ${NOWHERE} ]; then A=unset; else A=set; fi\nrun $A", ["run", "unset"]),
+        ('case "8B" in\n "1B") A=1;;\n "8B"|"9B") A=2\n ;;\n *) A=3;;\nesac\nrun $A', ["run", "2"]),
+        ("case q in\n a) A=1;;\n *) A=3;;\nesac\nrun $A", ["run", "3"]),
+        ('A="--a"\n#--b \\\nB="--c"\nrun $A $B', ["run", "--a", "--c"]),
+        ('cat > /dev/null <<EOT\nrun --wrong "\nEOT\nrun --a', ["run", "--a"]),
+        ("T=2\nA=$(( ($T > 1) ? 1 : 0 ))\nrun $A $(( (T + 1) * 2 ))", ["run", "1", "6"]),
+        ("A=1\nif [ $A = 2 ]; then B=--b; fi\nrun --a $B --c", ["run", "--a", "--c"]),
+        ("run --a $@ ${NONE:-${ALSO:-4}}", ["run", "--a", "4"]),
     ],
 )
 def test_words_are_those_of_a_shell(text: str, want: list[str]) -> None:
@@ -58,11 +75,15 @@ def test_words_are_those_of_a_shell(text: str, want: list[str]) -> None:
     ("text", "unknown"),
     [
         ("run --a $MISSING", "$MISSING"),
+        ("if [ $X = 1 ]; then A=1; else A=2; fi\nrun $A", "$A"),
+        ("A=1\nif grep -q x y; then A=2; fi\nrun $A", "$A"),
+        ("run $(echo $(date))", "$(echo $(date))"),
         ("run --a $(nproc)", "$(nproc)"),
         ("A=`nproc`\nrun --a $A", "`nproc`"),
         ("A=1\nif [ $B = 2 ]; then A=2; fi\nrun --a $A", "$A"),
         ("run --a $((N / 0))", "$((N / 0))"),
         ("run --a $1", "$1"),
+        ("run ${X:?no value}", "${X:?no value}"),
     ],
 )
 def test_what_only_a_shell_could_tell_is_named(text: str, unknown: str) -> None:

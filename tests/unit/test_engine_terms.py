@@ -278,7 +278,7 @@ def test_a_plan_of_an_engine_is_one_that_it_can_do(engine: str) -> None:
 
 
 def _as_text(found: Imported) -> str:
-    from partool.cli.import_ import spec_text
+    from partool.engines.told import spec_text
 
     return spec_text(found, Path("file"))
 
@@ -286,7 +286,11 @@ def _as_text(found: Imported) -> str:
 def _model(plan: Plan) -> list[str]:
     """Return the model that a configuration of DeepSpeed does not describe."""
     given = plan.spec["model"]
-    return [] if plan.engine in ("megatron", "torchtitan") else ["model.preset=null", *(f"model.{k}={v}" for k, v in given.items())]
+    return (
+        []
+        if plan.engine in ("megatron", "torchtitan")
+        else ["model.preset=null", *(f"model.{k}={v}" for k, v in given.items())]
+    )
 
 
 REFUSED = [

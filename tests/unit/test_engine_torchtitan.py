@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +16,6 @@ from partool.engines import Engine, Imported, Wanted, engine_of, kind_of, read, 
 from partool.engines.torchtitan_keys import NO_EFFECT
 from partool.engines.torchtitan_layout import spread
 from partool.engines.torchtitan_models import FLAVOURS
-from partool.engines.write import WRITABLE, terms_of
 from partool.strategies.engines import ENGINES
 
 BASE: dict[str, Any] = {
@@ -339,7 +337,7 @@ def test_files_are_recognised_by_their_contents() -> None:
 
 def test_prices_are_those_of_torchtitan() -> None:
     """Compiled and eager runs have constants of their own, and nobody launches such a plan."""
-    from partool.cli.import_ import spec_text
+    from partool.engines.told import spec_text
 
     change = {
         "training.steps": 3,
@@ -434,21 +432,10 @@ def test_scripts_name_functions() -> None:
     assert [each.code for each in alone.findings if "config_registry.py" in each.message] == ["PT825"]
 
 
-def test_engines_whose_plans_are_not_written_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from partool.cli.import_ import spec_text
-
-    assert {name for name, record in ENGINES.items() if record.written} == set(WRITABLE)
-    monkeypatch.setitem(ENGINES, "torchtitan", replace(ENGINES["torchtitan"], written=False))
-    plan = plan_of(spec_text(titan({"training.steps": 3}, Wanted("h100-sxm", 16, 8)), Path("job.toml")))
-    (finding,) = terms_of(plan).findings
-    assert (finding.code, finding.severity) == ("PT828", "error")
-    assert "torchtitan" in finding.message
-
-
 @pytest.mark.parametrize(("compiled", "published_gib"), [(False, 67.0), (True, 62.0)])
 def test_memory_of_a_published_run_is_predicted(compiled: bool, published_gib: float) -> None:
     """Llama 3.1 8B on 128 H100: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, table 3."""
-    from partool.cli.import_ import spec_text
+    from partool.engines.told import spec_text
 
     found = titan({"compile.enable": compiled}, Wanted("h100-sxm", 16, 8))
     memory = plan_of(spec_text(found, Path("job.toml"))).prediction.memory

@@ -11,7 +11,7 @@ from planned import plan_of
 from typer.testing import CliRunner
 
 from partool.engines import Imported, Wanted, engine_of, read
-from partool.engines.deepspeed_keys import NO_EFFECT as OF_DEEPSPEED
+from partool.engines.deepspeed_keys import no_effect
 from partool.engines.megatron_keys import NO_EFFECT as OF_MEGATRON
 
 SCRIPT = """\
@@ -94,7 +94,7 @@ CARRIED = [
     ("--num-layers 16", "model.layers", 16),
     ("--kv-channels 64", "model.head_dim", 64),
     ("--num-query-groups 4", "model.kv_heads", 4),
-    ("--padded-vocab-size 128512", "model.vocab", 128512),
+    ("--padded-vocab-size 129024", "model.vocab", 129024),
     ("--normalization LayerNorm", "model.norm", "layernorm"),
     ("--position-embedding-type learned_absolute", "model.position", "learned"),
     ("--add-qkv-bias", "model.qkv_bias", True),
@@ -132,6 +132,40 @@ CARRIED = [
     ("--num-experts 8 --moe-expert-capacity-factor 1.5", "model.moe.capacity", 1.5),
     ("--multi-latent-attention --q-lora-rank 768 --kv-lora-rank 256", "model.mla.q_rank", 768),
     ("--multi-latent-attention --v-head-dim 96", "model.mla.v_head_dim", 96),
+    ("--decoder-first-pipeline-num-layers 12", "parallel.pipeline.layers", [12, 20]),
+    (
+        "--pipeline-model-parallel-size 17 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+        "parallel.pipeline.layers",
+        [1, *[2] * 15, 1],
+    ),
+    (
+        "--window-size 127,0 --window-attn-skip-freq 3",
+        "model.attention",
+        {"window": 128, "layer_types": {"pattern": ["sliding", "sliding", "full"]}},
+    ),
+    ("--num-experts 8", "parallel.expert_tensor", 4),
+    ("--num-experts 8 --moe-router-force-load-balancing", "model.moe.routing", "balanced"),
+    ("--num-experts 8 --deepspeed --zero-stage 2 --moe-train-capacity-factor 2.0", "model.moe.top_k", 1),
+    ("--deepspeed --zero-stage 2", "parallel.data.zero", 2),
+    ("--checkpoint-activations", "parallel.recompute", "full"),
+    (
+        "--recompute-granularity full --recompute-method block --num-layers-per-virtual-pipeline-stage 8",
+        "parallel.recompute",
+        (["full"] + ["none"] * 7) * 4,
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "parallel.sequence",
+        {"degree": 4, "method": "usp", "ulysses": 2},
+    ),
+    ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "parallel.data.zero", 2),
+    ("--num-key-value-heads 2", "model.kv_heads", 2),
+    ("--ds-sequence-parallel-size 2", "parallel.sequence.method", "ulysses"),
+    ("--cpu-optimizer", "parallel.offload.optimizer", "cpu"),
+    ("--checkpoint-in-cpu", "parallel.offload.activations", "cpu"),
+    ("--pad-vocab-size-to 130048", "model.vocab", 130048),
+    ("--hidden_size 8192", "model.hidden", 8192),
 ]
 
 
@@ -167,6 +201,76 @@ def test_contradictions_are_findings_with_their_line(extra: str, code: str, says
     assert found[0].help
     assert found[0].span is not None
     assert found[0].span.file == "train.sh"
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "severity"),
+    [
+        ("--mtp-num-layers 1", "PT823", "error"),
+        ("--mtp-num-layers 0", None, None),
+        ("--num-distributed-optimizer-instances 2", "PT823", "error"),
+        ("--num-distributed-optimizer-instances 1", None, None),
+        ("--hybrid-layer-pattern M-M-", "PT823", "error"),
+        ("--fp8-format hybrid --fp8-param-gather", "PT824", "warning"),
+        ("--exp-avg-dtype bf16", "PT824", "warning"),
+        ("--exp-avg-dtype fp32", None, None),
+        ("--recompute-granularity selective --recompute-modules core_attn moe", "PT824", "warning"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", "PT824", "warning"),
+        ("--qk-l2-norm", "PT824", "note"),
+    ],
+)
+def test_what_changes_the_price_without_a_field_is_said(extra: str, code: str | None, severity: str | None) -> None:
+    found = megatron(extra)
+    assert {(each.code, each.severity) for each in found.findings} == ({(code, severity)} if code else set())
+    assert found.understood == 1.0
+    kinds = {fate.kind for fate in found.fates if fate.setting.name in extra}
+    assert "recompute" in extra or ("not priced" in kinds) == (code is not None)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "path", "value"),
+    [
+        ("--ffn-hidden-size 14336", "", "model.ffn_hidden", 10880),
+        ("--ffn-hidden-size 14336 --swiglu", "", "model.ffn_hidden", 16384),
+        ("--global-batch-size $((NODES * 32))", "", "training.global_batch", 2),
+        ("--vocab-size 128256", "--tokenizer-type GPT2BPETokenizer", "model.vocab", 50688),
+        ("--vocab-size 128256", "--tokenizer-type NullTokenizer --vocab-size 131071", "model.vocab", 131072),
+        ("--use-distributed-optimizer", "", "parallel.data.zero", 0),
+        ("--bf16", "--fp16", "training.precision", "fp16"),
+        ("--bf16", "", "training.precision", "fp32"),
+    ],
+)
+def test_defaults_are_those_of_megatron(removed: str, added: str, path: str, value: Any) -> None:
+    script = SCRIPT
+    for name in removed.split(" --"):
+        script = script.replace("--" + name.removeprefix("--"), "")
+    found = megatron(added, script)
+    assert (errors(found), found.understood, at(found.spec, path)) == ([], 1.0, value)
+
+
+def test_programs_around_the_script_say_nothing() -> None:
+    """Options of what starts the script are not Megatron-LM's, and neither are those behind a pipe."""
+    around = SCRIPT.replace("torchrun", "srun --output log.txt --seed 7 torchrun").rstrip("\n")
+    found = read(Path("train.sh"), around + " 2>&1 | tee --append log.txt\n", "megatron", H100)
+    assert (found.spec, found.fates) == (megatron().spec, found.fates)
+    assert not {"output", "append"} & {fate.setting.name for fate in found.fates}
+    assert "seed" not in {fate.setting.name: fate for fate in found.fates} or found.understood == 1.0
+
+
+def test_slurm_says_which_machines_there_are() -> None:
+    batch = "#!/bin/bash\n#SBATCH --nodes=4 --ntasks-per-node=8\n" + SCRIPT.replace(
+        "torchrun --nproc_per_node 8 --nnodes $NODES --master_addr $MASTER_ADDR", "srun python -u"
+    ).replace("NODES=${NNODES:-2}", "NODES=$SLURM_NNODES")
+    found = megatron(script=batch)
+    assert (found.spec["hardware"], at(found.spec, "training.global_batch")) == (
+        {"nodes": 4, "per_node": 8, "accelerator": "h100-sxm"},
+        128,
+    )
+
+
+def test_models_of_other_kinds_are_errors() -> None:
+    found = megatron(script=SCRIPT.replace("pretrain_gpt.py", "examples/pretrain_bert.py"))
+    assert errors(found) == ["PT823"]
 
 
 def test_what_nobody_knows_is_named() -> None:
@@ -211,6 +315,17 @@ def test_what_the_script_leaves_open_is_asked_for() -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tensor.degree", 2),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "parallel.offload.activations", "cpu"),
         ({"optimizer": {"type": "Lion"}}, "optimizer.name", "lion"),
+        ({"sequence_parallel_size": 2}, "training.global_batch", 32),
+        ({"tensor_parallel": {"autotp_size": 4}}, "training.global_batch", 16),
+        ({"zero_optimization": True}, "parallel.data.zero", 1),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1e4}},
+            "parallel.data.persistent",
+            10000,
+        ),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "parallel.offload.parameters", "cpu"),
+        ({"compile": {"enabled": True}}, "parallel.compile", "block"),
+        ({"curriculum_learning": {"enabled": False, "min_difficulty": 8}}, "parallel.data.zero", 2),
     ],
 )
 def test_keys_are_carried(change: dict[str, Any], path: str, value: Any) -> None:
@@ -229,6 +344,9 @@ def test_keys_are_carried(change: dict[str, Any], path: str, value: Any) -> None
         ({"train_micro_batch_size_per_gpu": "auto"}, "PT822", "auto"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "PT823", "zero_hpz_partition_size"),
         ({"optimizer": {"type": "OneBitAdam"}}, "PT823", "onebitadam"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "PT823", "zero_quantized_weights"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "PT823", "bf16_master_weights"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "PT821", "ZeRO-3"),
     ],
 )
 def test_contradictory_keys_are_findings_with_their_line(change: dict[str, Any], code: str, says: str) -> None:
@@ -238,7 +356,25 @@ def test_contradictory_keys_are_findings_with_their_line(change: dict[str, Any],
     assert found[0].help
     assert found[0].span is not None
     line = json.dumps(CONFIG | change, indent=2).splitlines()[found[0].span.line - 1]
-    assert any(name in line for name in ("train_batch", "enabled", "device", "micro", "hpz", "type"))
+    assert any(
+        name in line
+        for name in ("train_batch", "enabled", "device", "micro", "hpz", "type", "master", "ratio", "quant", "_b")
+    )
+
+
+def test_sizes_are_those_of_json() -> None:
+    """JSON has 5e8 and tabs where YAML has neither; DeepSpeed's own size of a buffer is no finding."""
+    text = (
+        '{\n\t"train_micro_batch_size_per_gpu": 2,\n\t"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}\n}'
+    )
+    found = read(Path("ds.json"), text, "deepspeed", EIGHT)
+    assert (errors(found), at(found.spec, "training.global_batch")) == ([], 16)
+    assert not [each for each in found.findings if "bucket" in each.message]
+    other = deepspeed({"zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": "auto"}})
+    (said,) = [each for each in other.findings if "bucket" in each.message]
+    assert (said.code, said.severity) == ("PT824", "note")
+    assert "reduce_bucket_size" in said.message
+    assert "allgather_bucket_size" in said.message
 
 
 def test_a_file_without_json_is_a_finding() -> None:
@@ -252,7 +388,10 @@ def test_a_file_without_json_is_a_finding() -> None:
 
 
 def test_no_setting_is_both_carried_and_without_effect() -> None:
-    for found, table in ((megatron("--num-experts 8"), OF_MEGATRON), (deepspeed({}), OF_DEEPSPEED)):
+    other = deepspeed({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1e4}})
+    tables = (OF_MEGATRON, no_effect({fate.setting.name: fate.setting for fate in other.fates}))
+    for found, table in zip((megatron("--num-experts 8"), other), tables, strict=True):
+        assert table
         carried = {fate.setting.name for fate in found.fates if fate.kind == "carried"}
         assert carried
         assert not carried & table.keys()
@@ -260,7 +399,7 @@ def test_no_setting_is_both_carried_and_without_effect() -> None:
 
 def test_prices_are_those_of_the_engine(tmp_path: Path) -> None:
     """The same layout takes another time with other constants, and nobody launches it."""
-    from partool.cli.import_ import spec_text
+    from partool.engines.told import spec_text
 
     text = spec_text(megatron("--train-iters 3"), Path("train.sh"))
     theirs, ours = plan_of(text), plan_of(text.replace("engine: megatron", "engine: partool"))

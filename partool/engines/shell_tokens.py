@@ -1,0 +1,102 @@
+"""Words and operators of shell scripts, with their lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+JOINED = "\v"
+"""Stands for a backslash at the end of a line: nothing, but lines are counted by it."""
+OPENED, CLOSED = "\x01", "\x02"
+"""Stand for parentheses inside of a substitution."""
+_PIECE = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|`[^`]*`|\$\{[^{}]*\}|\\.|[^\s;|&()<>#'\"`\\$]+|[#$]", re.S)
+_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
+_RUNS = re.compile(r"^\s*(sbatch|bash|sh)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class ShellToken:
+    """A word as it is written, or an operator."""
+
+    text: str
+    line: int
+    quote: str = ""
+    """Quotes around the whole word, if one pair is."""
+    operator: bool = False
+
+
+def tokens(text: str) -> Iterator[ShellToken]:
+    """Yield the words and operators of a script; comments, and documents for other programs, are left out."""
+    text = re.sub(r"\\\r?\n", JOINED, _nested(_without_documents(text)))
+    place, line = 0, 1
+    while place < len(text):
+        letter = text[place]
+        if letter in " \t\r" + JOINED:
+            line += letter == JOINED
+            place += 1
+        elif letter == "#":
+            place = next((at for at in range(place, len(text)) if text[at] in "\n" + JOINED), len(text))
+            if text[place : place + 1] == JOINED:  # remarks end with their line
+                yield ShellToken("\n", line, operator=True)
+        elif letter in "\n;|&()<>":
+            yield ShellToken(letter, line, operator=True)
+            line += letter == "\n"
+            place += 1
+        else:
+            start = place
+            while place < len(text) and (end := _piece(text, place)) > place:
+                place = end
+            place += place == start  # a quote that nobody closes
+            yield _token(text[start:place], line)
+            line += text[start:place].count("\n") + text[start:place].count(JOINED)
+
+
+def _piece(text: str, place: int) -> int:
+    """Return the end of the piece of a word that begins at ``place``; ``place`` if none does."""
+    if text.startswith("$(", place):
+        end = text.find("))" if text.startswith("$((", place) else ")", place)
+        if end >= 0:
+            return end + (2 if text.startswith("$((", place) else 1)
+    found = _PIECE.match(text, place)
+    return found.end() if found else place
+
+
+def _nested(text: str) -> str:
+    """Replace the parentheses inside of ``$( )`` and ``$(( ))``, so that each substitution ends at its first one."""
+    letters, place = list(text), 0
+    while (start := text.find("$(", place)) >= 0:
+        inner = start + (3 if text.startswith("$((", start) else 2)
+        depth, at = 0, inner
+        while at < len(text) and (depth or text[at] != ")"):
+            depth += (text[at] == "(") - (text[at] == ")")
+            if text[at] in "()":
+                letters[at] = OPENED if text[at] == "(" else CLOSED
+            at += 1
+        if at == len(text):
+            letters[inner:] = text[inner:]
+        place = inner if at == len(text) else at
+    return "".join(letters)
+
+
+def _without_documents(text: str) -> str:
+    """Remove the lines of ``<<END`` documents, unless a shell reads them; the count of lines stays."""
+    kept, end, reads = list[str](), "", False
+    for line in text.split("\n"):
+        if end:
+            over = line.strip() == end
+            kept.append(line if reads and not over else "")
+            end = "" if over else end
+            continue
+        found = _HERE.search(line) if "<<<" not in line and not line.lstrip().startswith("#") else None
+        if found:
+            end, reads = found[2], bool(_RUNS.match(line))
+        kept.append(line[: found.start()] + line[found.end() :] if found else line)
+    return "\n".join(kept)
+
+
+def _token(raw: str, line: int) -> ShellToken:
+    for quote in "'\"":
+        if len(raw) > 1 and raw[0] == raw[-1] == quote and quote not in raw[1:-1].replace("\\" + quote, ""):
+            return ShellToken(raw[1:-1], line, quote)
+    return ShellToken(raw, line)
