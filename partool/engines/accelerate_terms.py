@@ -74,8 +74,10 @@ def _mesh(to: EngineTerms) -> None:
     hybrid = layout.data.zero > 0 and mesh.dp_replicate > 1
     if not hybrid and mesh.tp * mesh.cp == 1:
         return
-    to.put(OF + "use_parallelism_config", True, "parallel")
     sharded = layout.data.zero > 0
+    if not sharded and (mesh.dp > 1 or mesh.cp > 1):
+        message = "accelerate shares matrices and sequences next to sharded data-parallel ranks only"
+        to.cannot(message, "parallel.data.zero", "use zero: 3")
     sizes = (
         ("dp_replicate", mesh.dp_replicate if sharded else mesh.dp), ("dp_shard", mesh.dp_shard if sharded else 1),
         ("tp", mesh.tp), ("cp", mesh.cp),

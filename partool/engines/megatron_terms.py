@@ -216,6 +216,7 @@ def _optimizer(to: EngineTerms) -> None:
     to.put("min-lr", optimizer.lr * optimizer.schedule.min_ratio, "optimizer.schedule.min_ratio")
     to.put("lr-warmup-iters", optimizer.schedule.warmup_steps or None, "optimizer.schedule.warmup_steps")
     if kind == "wsd":
+        to.put("lr-wsd-decay-style", "linear", "optimizer.schedule.kind")
         to.put("lr-wsd-decay-iters", optimizer.schedule.decay_steps or steps // 5, "optimizer.schedule.decay_steps")
     to.put("weight-decay", optimizer.weight_decay, "optimizer.weight_decay")
     to.put("clip-grad", optimizer.clip, "optimizer.clip")

@@ -23,7 +23,8 @@ def judge(case: dict[str, Any]) -> dict[str, Any]:
     before = dict(os.environ)
     os.environ |= {name: value for name, value in environment.items() if name.startswith(("FSDP_", "PARALLELISM_"))}
     try:
-        sharding = _simple(FullyShardedDataParallelPlugin()) if args.use_fsdp else {}
+        plugin = FullyShardedDataParallelPlugin() if args.use_fsdp else None
+        sharding = _simple(plugin) | {"offloads": type(plugin.cpu_offload).__name__} if plugin else {}
         mesh = ParallelismConfig() if args.use_parallelism_config else None
         sizes = {name: getattr(mesh, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp")} if mesh else {}
         handler = getattr(mesh, "cp_handler", None)

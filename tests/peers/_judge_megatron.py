@@ -22,13 +22,20 @@ torch.cuda.get_device_properties = lambda device=None: type("Hopper", (), {"majo
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import transformer_config
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import parse_args, validate_args
+
+# Experts in fp8 need Transformer Engine, which needs a GPU.
+transformer_config.is_te_min_version = lambda version, check_equality=True: True
 
 
 def judge(case: dict[str, Any]) -> dict[str, Any]:
     """Parse and check the arguments of a script for so many ranks; return them, and the configurations' fields."""
-    os.environ |= {"WORLD_SIZE": str(case["world"]), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    os.environ |= {"WORLD_SIZE": str(case["world"]), "RANK": "0"}
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    if case["connections"] is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = case["connections"]
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     args = parse_args()
     validate_args(args)

@@ -1,4 +1,4 @@
-"""torchtitan's parser of job configurations (0.2.0)."""
+"""torchtitan's parser of job configurations (0.2.2)."""
 
 from __future__ import annotations
 

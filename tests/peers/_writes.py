@@ -10,7 +10,7 @@ from pathlib import Path
 from partool.plan.types import Plan
 from partool.render.program import program
 
-_TOLD = '#!/bin/bash\nprintf "%s\\0" "$@" > "$LOG"\n'
+_TOLD = '#!/bin/bash\nprintf "%s\\0" "$@" > "$LOG"; env -0 > "$LOG.env"\n'
 
 
 @cache
@@ -23,8 +23,8 @@ def _tools(folder: Path) -> Path:
     return tools
 
 
-def command(plan: Plan, folder: Path) -> list[str]:
-    """Write a plan's files into a folder and run its script, around mine.py; return what its launcher is given."""
+def command(plan: Plan, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Write a plan's files into a folder and run its script, around mine.py; return its launcher's words and environment."""
     files = program(plan).files
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -32,4 +32,6 @@ def command(plan: Plan, folder: Path) -> list[str]:
     own = {"PATH": f"{_tools(folder)}:{os.environ['PATH']}", "LOG": str(log), "SCRIPT": "mine.py"}
     script = ["mine.py"] if plan.engine == "deepspeed" else []
     subprocess.run(["bash", str(folder / "train.sh"), *script], env=os.environ | own, check=True, timeout=60)
-    return log.read_text(encoding="utf-8").split("\0")[:-1]
+    pairs = log.with_name("log.env").read_text(encoding="utf-8").split("\0")
+    environment = dict(pair.partition("=")[::2] for pair in pairs if pair)
+    return log.read_text(encoding="utf-8").split("\0")[:-1], environment

@@ -1,6 +1,6 @@
 """The systems' own classes take the settings that partool writes for them, and have the plan's values afterwards.
 
-DeepSpeed 0.19.8, megatron-core 0.19.2, accelerate 1.15.0, transformers 5.24.0 and torchtitan 0.2.0; ``make peers``
+DeepSpeed 0.19.8, megatron-core 0.19.2, accelerate 1.15.0, transformers 5.24.0 and torchtitan 0.2.2; ``make peers``
 installs them. A system that is not installed is skipped.
 """
 
@@ -134,9 +134,10 @@ def test_megatron_has_the_plans_values(
     experts, changes = drawn
     plan = trained_so(on_its_ranks(planned(spec_of("megatron", EXPERTS if experts else DENSE)), changes), told)
     assume(not terms_of(plan).findings)
-    words = command(plan, tmp_path)
+    words, environment = command(plan, tmp_path)
     layout, training = plan.layout, plan.training
-    found = judge({"arguments": words[words.index("mine.py") + 1 :], "world": layout.mesh.world_size})
+    arguments, connections = words[words.index("mine.py") + 1 :], environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    found = judge({"arguments": arguments, "world": layout.mesh.world_size, "connections": connections})
     model, args, optimizer = found["model"], found["arguments"], found["optimizer"]
     _same_model(plan, model)
     assert args["seq_length"] == training.sequence_length
@@ -200,7 +201,7 @@ def test_accelerate_has_the_plans_values(
     judge = judges["accelerate"]
     plan = trained_so(on_its_ranks(planned(spec_of("accelerate")), changes), told)
     assume(not terms_of(plan).findings)
-    words = command(plan, tmp_path)
+    words, _ = command(plan, tmp_path)
     assert words[0] == "launch"
     at = words.index("mine.py")
     found = judge({"options": words[1:at], "arguments": words[at + 1 :]})
@@ -213,7 +214,7 @@ def test_accelerate_has_the_plans_values(
     if zero:
         assert sharding["fsdp_version"] == 2
         assert sharding["reshard_after_forward"] == (zero == 3)
-        assert sharding["cpu_offload"] is None or sharding["cpu_offload"] == (layout.offload.parameters == "cpu")
+        assert (sharding["offloads"] == "CPUOffloadPolicy") == (layout.offload.parameters == "cpu")
     if found["mesh"]:
         shards = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard} if zero else {}
         assert found["mesh"] | {"tp": mesh.tp, "cp": mesh.cp} | shards == found["mesh"]
