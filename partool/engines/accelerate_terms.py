@@ -105,7 +105,12 @@ def _optimizer(to: EngineTerms) -> None:
     kind = _SCHEDULES.get(schedule.kind)
     if kind is None:
         to.cannot(f"Trainer's schedule {schedule.kind} needs settings of its own", "optimizer.schedule", "use cosine")
+    if schedule.kind == "linear" and schedule.min_ratio:
+        kind = "polynomial"  # Trainer's linear one falls to 0
     to.put("lr_scheduler_type", kind, "optimizer.schedule.kind")
+    least = f'{{"lr_end": {optimizer.lr * schedule.min_ratio}, "power": 1.0}}'
     if schedule.kind == "cosine":
-        to.put("lr_scheduler_kwargs", f'{{"min_lr_rate": {schedule.min_ratio}}}', "optimizer.schedule.min_ratio")
+        least = f'{{"min_lr_rate": {schedule.min_ratio}}}'
+    if kind not in ("linear", "constant_with_warmup"):
+        to.put("lr_scheduler_kwargs", least, "optimizer.schedule.min_ratio")
     to.put("warmup_steps", schedule.warmup_steps or None, "optimizer.schedule.warmup_steps")

@@ -15,11 +15,16 @@ from transformers import HfArgumentParser, TrainingArguments
 SIMPLE = (str, int, float, bool, type(None))
 
 
+def launched(options: list[str]) -> tuple[Any, dict[str, str]]:
+    """Return what ``accelerate launch`` understands, and the environment that it gives to ranks."""
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*options, "mine.py"]))
+    return args, prepare_multi_gpu_env(args)
+
+
 def judge(case: dict[str, Any]) -> dict[str, Any]:
     """Read a command line as ``accelerate launch`` and a script do; return what each makes of it."""
     options, arguments = case["options"], case["arguments"]
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*options, "mine.py"]))
-    environment = prepare_multi_gpu_env(args)
+    args, environment = launched(options)
     before = dict(os.environ)
     os.environ |= {name: value for name, value in environment.items() if name.startswith(("FSDP_", "PARALLELISM_"))}
     try:
