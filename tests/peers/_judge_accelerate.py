@@ -31,7 +31,9 @@ def judge(case: dict[str, Any]) -> dict[str, Any]:
         plugin = FullyShardedDataParallelPlugin() if args.use_fsdp else None
         sharding = _simple(plugin) | {"offloads": type(plugin.cpu_offload).__name__} if plugin else {}
         mesh = ParallelismConfig() if args.use_parallelism_config else None
-        sizes = {name: getattr(mesh, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp")} if mesh else {}
+        sizes = (
+            {name: getattr(mesh, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp")} if mesh else {}
+        )
         handler = getattr(mesh, "cp_handler", None)
     finally:
         os.environ.clear()

@@ -19,12 +19,12 @@ if not hasattr(typing, "override"):
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.cuda.get_device_properties = lambda device=None: type("Hopper", (), {"major": 9, "minor": 0})()
 
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import transformer_config
-from megatron.training.argument_utils import core_transformer_config_from_args
-from megatron.training.arguments import parse_args, validate_args
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.transformer import transformer_config  # noqa: E402
+from megatron.training.argument_utils import core_transformer_config_from_args  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 
 # Experts in fp8 need Transformer Engine, which needs a GPU.
 transformer_config.is_te_min_version = lambda version, check_equality=True: True
@@ -42,7 +42,9 @@ def judge(case: dict[str, Any]) -> dict[str, Any]:
     args.apply_rope_fusion = False  # needs Transformer Engine, which needs a GPU
     made = [core_transformer_config_from_args(args)]
     for kind in (OptimizerConfig, DistributedDataParallelConfig):
-        named = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if hasattr(args, field.name)}
+        named = {
+            field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if hasattr(args, field.name)
+        }
         made.append(kind(**named))
     names = ("model", "optimizer", "data_parallel")
     found = {name: _plain(vars(config)) for name, config in zip(names, made, strict=True)}

@@ -47,7 +47,6 @@ def by_partool(job: dict[str, Any]) -> list[float]:
     from partool.plan.types import Plan
     from partool_runtime.data.batches import MicroBatch
 
-    dist.init_process_group("gloo")
     step = partool_step(Plan.from_json(job["plan"]))
     found = []
     for number in range(job["steps"]):
@@ -63,7 +62,6 @@ def by_deepspeed(job: dict[str, Any]) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it would be compiled
-    dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
     config = json.loads(job["config"])
     config["optimizer"]["params"]["torch_adam"] = True
@@ -94,7 +92,7 @@ def by_trainer(job: dict[str, Any]) -> list[float]:
     from _judge_accelerate import launched
     from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
-    args, environment = launched(job["options"])
+    _, environment = launched(job["options"])
     own = ("FSDP_", "PARALLELISM_", "ACCELERATE_")
     os.environ |= {name: value for name, value in environment.items() if name.startswith(own)}
     losses: list[float] = []
@@ -135,10 +133,11 @@ SIDES = {"partool": by_partool, "deepspeed": by_deepspeed, "accelerate": by_trai
 
 
 def main() -> None:
-    """Train, and write the loss of each step."""
+    """Train each of a job's cases, and write the loss of each step."""
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    found = SIDES[job["side"]](job)
+    dist.init_process_group("gloo")
+    found = [SIDES[job["side"]](job | case) for case in job["cases"]]
     Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

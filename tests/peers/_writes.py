@@ -24,7 +24,7 @@ def _tools(folder: Path) -> Path:
 
 
 def command(plan: Plan, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Write a plan's files into a folder and run its script, around mine.py; return its launcher's words and environment."""
+    """Write a plan and run its script, around mine.py; return its launcher's words and environment."""
     files = program(plan).files
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -7,7 +7,6 @@ installs them. A system that is not installed is skipped.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
