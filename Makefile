@@ -7,12 +7,13 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
+.PHONY: help venv quickstart peers test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
 	@echo "make test         lint, types and tests (minutes)"
-	@echo "make test-long    the longer suites"
+	@echo "make test-long    the longer suites; those with other training systems need make peers before"
+	@echo "make peers        installs other training systems into build/peers, where tests look for them (PARTOOL_PEERS)"
 	@echo "make test-triton  compiles the kernels for all architectures with all versions of Triton that are supported"
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
@@ -66,6 +67,17 @@ test-long: venv
 	$(BIN)/pytest -m long
 	PARTOOL_FUZZ_SECONDS=400 $(BIN)/pytest -m 'long or not long' --timeout 1200 --capture no tests/fuzz
 	$(BIN)/python tests/versions/offline.py --all $(OTHER_TRITONS)
+
+# Training systems that judge what is written for them. Without their dependencies, of which .venv has the large ones;
+# Megatron's package is for Python 3.12 and newer, and its arguments work in 3.11.
+PEERS := deepspeed==0.19.8 accelerate==1.15.0 torchtitan==0.2.2 hjson py-cpuinfo msgpack einops psutil tyro \
+	docstring-parser typeguard shtab rich markdown-it-py mdurl pygments
+
+peers: venv
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+		--target build/peers --upgrade $(PEERS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/peers --upgrade \
+		--ignore-requires-python --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
 
 # The oldest that is supported, and the one that CUDA builds of torch 2.13 bring; the newest is in .venv.
 OTHER_TRITONS := 3.6.0 3.7.1

@@ -74,8 +74,10 @@ def _mesh(to: EngineTerms) -> None:
     hybrid = layout.data.zero > 0 and mesh.dp_replicate > 1
     if not hybrid and mesh.tp * mesh.cp == 1:
         return
-    to.put(OF + "use_parallelism_config", True, "parallel")
     sharded = layout.data.zero > 0
+    if not sharded and (mesh.dp > 1 or mesh.cp > 1):
+        message = "accelerate shares matrices and sequences next to sharded data-parallel ranks only"
+        to.cannot(message, "parallel.data.zero", "use zero: 3")
     sizes = (
         ("dp_replicate", mesh.dp_replicate if sharded else mesh.dp), ("dp_shard", mesh.dp_shard if sharded else 1),
         ("tp", mesh.tp), ("cp", mesh.cp),
@@ -103,7 +105,12 @@ def _optimizer(to: EngineTerms) -> None:
     kind = _SCHEDULES.get(schedule.kind)
     if kind is None:
         to.cannot(f"Trainer's schedule {schedule.kind} needs settings of its own", "optimizer.schedule", "use cosine")
+    if schedule.kind == "linear" and schedule.min_ratio:
+        kind = "polynomial"  # Trainer's linear one falls to 0
     to.put("lr_scheduler_type", kind, "optimizer.schedule.kind")
+    least = f'{{"lr_end": {optimizer.lr * schedule.min_ratio}, "power": 1.0}}'
     if schedule.kind == "cosine":
-        to.put("lr_scheduler_kwargs", f'{{"min_lr_rate": {schedule.min_ratio}}}', "optimizer.schedule.min_ratio")
+        least = f'{{"min_lr_rate": {schedule.min_ratio}}}'
+    if kind not in ("linear", "constant_with_warmup"):
+        to.put("lr_scheduler_kwargs", least, "optimizer.schedule.min_ratio")
     to.put("warmup_steps", schedule.warmup_steps or None, "optimizer.schedule.warmup_steps")

@@ -16,7 +16,9 @@ def terms(plan: Plan) -> EngineTerms:
     """Return the keys of a configuration that makes DeepSpeed train a plan; findings about parts without a key."""
     found = EngineTerms(plan)
     layout, training = plan.layout, plan.training
-    found.put("train_batch_size", training.global_batch, "training.global_batch")
+    # Without an mpu, DeepSpeed divides this batch among all ranks, those that share matrices too, and refuses it.
+    whole = training.global_batch if layout.tensor.degree == 1 else None
+    found.put("train_batch_size", whole, "training.global_batch")
     found.put("train_micro_batch_size_per_gpu", layout.micro_batch, "parallel.micro_batch")
     found.put("gradient_accumulation_steps", layout.derived.accumulation, "parallel.micro_batch")
     if training.precision in ("bf16", "fp16"):
@@ -72,7 +74,7 @@ def _offload(to: EngineTerms) -> None:
 
 
 def _optimizer(to: EngineTerms) -> None:
-    optimizer, steps = to.plan.optimizer, to.plan.training.steps
+    optimizer = to.plan.optimizer
     to.put("optimizer.type", _OPTIMIZERS[optimizer.name], "optimizer.name")
     to.put("optimizer.params.lr", optimizer.lr, "optimizer.lr")
     if optimizer.name in ("adamw", "lion"):
@@ -82,19 +84,42 @@ def _optimizer(to: EngineTerms) -> None:
     if optimizer.name == "sgd":
         to.put("optimizer.params.momentum", optimizer.momentum, "optimizer.momentum")
     to.put("optimizer.params.weight_decay", optimizer.weight_decay, "optimizer.weight_decay")
-    to.put("gradient_clipping", optimizer.clip or None, "optimizer.clip")
-    schedule = optimizer.schedule
+    # Gradients are clipped to 1 unless the file says otherwise; 0 is off.
+    to.put("gradient_clipping", float(optimizer.clip), "optimizer.clip")
+    _schedule(to)
+
+
+def _schedule(to: EngineTerms) -> None:
+    """Add the schedule whose rates are nearest to the plan's.
+
+    DeepSpeed's schedules move one step late, so that steps 0 and 1 have the lowest rate, and warm up for two steps at
+    least. ``WarmupLR`` and ``WarmupDecayLR`` have the plan's rate once the warm-up is over, and from the fourth step;
+    ``WarmupCosineLR`` once a warm-up of three steps or more is over.
+    """
+    path = "optimizer.schedule."
+    schedule, lr, steps = to.plan.optimizer.schedule, to.plan.optimizer.lr, to.plan.training.steps
+    warmup, least = schedule.warmup_steps, schedule.min_ratio
+    params: dict[str, float]
+    if schedule.kind == "wsd":
+        to.cannot("DeepSpeed has no schedule that stays and then decays", path + "kind", "use cosine or linear")
+        return
+    if schedule.kind == "constant" and warmup <= 1:
+        return
     if schedule.kind == "cosine":
-        to.put("scheduler.type", "WarmupCosineLR", "optimizer.schedule.kind")
-        to.put("scheduler.params.total_num_steps", steps, "training.steps")
-        to.state("scheduler.params.warmup_num_steps", schedule.warmup_steps, "optimizer.schedule.warmup_steps")
-        to.put("scheduler.params.cos_min_ratio", schedule.min_ratio, "optimizer.schedule.min_ratio")
-    elif schedule.kind == "linear":
-        to.put("scheduler.type", "WarmupDecayLR", "optimizer.schedule.kind")
-        to.put("scheduler.params.total_num_steps", steps, "training.steps")
-        to.put("scheduler.params.warmup_max_lr", optimizer.lr, "optimizer.lr")
-        to.state("scheduler.params.warmup_num_steps", schedule.warmup_steps, "optimizer.schedule.warmup_steps")
+        name, length, total = "WarmupCosineLR", max(1, warmup - 1), steps - 1
+        params = {"cos_min_ratio": least, "warmup_min_ratio": 1 / max(1, warmup)}
     else:
-        to.put("scheduler.type", "WarmupLR", "optimizer.schedule.kind")
-        to.put("scheduler.params.warmup_max_lr", optimizer.lr, "optimizer.lr")
-        to.state("scheduler.params.warmup_num_steps", max(1, schedule.warmup_steps), "optimizer.schedule.warmup_steps")
+        length, total = max(2, warmup - 2), steps - 2
+        if schedule.kind == "linear":
+            name, lowest = "WarmupDecayLR", least
+            highest = 1 - (1 - least) * (length + 2 - warmup) / max(1, steps - warmup)
+        else:
+            name, lowest, highest = "WarmupLR", 2 / warmup, 1.0
+        params = {"warmup_min_lr": lr * lowest, "warmup_max_lr": lr * max(lowest, highest)}
+    to.put("scheduler.type", name, path + "kind")
+    if schedule.kind != "constant":
+        to.put("scheduler.params.total_num_steps", max(1, total), "training.steps")
+    to.put("scheduler.params.warmup_num_steps", length, path + "warmup_steps")
+    to.put("scheduler.params.warmup_type", "linear", path + "kind")
+    for key, value in params.items():
+        to.state(f"scheduler.params.{key}", value, path + ("warmup_steps" if key[:3] == "war" else "min_ratio"))

@@ -172,7 +172,10 @@ def _sharding(to: EngineTerms) -> None:
     if offload.optimizer != "none":
         to.put("optimizer-cpu-offload", True, "parallel.offload.optimizer")
         to.put("optimizer-offload-fraction", round(1.0 - offload.gpu_fraction, 6), "parallel.offload.gpu_fraction")
+        # Its checks want both, and have the second for Adam only.
         to.put("use-precision-aware-optimizer", True, "parallel.offload.optimizer")
+        if to.plan.optimizer.name != "adamw":
+            to.cannot("Megatron-LM offloads the state of Adam only", "parallel.offload.optimizer", "use adamw")
     to.put("overlap-grad-reduce", True, "parallel.data")
     to.put("overlap-param-gather", zero > 0, "parallel.data")
 
@@ -213,6 +216,7 @@ def _optimizer(to: EngineTerms) -> None:
     to.put("min-lr", optimizer.lr * optimizer.schedule.min_ratio, "optimizer.schedule.min_ratio")
     to.put("lr-warmup-iters", optimizer.schedule.warmup_steps or None, "optimizer.schedule.warmup_steps")
     if kind == "wsd":
+        to.put("lr-wsd-decay-style", "linear", "optimizer.schedule.kind")
         to.put("lr-wsd-decay-iters", optimizer.schedule.decay_steps or steps // 5, "optimizer.schedule.decay_steps")
     to.put("weight-decay", optimizer.weight_decay, "optimizer.weight_decay")
     to.put("clip-grad", optimizer.clip, "optimizer.clip")

@@ -1,4 +1,4 @@
-"""Writes a plan as a job configuration of torchtitan (0.2).
+"""Writes a plan as a job configuration of torchtitan (0.2.1, 0.2.2).
 
 The reader of this configuration is :mod:`partool.engines.torchtitan_spec`; a test reads back whatever is written here.
 """
@@ -70,7 +70,8 @@ def _training(to: EngineTerms) -> None:
     to.put("training.global_batch_size", training.global_batch, "training.global_batch")
     to.put("training.seq_len", training.sequence_length, "training.sequence_length")
     to.put("training.steps", training.steps, "training.steps")
-    to.put("training.max_norm", plan.optimizer.clip or None, "optimizer.clip")
+    # Gradients are clipped to 1 unless the file says otherwise, and there is no value for off.
+    to.put("training.max_norm", plan.optimizer.clip or 1e9, "optimizer.clip")
     words = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32", "fp16": "float16"}
     to.put("training.mixed_precision_param", words.get(training.precision), "training.precision")
     if training.precision in ("fp64", "fp16"):
@@ -97,7 +98,8 @@ def _degrees(to: EngineTerms) -> None:
             _IN + "enable_async_tensor_parallel", layout.tensor.overlap == "symmetric", "parallel.tensor.overlap"
         )  # fmt: skip
         if not layout.tensor.sequence_norms:
-            to.state(_IN + "enable_sequence_parallel", False, "parallel.tensor.sequence_norms")
+            message = "torchtitan's norms share the sequence among tensor ranks"
+            to.cannot(message, "parallel.tensor.sequence_norms", "use sequence_norms: true")
     to.state(_IN + "context_parallel_degree", sequence.degree, "parallel.sequence.degree")
     if sequence.degree > 1:
         to.put(_IN + "context_parallel_rotate_method", _ROTATIONS.get(sequence.method), "parallel.sequence.method")
