@@ -47,7 +47,7 @@ def improve(
     loaded.spec = freed(loaded.spec, dict.fromkeys(_held(overrides)))
     after = _plan(path, loaded, output, may_fail=False)
     assert after is not None
-    found = advice(before, after)
+    found = advice(before, after, known.settings, known.carried)
     if out is not None:
         write_or_exit(after.to_json(), out)
     if output == "json":

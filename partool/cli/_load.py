@@ -83,6 +83,7 @@ def loaded_or_exit(path: Path, overrides: list[str], output: Output) -> tuple[Lo
     if loaded.spec is None:
         show(loaded.diagnostics, lines | _lines_elsewhere(loaded.diagnostics, lines), output, failed=True)
         raise typer.Exit(_ERRORS)
+    show(loaded.diagnostics, lines | _lines_elsewhere(loaded.diagnostics, lines), output, failed=False)
     return loaded, known
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,11 +84,23 @@ def _written(spec: Path, plan: Plan, changes: list[str]) -> Rendered:
     from partool.engines.write import terms_of
     from partool.render.program import program
 
-    stop_on(terms_of(plan).findings, strict=False)
+    terms = terms_of(plan)
+    stop_on(terms.findings, strict=False)
     files = program(plan)
+    if left := ", ".join(f"{term.name} {term.value}" for term in terms.terms if _by_default(term.path, plan)):
+        say(f"partool: as partool has them by default, for the spec says nothing else: {left}", err=True)
+    say("partool: data, tokenizer, checkpoints and logging are yours to add", err=True)
     if plan.launch.target == HERE:
         return Rendered(files.script, {**files.files, PLAN_FILE: plan.to_json()})
     return order(spec, plan, changes, [], at_once=None, program=files).rendered
+
+
+def _by_default(path: str, plan: Plan) -> bool:
+    """Return True for a field of ``optimizer`` that the spec leaves at its default."""
+    section: Any = plan.spec
+    for name in path.split("."):
+        section = section.get(name) if isinstance(section, dict) else None
+    return path.startswith("optimizer.") and section is None
 
 
 def _deliver(rendered: Rendered, out: Path | None, note: str) -> None:

@@ -15,6 +15,7 @@ from partool.catalog.lookup import table
 from partool.engines import accelerate_deepspeed
 from partool.engines.accelerate_files import OF
 from partool.engines.accelerate_layout import parallel_of
+from partool.engines.recipes import of_trainer
 from partool.engines.settings import Sheet
 
 _LENGTHS = (
@@ -58,6 +59,8 @@ def spec_of(sheet: Sheet, inner: Sheet, world: int | None, per_node: int | None)
         found |= accelerate_deepspeed.spec_of(sheet, inner, world, found)
     elif below == "megatron":
         found["engine"] = "megatron"
+    # Rates in DeepSpeed's own file count over TrainingArguments, as in Trainer.
+    found["optimizer"] = {**of_trainer(sheet, training.get("steps")), **found["optimizer"]}
     _batch(sheet, found, world)
     model = _model(sheet)
     return found | ({"model": {"preset": model}} if model else {})

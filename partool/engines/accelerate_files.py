@@ -121,7 +121,7 @@ def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, 
             try:
                 plain = yaml.SafeLoader("").construct_object(value, deep=True)
             except (yaml.YAMLError, ValueError, RecursionError):
-                plain = str(value.value)[:100]
+                plain = f"a {value.id}"
             yield name, plain, key.start_mark.line + 1
 
 

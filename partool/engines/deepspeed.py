@@ -14,14 +14,18 @@ from typing import Any
 import yaml
 
 from partool.diagnostics.record import Diagnostic, Span
+from partool.engines.recipes import of_deepspeed
 from partool.engines.settings import Setting, Sheet
+
+_DEPTH = 16
+"""Sections within sections that are read; references can make endless ones."""
 
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
     try:
         root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         return {}, [
@@ -38,15 +42,19 @@ def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic
     return found, []
 
 
-def _leaves(node: Any, before: str) -> Iterator[tuple[str, Any, int]]:
-    if not isinstance(node, yaml.MappingNode):
+def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
         return
     for key, value in node.value:
         name = f"{before}{key.value}"
         if isinstance(value, yaml.MappingNode):
-            yield from _leaves(value, f"{name}.")
+            yield from _leaves(value, f"{name}.", depth + 1)
         else:
-            yield name, yaml.SafeLoader("").construct_object(value, deep=True), key.start_mark.line + 1
+            try:
+                plain = yaml.SafeLoader("").construct_object(value, deep=True)
+            except (yaml.YAMLError, ValueError, RecursionError):
+                plain = f"a {value.id}"
+            yield name, plain, key.start_mark.line + 1
 
 
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         sheet.lacks("training.global_batch", "the file does not say the global batch", "train_batch_size")
     if batch:
         training["global_batch"] = batch
-    return {"training": training, "parallel": parallel, "optimizer": {"name": _optimizer(sheet)}}
+    return {"training": training, "parallel": parallel, "optimizer": {"name": _optimizer(sheet), **of_deepspeed(sheet)}}
 
 
 def _optimizer(sheet: Sheet) -> str:

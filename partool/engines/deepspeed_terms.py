@@ -44,6 +44,8 @@ def _sharding(to: EngineTerms) -> None:
         to.put(f"{_ZERO}.overlap_comm", True, "parallel.data")
         to.put(f"{_ZERO}.contiguous_gradients", True, "parallel.data")
     if zero == 3:
+        persistent = to.plan.layout.data.persistent
+        to.state(f"{_ZERO}.stage3_param_persistence_threshold", persistent, "parallel.data.persistent")
         to.put(f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", True, "parallel.data")
 
 

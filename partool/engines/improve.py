@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from partool.engines.settings import Setting
 from partool.engines.write import WRITABLE, terms_of
-from partool.engines.written import EngineChange, changes
+from partool.engines.written import EngineChange, EngineTerms, changes
 from partool.plan.diff import differences
 from partool.plan.types import Plan
 from partool.planner.evidence import margin
@@ -70,16 +70,52 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def advice(before: Plan | None, after: Plan) -> Advice:
-    """Return what to change in the earlier plan; ``after`` is the best plan for the same engine."""
+def advice(
+    before: Plan | None,
+    after: Plan,
+    settings: Mapping[str, Setting] | None = None,
+    carried: Mapping[str, str] | None = None,
+) -> Advice:
+    """Return what to change in the earlier plan; ``after`` is the best plan for the same engine.
+
+    Where there is no earlier plan, as its layout does not fit, ``settings`` and ``carried`` of the user's file
+    (:class:`partool.engines.settings.Sheet`) say what is there.
+    """
     if after.engine not in WRITABLE:
         found = tuple(_of_layout(before, after)) if before is not None else ()
+    elif before is None and settings:
+        found = tuple(_of_file(terms_of(after), settings, carried or {}))
     else:
         terms = terms_of(after)
         old = terms_of(before) if before is not None else type(terms)(after)
         found = tuple(change for change in changes(old, terms) if change.path.partition(".")[0] == "parallel")
     least = margin(after.layout, before.layout) if before is not None else 0.0
     return Advice(before, after, found, least)
+
+
+def _of_file(terms: EngineTerms, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> Iterator[EngineChange]:
+    """Yield what differs between a file's settings and a plan's; then settings of its layout that the plan has not."""
+    for term in terms.terms:
+        if not term.path.startswith("parallel"):
+            continue
+        there = settings.get(term.name)
+        if there is None or not _same(there.value, term.value):
+            yield EngineChange(term.name, term.path, None if there is None else there.value, term.value)
+    for name, path in carried.items():
+        if path.startswith("parallel.") and name not in terms.by_name and not _off(settings[name].value):
+            yield EngineChange(name, path, settings[name].value, None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return str(one).lower() == str(other).lower() or float(one) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
+def _off(value: Any) -> bool:
+    """Return True for a value with which a setting asks for nothing."""
+    return str(value).lower() in ("0", "1", "false", "none", "no", "auto")
 
 
 def _of_layout(before: Plan, after: Plan) -> list[EngineChange]:

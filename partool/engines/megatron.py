@@ -13,6 +13,7 @@ from typing import Any
 from partool.engines.megatron_keys import NO_EFFECT
 from partool.engines.megatron_model import chosen, model_of
 from partool.engines.megatron_recompute import recompute_of
+from partool.engines.recipes import of_megatron
 from partool.engines.settings import Setting, Sheet
 from partool.engines.shell import Word
 
@@ -84,13 +85,14 @@ def spec_of(sheet: Sheet, known: Mapping[str, int]) -> dict[str, Any]:
             hardware[field] = number
     tensor = sheet.number("tensor-model-parallel-size", 1, to="parallel.tensor.degree")
     model = model_of(sheet, int(tensor))
-    optimizer = {"name": chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
+    optimizer: dict[str, Any] = {"name": chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
     parallel = _parallel(sheet, model, int(tensor))
     if "micro_batch" not in parallel:
         sheet.lacks("parallel.micro_batch", "the arguments do not say the micro-batch")
     world = hardware.get("nodes", 1) * hardware["per_node"] if "per_node" in hardware else None
     training = _training(sheet, parallel, world)
     _dropout(sheet)
+    optimizer |= of_megatron(sheet, training.get("steps"), training.get("global_batch"))
     return {
         "model": model, "hardware": hardware, "training": training, "parallel": parallel, "optimizer": optimizer
     }  # fmt: skip

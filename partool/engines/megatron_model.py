@@ -10,6 +10,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from partool.engines.recipes import carried
 from partool.engines.settings import Sheet
 
 _TOKENIZERS = {"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257}
@@ -42,6 +43,7 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
         gated = model["activation"] == "swiglu"
         model["ffn_hidden"] = int(4 * model["hidden"] * 2 / 3 / 64) * 64 if gated else 4 * model["hidden"]
     model["position"] = _position(sheet)
+    model |= _numbers(sheet)
     bias = not sheet.get("disable-bias-linear", False, to="model.ffn_bias")
     wanted = sheet.get("add-qkv-bias", False, to="model.qkv_bias")
     model["qkv_bias"] = bias or bool(wanted)
@@ -60,6 +62,22 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
         if name in _OF_EXPERTS.split():
             sheet.get(name, to="nothing: there are no experts")
     return {field: value for field, value in model.items() if value is not None}
+
+
+def _numbers(sheet: Sheet) -> dict[str, Any]:
+    """Return fields that change values, not sizes."""
+    found: dict[str, Any] = {"init_std": carried(sheet, "init-method-std", "model.init_std")}
+    for field, names in (
+        ("norm_eps", ("norm-epsilon", "layernorm-epsilon")),
+        ("rope_theta", ("rotary-base", "rotary-position-embeddings-theta")),
+    ):
+        values = [carried(sheet, name, f"model.{field}") for name in names]
+        found[field] = next((value for value in values if value), None)
+    factor = carried(sheet, "rope-scaling-factor", "model.rope_scaling")
+    if sheet.get("use-rope-scaling", False, to="model.rope_scaling"):
+        # The rule of Llama 3.1 as Megatron-LM has it, megatron/core/models/common/embeddings/rotary_pos_embedding.py.
+        found["rope_scaling"] = {"kind": "llama3", "factor": factor or 8.0, "original_max_position": 8192}
+    return found
 
 
 def _groups(sheet: Sheet) -> int | None:
@@ -170,8 +188,14 @@ def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
         "top_groups": sheet.number("moe-router-group-topk", 1, to="model.moe.top_groups"),
         "capacity": sheet.number("moe-expert-capacity-factor", trained, to="model.moe.capacity"),
     }
+    for name, field in (
+        ("moe-router-topk-scaling-factor", "scaling_factor"), ("moe-aux-loss-coeff", "aux_loss"),
+        ("moe-z-loss-coeff", "z_loss"),
+    ):  # fmt: skip
+        found[field] = carried(sheet, name, f"model.moe.{field}")
+    rate = carried(sheet, "moe-router-bias-update-rate", "model.moe.bias_rate")
     if sheet.get("moe-router-enable-expert-bias", False, to="model.moe.bias_rate"):
-        found["bias_rate"] = 0.001
+        found["bias_rate"] = 0.001 if rate is None else rate
     if sheet.get("moe-router-force-load-balancing", False, to="model.moe.routing"):
         found["routing"] = "balanced"
     early = sheet.get("moe-router-pre-softmax", False, to="model.moe.normalise") and found["scores"] == "softmax"

@@ -23,6 +23,7 @@ from partool.engines import (
     torchtitan_spec,
 )
 from partool.engines.commands import File, Gathered, missing_sources, span_of, training_command, unknown_value
+from partool.engines.recipes import shortened
 from partool.engines.settings import Fate, Sheet, Unpriced, fates, left_out
 from partool.engines.shell import ShellScript, Word
 from partool.strategies.engines import Engine
@@ -204,6 +205,7 @@ def _imported(
     whole |= {"data": {"source": "python-stdlib"} | held_out, "kernels": {"mode": "torch"}}
     for path, value in wanted.settings.items():
         _put(whole, path.split("."), value)
+    shortened(sheet, whole)
     given = {tuple(path.split(".")) for path in wanted.settings}
     given |= {("model", "preset")} if wanted.model is not None else set()
     answered = ("PT820", "PT822", "PT825")

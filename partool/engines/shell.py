@@ -178,7 +178,7 @@ class ShellScript:
         shell = next((place for place, token in enumerate(command) if token.text in _SHELLS), len(command))
         words = list[Word]()
         for place, token in enumerate(command):
-            script = place > shell and command[place - 1].text == "-c"
+            script = place > shell and command[place - 1].text.lstrip("-") == "c"
             words += self._expanded(path, ShellToken(token.text, token.line, '"') if script else token)
         if words and words[0].text in ("source", ".") and len(words) > 1:
             self._source(path, words[1], depth)

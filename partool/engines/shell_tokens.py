@@ -48,7 +48,8 @@ def tokens(text: str) -> Iterator[ShellToken]:
             while place < len(text) and (end := _piece(text, place)) > place:
                 place = end
             place += place == start  # a quote that nobody closes
-            yield _token(text[start:place], line)
+            if not (text[start:place].isdigit() and text[place : place + 1] in ("<", ">")):
+                yield _token(text[start:place], line)  # the number of a stream, as in 2>&1, is no word
             line += text[start:place].count("\n") + text[start:place].count(JOINED)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from partool.catalog.lookup import table
+from partool.engines.recipes import of_torchtitan
 from partool.engines.settings import Sheet
 from partool.engines.torchtitan import listed
 from partool.engines.torchtitan_layout import parallel_of
@@ -45,11 +46,9 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     fields = model_fields(model)
     compiled = _compiled(sheet)
     parallel, ranks = parallel_of(sheet, world, era, fields, compiled=compiled)
-    found: dict[str, Any] = {
-        "training": _training(sheet, parallel, ranks),
-        "parallel": parallel,
-        "optimizer": {"name": _optimizer(sheet)},
-    }
+    training = _training(sheet, parallel, ranks)
+    optimizer = {"name": _optimizer(sheet), **of_torchtitan(sheet, training["steps"])}
+    found: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
     _left_out(sheet)
     return found | ({"model": model} if model else {})
 

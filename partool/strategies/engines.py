@@ -59,7 +59,8 @@ def _but(kind: str, names: Mapping[str, Any], kept: tuple[str, ...]) -> tuple[st
 
 _OF_DEEPSPEED = frozenset(
     (
-        *_OWN, *_but("schedule", SCHEDULES, ()), *_but("sequence", METHODS, ("ulysses",)),
+        *(aspect for aspect in _OWN if aspect != "persistent parameters"), *_but("schedule", SCHEDULES, ()),
+        *_but("sequence", METHODS, ("ulysses",)),
         *(f"recompute {policy}" for policy in ("attention", "selective", "keep_attention")),
         "hybrid sharding", "norms on shares of the sequence", "expert", "parts of experts",
         "zero 3 on tensor ranks", "tensor ranks that share sequences",

@@ -87,16 +87,63 @@ def test_improvements_name_the_lines_of_the_file(held: bool, tmp_path: Path) -> 
 
 def test_a_configuration_that_does_not_fit_is_improved(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": 0}}))
+    config.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": 0}}, indent=1))
     told_8b = [each.replace("llama3.2-1b", "llama3-8b") for each in TOLD]
     assert plan(config, *told_8b)[0] == 1
     code, text, told = plan(config, *told_8b, "--improve")
     assert code == 0, told
     assert "as it is: " in text
-    assert "zero_optimization.stage" in text
+    line = next(n for n, each in enumerate(config.read_text().splitlines(), 1) if "stage" in each)
+    assert "zero_optimization.stage 0 → " in text
+    assert f"(line {line})" in text
+    assert "add train_micro_batch_size_per_gpu" not in text
     assert "better, and DeepSpeed can do it" in text
     code, text, told = plan(config, *told_8b, "--improve", "--output", "json", "--out", tmp_path / "plan.json")
     found = json.loads(text)
     assert (found["before"], found["worth_it"]) == (None, True)
     assert json.loads((tmp_path / "plan.json").read_text())["spec"]["engine"] == "deepspeed"
     assert plan(config, *told_8b, "--improve", "--smallest")[0] == 2
+
+
+RECIPE = {"lr": 2e-05, "betas": [0.9, 0.98], "eps": 1e-09, "weight_decay": 0.05, "clip": 0.5}
+SCHEDULE = {"kind": "cosine", "min_ratio": 0.2, "warmup_steps": 7}
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "deepspeed", "megatron", "torchtitan"])
+def test_rates_and_schedules_go_round(engine: str) -> None:
+    """What a spec says of the optimizer is written, and read back."""
+    from test_engine_terms import DENSE, TITAN, back, planned, spec_of
+
+    text = spec_of(engine, TITAN if engine == "torchtitan" else DENSE)
+    plan = planned(text + f"optimizer: {json.dumps({'name': 'adamw', **RECIPE, 'schedule': SCHEDULE})}\n")
+    found = back(plan).spec["optimizer"]
+    schedule = found.pop("schedule")
+    assert found == {"name": "adamw", **RECIPE}
+    assert schedule["kind"] == "cosine"
+    assert schedule["min_ratio"] == pytest.approx(0.2)
+    # DeepSpeed moves its rates one step late, so that its warm-up is written one step shorter.
+    assert schedule["warmup_steps"] == 7 - (engine == "deepspeed")
+
+
+def test_what_a_model_is_apart_from_its_sizes_is_carried() -> None:
+    from test_engines import at, megatron
+
+    found = megatron("--rotary-base 500000 --norm-epsilon 1e-6 --init-method-std 0.01 --use-rope-scaling")
+    model = found.spec["model"]
+    assert (model["rope_theta"], model["norm_eps"], model["init_std"]) == (500000, 1e-6, 0.01)
+    assert model["rope_scaling"] == {"kind": "llama3", "factor": 8.0, "original_max_position": 8192}
+    experts = "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3 --moe-router-topk-scaling-factor 2.5"
+    moe = at(megatron(experts).spec, "model.moe")
+    assert (moe["aux_loss"], moe["z_loss"], moe["scaling_factor"]) == (0.01, 1e-3, 2.5)
+    open_ = megatron("--rotary-base $BASE --lr $LR")
+    assert "rope_theta" not in open_.spec["model"]
+    assert open_.findings == []
+
+
+def test_lengths_of_warm_ups_are_in_steps() -> None:
+    from test_engines import megatron
+
+    samples = megatron("--lr-warmup-samples 640").spec["optimizer"]["schedule"]
+    assert samples["warmup_steps"] == 10
+    assert megatron("--lr-warmup-fraction 0.05").spec["optimizer"]["schedule"]["warmup_steps"] == 5
+    assert megatron("--lr-decay-style inverse-square-root").spec["optimizer"] == {"name": "adamw", "lr": 3e-4}

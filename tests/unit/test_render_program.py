@@ -194,6 +194,9 @@ def test_the_commands_write_for_an_engine_and_improve(tmp_path: Path, monkeypatc
     code, text, told = run("render", str(spec), "--engine", "megatron")
     assert code == 0, told
     assert "torchrun --nproc_per_node 4" in text
+    assert "lr 0.0003" in told
+    _, _, told_less = run("render", str(spec), "--engine", "megatron", "--set", "optimizer.lr=1e-4")
+    assert "lr 0.0" not in told_less
     out = tmp_path / "out"
     code, _, told = run("render", str(spec), "--engine", "deepspeed", "--target", "slurm", "-o", str(out))
     assert code == 0, told
