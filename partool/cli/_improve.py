@@ -25,8 +25,8 @@ from partool.spec._overrides import SHORTHAND
 from partool.spec.numbers import GIB
 from partool.strategies.engines import ENGINES
 
-_NOT_FITTING = ("PT301", "PT302")
-"""Codes of findings that say that a pinned layout does not fit."""
+_NOT_FITTING = ("PT301", "PT302", "PT828")
+"""Codes of findings that say that a pinned layout does not fit, or that its training system cannot do it."""
 
 
 def improve(
@@ -74,7 +74,7 @@ def _plan(path: Path, loaded: Loaded, output: Output, *, may_fail: bool) -> Plan
         show(loaded.source.attach(errors), dict(loaded.source.texts), output, failed=True)
         raise typer.Exit(1)
     if result.plan is None:
-        say(f"as it is: {errors[0].message}", err=output == "json")
+        say(f"as it is: {'; '.join(error.message for error in errors)}", err=output == "json")
     return result.plan
 
 

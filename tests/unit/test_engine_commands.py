@@ -147,3 +147,27 @@ def test_lengths_of_warm_ups_are_in_steps() -> None:
     assert samples["warmup_steps"] == 10
     assert megatron("--lr-warmup-fraction 0.05").spec["optimizer"]["schedule"]["warmup_steps"] == 5
     assert megatron("--lr-decay-style inverse-square-root").spec["optimizer"] == {"name": "adamw", "lr": 3e-4}
+
+
+def test_a_run_is_taken_from_one_system_to_another(tmp_path: Path) -> None:
+    """What the second system cannot do is said, and a layout that it can do is found."""
+    script, found = tmp_path / "train.sh", tmp_path / "plan.json"
+    script.write_text(SCRIPT.replace("--vocab-size 128256", "--padded-vocab-size 128256"))
+    spec = tmp_path / "mine.yaml"
+    options = [*DEVICE, "--output", "json", "--out", found]
+    from partool.engines import Wanted, read
+    from partool.engines.told import spec_text
+
+    spec.write_text(spec_text(read(script, script.read_text(), "megatron", Wanted("h100-sxm")), script))
+    code, _, told = plan(spec, "--set", "engine=accelerate", *options)
+    assert (code, "PT828" in told or "PT828" in _) == (1, True)
+    code, text, told = plan(spec, "--set", "engine=accelerate", "--improve", *options)
+    assert code == 0, told
+    assert "as it is: " in told
+    assert json.loads(text)["engine"] == "accelerate"
+    from partool.engines.write import terms_of
+    from partool.plan.types import Plan
+
+    taken = Plan.from_json(found.read_text())
+    assert terms_of(taken).findings == []
+    assert taken.optimizer.lr == 3e-4

@@ -56,7 +56,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     for aspect in dict.fromkeys(_asked(problem)):
         if aspect in engine.lacks:
             path = ["parallel", *_PATHS[aspect.split()[0]].split(".")]
-            help = "leave the field auto, or price it with engine: partool"
+            help = f"--set {'.'.join(path)}=auto, or partool plan --improve, which opens the whole layout"
             yield Diagnostic("PT828", f"{engine.title} has no {aspect}", path=tuple(path), help=help)
     zero = asked.data.zero
     if asked.offload.optimizer in ("cpu", "nvme") and zero != "auto" and zero < engine.offloads_from:
