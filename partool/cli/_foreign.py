@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,33 +36,54 @@ def is_plan(path: Path) -> bool:
     return path.suffix == ".json" and not _is_foreign(path)
 
 
-def load_any(path: Path, overrides: Sequence[str]) -> tuple[Loaded, Known]:
+def one_run(paths: Sequence[Path]) -> bool:
+    """Return True if files belong to one run of another training system, so that they are read together."""
+    from partool.engines import engine_of_all
+
+    texts = [read(path) for path in paths if _is_foreign(path)]
+    readable = [text for text in texts if isinstance(text, str)]
+    return len(readable) == len(paths) and engine_of_all(readable) is not None
+
+
+def load_any(path: Path, overrides: Sequence[str], also: Sequence[Path] = ()) -> tuple[Loaded, Known]:
     """Read a spec, or make one from a file of another training system; ``overrides`` say what the file does not.
 
-    Findings about the file have its lines; findings about the spec made from it have those of the spec's text.
+    ``also`` are the further files of its run (:func:`one_run`). Findings about the files have their lines; findings
+    about the spec made from them have those of the spec's text.
     """
     if not _is_foreign(path):
         return load(path, list(overrides)), Known()
     from partool.engines import Wanted, engine_of_all, read_files
     from partool.engines.told import findings_of, given, spec_text
 
-    text = read(path)
-    if isinstance(text, Diagnostic):
+    files = [(each, text) for each in (path, *also) if isinstance(text := read(each), str)]
+    if not files:
         return load(path, list(overrides)), Known()
-    engine = engine_of_all([text])
+    engine = engine_of_all([text for _, text in files])
     if engine is None:
-        return load(path, list(overrides)), Known()
+        return _unknown(path, files[0][1], overrides), Known()
     values = given(overrides)
     told: dict[str, Any] = {name: values.pop(key) for key, name in _TOLD.items() if key in values}
     model = next((str(values.pop(key)) for key in _MODELS if key in values), None)
-    found = read_files([(path, text)], engine, Wanted(**told, model=model, settings=values))
+    found = read_files(files, engine, Wanted(**told, model=model, settings=values))
     findings = findings_of(found)
     loaded = Loaded(None, load_text("", str(path)).source, findings)
     if not any(finding.severity == "error" for finding in findings):
-        loaded = load_text(spec_text(found, path), f"the spec of {path}")
+        names = " ".join(shlex.quote(str(each)) for each, _ in files)
+        loaded = load_text(spec_text(found, path, *also), f"the spec that partool import makes of {names}")
         loaded.diagnostics[:0] = findings
     settings = {fate.setting.name: fate.setting for fate in found.fates}
     return loaded, Known(settings, {fate.setting.name: fate.text for fate in found.fates if fate.kind == "carried"})
+
+
+def _unknown(path: Path, text: str, overrides: Sequence[str]) -> Loaded:
+    """Return what is said of a file that has no suffix of a spec, and that no training system is known to have."""
+    from partool.engines.kinds import LOOKED_FOR, kind_of
+
+    if kind_of(text) in ("json", "yaml"):
+        return load(path, list(overrides))
+    message = f"{path} is neither a spec nor a file of Megatron-LM, DeepSpeed, torchtitan or accelerate"
+    return Loaded(None, load_text("", str(path)).source, [Diagnostic("PT825", message, help=LOOKED_FOR)])
 
 
 def _is_foreign(path: Path) -> bool:

@@ -25,6 +25,8 @@ from partool.spec._overrides import SHORTHAND
 from partool.spec.numbers import GIB
 from partool.strategies.engines import ENGINES
 
+_FLAGS = ("megatron",)
+"""Engines whose arguments are flags where they are on."""
 _NOT_FITTING = ("PT301", "PT302", "PT828")
 """Codes of findings that say that a pinned layout does not fit, or that its training system cannot do it."""
 
@@ -91,12 +93,13 @@ def _as_text(found: Advice, settings: Mapping[str, Setting], carried: Mapping[st
     else:
         lines.append(f"better, and {title} can do it: {_figures(after)}{_gain(found)}")
     named = {change.name for change in found.changes}
+    several = len({setting.file for setting in settings.values()}) > 1
     for change in found.changes:
         mine = theirs(change, settings, carried)
         # What the user never wrote is not to be removed; their own words for it are.
         if change.after is None and settings and change.name not in settings and all(one.name in named for one in mine):
             continue
-        lines.append(f"  {_in_words(change, mine)}")
+        lines.append(f"  {_in_words(change, mine, flags=after.engine in _FLAGS, several=several)}")
     return [*lines, f"Evidence: ± {after.prediction.relative_error:.0%}; {after.prediction.evidence}."]
 
 
@@ -122,22 +125,30 @@ def _times(faster: float) -> str:
     return f"{faster:.1%} faster" if faster >= 0 else f"{-faster / (1.0 + faster):.1%} slower"
 
 
-def _in_words(change: EngineChange, mine: list[Setting]) -> str:
-    """Return a change as ``name before → after``, ``add name value`` or ``remove name``, with lines of the user's."""
-    own = [f"{setting.name}, " * (setting.name != change.name) + f"line {setting.line}" for setting in mine]
+def _in_words(change: EngineChange, mine: list[Setting], *, flags: bool, several: bool) -> str:
+    """Return a change as ``name before → after``, ``add name value`` or ``remove name``, with lines of the user's.
+
+    With ``flags``, settings that are on have no value; of ``several`` files, each line says which it is of.
+    """
+    own = [
+        f"{setting.name}, " * (setting.name != change.name)
+        + f"{Path(setting.file).name}, " * several
+        + f"line {setting.line}"
+        for setting in mine
+    ]
     where = f"   ({'; '.join(own)})" if own else ""
     name = change.name or f"{change.path}, which your script decides:"
     if change.before is None:
-        return f"add {name}{_value(change.after)}"
+        return f"add {name}{_value(change.after, flags=flags)}"
     if change.after is None:
         return f"remove {name}{where}"
-    return f"{name}{_value(change.before)} →{_value(change.after)}{where}"
+    return f"{name}{_value(change.before, flags=flags)} →{_value(change.after, flags=flags)}{where}"
 
 
-def _value(value: Any) -> str:
-    if value is True:
+def _value(value: Any, *, flags: bool) -> str:
+    if value is True and flags:
         return ""
-    return f" {json.dumps(value) if isinstance(value, (dict, list)) else value}"
+    return f" {json.dumps(value) if isinstance(value, (dict, list, bool)) else value}"
 
 
 def _as_data(found: Advice) -> dict[str, Any]:

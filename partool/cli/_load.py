@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -61,14 +61,16 @@ def load_plan_or_exit(
     *,
     trace: bool = False,
     forgive: Collection[str] = (),
+    also: Sequence[Path] = (),
 ) -> Plan:
     """Return the plan made from a spec or read from a plan file; shows all findings and ends the command on errors.
 
+    ``also`` are further files of a run of another training system, whose first is ``path``.
     ``forgive`` holds the codes of rules about kernels whose errors are shown as warnings.
     """
     if is_plan(path):
         return read_plan_or_exit(path, overrides)
-    plan, findings, lines = _planned(path, overrides, trace=trace, forgive=forgive)
+    plan, findings, lines = _planned(path, overrides, trace=trace, forgive=forgive, also=also)
     failed = plan is None or _fails(findings, strict=strict)
     show(findings, lines, output, failed=failed)
     if plan is None or failed:
@@ -76,9 +78,9 @@ def load_plan_or_exit(
     return plan
 
 
-def loaded_or_exit(path: Path, overrides: list[str], output: Output) -> tuple[Loaded, Known]:
+def loaded_or_exit(path: Path, overrides: list[str], output: Output, also: Sequence[Path] = ()) -> tuple[Loaded, Known]:
     """Return a spec that was read, or made from a file of another training system; ends the command on errors."""
-    loaded, known = load_any(path, overrides)
+    loaded, known = load_any(path, overrides, also)
     lines = dict(loaded.source.texts)
     if loaded.spec is None:
         show(loaded.diagnostics, lines | _lines_elsewhere(loaded.diagnostics, lines), output, failed=True)
@@ -190,10 +192,15 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
 
 
 def _planned(
-    path: Path, overrides: list[str], *, trace: bool = False, forgive: Collection[str] = ()
+    path: Path,
+    overrides: list[str],
+    *,
+    trace: bool = False,
+    forgive: Collection[str] = (),
+    also: Sequence[Path] = (),
 ) -> tuple[Plan | None, list[Diagnostic], Lines]:
     """Return a spec's plan (None after errors), all findings, and the lines by file that findings point to."""
-    loaded, _ = load_any(path, overrides)
+    loaded, _ = load_any(path, overrides, also)
     findings, plan = list(loaded.diagnostics), None
     lines = dict(loaded.source.texts)
     lines |= _lines_elsewhere(findings, lines)
@@ -230,7 +237,9 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
     if overrides:
         raise typer.BadParameter("--set changes a spec, not a plan: partool launch SPEC --resume RUN --set ...")
     try:
-        plan = Plan.from_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _refuse_other_json(path, text)
+        plan = Plan.from_json(text)
         reason = plan.contradiction
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         if found := other_version(path):
@@ -239,6 +248,18 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
     if reason:
         fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)
     return plan
+
+
+def _refuse_other_json(path: Path, text: str) -> None:
+    """End the command if the text is an object of JSON without anything of a plan."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(document, dict) and not document.keys() & {"partool_version", "layout", "prediction"}:
+        from partool.engines.kinds import LOOKED_FOR
+
+        fail("PT503", f"{path} is neither a plan nor a configuration of DeepSpeed or accelerate", LOOKED_FOR, 1)
 
 
 def refuse_foreign(path: Path) -> None:

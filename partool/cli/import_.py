@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from partool.catalog.lookup import did_you_mean, table
 from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
+from partool.engines.kinds import LOOKED_FOR
 from partool.engines.told import findings_of, given, line_of, spec_text
 from partool.plan.terminal import say
 
@@ -44,6 +47,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Read a run of another training system into a spec of exactly its layout. Nothing in the files is executed."""
+    _refuse_unknown(accelerator, model, overrides or [])
     files = [(path, _text(path)) for path in paths]
     found_engine = engine or _engine(files)
     if out is not None and out.exists() and not force:
@@ -61,7 +65,18 @@ def command(
         say(spec, nl=False)
     else:
         write_or_exit(spec, out)
-        say(f"wrote {out}; next: partool plan {out}", err=True)
+        say(f"wrote {out}; next: partool plan {shlex.quote(str(out))}", err=True)
+
+
+def _refuse_unknown(accelerator: str | None, model: str | None, overrides: list[str]) -> None:
+    """End the command if the catalog does not have a device or a model that the user names."""
+    devices, presets = [*table("accelerators"), "cpu", "auto"], table("models")
+    own = any(each.startswith("hardware.memory_gib=") for each in overrides)
+    if accelerator is not None and accelerator not in devices and not own:
+        fail("PT260", f"the catalog has no accelerator {accelerator!r}", did_you_mean(accelerator, devices), 2)
+    if model is not None and model not in presets and not model.endswith(".json"):
+        help = f"{did_you_mean(model.rpartition('/')[2], presets)} Or name a Hugging Face config.json."
+        fail("PT250", f"there is no model preset {model!r}", help, 2)
 
 
 def _engine(files: list[tuple[Path, str]]) -> Engine:
@@ -69,7 +84,7 @@ def _engine(files: list[tuple[Path, str]]) -> Engine:
     if found is None:
         names = " and ".join(str(path) for path, _ in files)
         what = "is of no training system that is known here" if len(files) == 1 else "are not of one training system"
-        fail("PT825", f"{names} {what}", "say which: --engine deepspeed", 2)
+        fail("PT825", f"{names} {what}", f"say which: --engine deepspeed; {LOOKED_FOR}", 2)
     return found
 
 

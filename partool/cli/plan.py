@@ -13,7 +13,7 @@ import typer
 
 from partool.cli._against_runs import AgainstRuns, Calibrate, against_runs, specs_or_exit
 from partool.cli._files import printing, write_or_exit
-from partool.cli._foreign import is_plan
+from partool.cli._foreign import is_plan, one_run
 from partool.cli._load import (
     Output,
     TrustCode,
@@ -39,7 +39,11 @@ _ERRORS = 1
 
 def command(
     specs: Annotated[
-        list[Path] | None, typer.Argument(metavar="SPEC...", help="The spec (YAML), or a plan (JSON) to show.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="SPEC...",
+            help="The spec (YAML), a plan (JSON) to show, or files of one run of another training system.",
+        ),
     ] = None,
     *,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
@@ -107,11 +111,10 @@ def command(
     _refuse_together(verify and (check or vary))
     if check:
         raise typer.Exit(check_specs(specs, overrides or [], output, strict))
-    if len(specs) > 1:
-        raise typer.BadParameter("several specs go only together with --check")
-    spec = specs[0]
+    _refuse_several(specs, searches=bool(vary or smallest or largest))
+    spec, *also = specs
     if improved:
-        _improve(spec, overrides or [], output, out, others=bool(vary or smallest or largest or verify or html))
+        _improve(specs, overrides or [], output, out, others=bool(vary or smallest or largest or verify or html))
         return
     if vary:
         rows = varied(spec, overrides or [], vary)
@@ -124,7 +127,7 @@ def command(
         changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
     # PT491 is only a warning here, so that the table shows the missing kernels; a plan of --out may be launched.
     forgive = ("PT491",) if show == "kernels" and out is None else ()
-    plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive)
+    plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive, also=also)
     plan, failed = verified_plan(plan, rank_limit) if verify else (plan, None)
     if out is not None:
         write_or_exit(plan.to_json(), out)
@@ -139,7 +142,7 @@ def command(
         _diff(older, plan, output)
         return
     changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
-    source = f"{out or spec}{changed}"
+    source = " ".join(shlex.quote(str(each)) for each in ([out] if out else specs)) + changed
     if output == "json":
         say(_as_json(plan, show, source), nl=False)
     elif output == "text":
@@ -155,13 +158,24 @@ def _refuse_together(asked: object) -> None:
         raise typer.BadParameter("--verify goes with one plan, not with --check or --vary")
 
 
-def _improve(spec: Path, overrides: list[str], output: Output, out: Path | None, *, others: bool) -> None:
+def _refuse_several(specs: list[Path], *, searches: bool) -> None:
+    if len(specs) > 1 and not one_run(specs):
+        others = "and several files if all are of one run of another training system"
+        raise typer.BadParameter(f"several specs go only together with --check, {others}")
+    if len(specs) > 1 and searches:
+        raise typer.BadParameter(
+            "--vary, --smallest and --largest take a spec: partool import makes one of these files"
+        )
+
+
+def _improve(files: list[Path], overrides: list[str], output: Output, out: Path | None, *, others: bool) -> None:
     from partool.cli._improve import improve
     from partool.cli._load import loaded_or_exit
 
     if others:
         raise typer.BadParameter("--improve goes alone with --set, --out and --output")
-    improve(spec, *loaded_or_exit(spec, overrides, output), overrides, output=output, out=out)
+    spec, *also = files
+    improve(spec, *loaded_or_exit(spec, overrides, output, also), overrides, output=output, out=out)
 
 
 def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:

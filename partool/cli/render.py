@@ -39,6 +39,7 @@ def command(
     base_image: Annotated[
         str | None, typer.Option("--base-image", help="With --dockerfile: the image with torch in it.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace other files of these names in the folder.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     trust_code: TrustCode = False,
 ) -> None:
@@ -53,7 +54,7 @@ def command(
     if plan.engine != "partool":
         if array or at_once:
             raise typer.BadParameter("--array and --at-once go with plans that partool trains")
-        _deliver(_written(spec, plan, changes), out, "")
+        _deliver(_written(spec, plan, changes), out, "", force=force)
         return
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
@@ -67,7 +68,7 @@ def command(
         rendered = Rendered("commands.txt", {"commands.txt": shown + "\n", "plan.json": plan.to_json()})
     else:
         rendered = order(spec, plan, overrides or [], array or [], at_once=at_once).rendered
-    _deliver(rendered, out, f"; partool launch submits {rendered.main}")
+    _deliver(rendered, out, f"; partool launch submits {rendered.main}", force=force)
 
 
 def _by_hand(path: Path, changes: list[str]) -> TargetChoice | None:
@@ -103,16 +104,39 @@ def _by_default(path: str, plan: Plan) -> bool:
     return path.startswith("optimizer.") and section is None
 
 
-def _deliver(rendered: Rendered, out: Path | None, note: str) -> None:
-    """Print the main file, or write all files into a folder."""
+def _deliver(rendered: Rendered, out: Path | None, note: str, *, force: bool) -> None:
+    """Print the main file, or write all files into a folder; other files of their names are replaced by ``force``."""
     files, by_hand = rendered.files, rendered.by_hand
     if out is None:
         say(rendered.text, nl=False)
         return
+    if not force:
+        _refuse_others(out, files)
     _write(out, files)
     say(f"partool: {len(files)} file(s) in {out}{note}", err=True)
     if by_hand:
         say(f"partool: by hand: {by_hand.replace(FOLDER, shlex.quote(str(out)))}", err=True)
+
+
+def _refuse_others(folder: Path, files: dict[str, str]) -> None:
+    """End the command if a file that would be written is there already with another content."""
+    others = [name for name, text in files.items() if _differs(folder / name, text)]
+    if others:
+        names = ", ".join(others)
+        what = (
+            f"{folder} has another {names} already" if len(others) == 1 else f"{folder} has others of {names} already"
+        )
+        fail("PT002", what, "give another folder to --out, or replace what is there with --force", 2)
+
+
+def _differs(file: Path, text: str) -> bool:
+    """Return True for a file with another content; what cannot be read may not be replaced either."""
+    try:
+        return file.read_bytes() != text.encode()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return file.is_file()
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -14,11 +14,19 @@ from typing import Any
 import yaml
 
 from partool.diagnostics.record import Diagnostic, Span
+from partool.engines.deepspeed_keys import no_effect, unpriced
 from partool.engines.recipes import of_deepspeed
 from partool.engines.settings import Setting, Sheet
 
 _DEPTH = 16
 """Sections within sections that are read; references can make endless ones."""
+_SECTIONS = frozenset(
+    (
+        "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16",
+        "bfloat16", "fp16", "optimizer", "data_types", "activation_checkpointing",
+    )
+)  # fmt: skip
+"""Sections whose keys are known one by one."""
 
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
@@ -47,7 +55,7 @@ def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, 
         return
     for key, value in node.value:
         name = f"{before}{key.value}"
-        if isinstance(value, yaml.MappingNode):
+        if isinstance(value, yaml.MappingNode) and value.value:
             yield from _leaves(value, f"{name}.", depth + 1)
         else:
             try:
@@ -57,8 +65,17 @@ def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, 
             yield name, plain, key.start_mark.line + 1
 
 
+def _skip_empty(sheet: Sheet) -> None:
+    """Count sections of DeepSpeed that are empty as known; others may be misspelt."""
+    for name, setting in sheet.settings.items():
+        inside = {f"{name}.": setting}
+        if setting.value == {} and (name in _SECTIONS or no_effect(inside) or unpriced(inside)):
+            sheet.get(name, to="nothing: the section is empty")
+
+
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
+    _skip_empty(sheet)
     tensor = int(sheet.number("tensor_parallel.autotp_size", 1, to="parallel.tensor") or 1)
     sequence = int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree") or 1)
     # Ranks that share a sequence or the matrices have the same batch (DeepSpeedConfig's world_size).

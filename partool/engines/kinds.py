@@ -32,6 +32,12 @@ _WORDS: tuple[tuple[Engine, str], ...] = (
      r"\bdeepspeed\s+[^\n]*\w\.py\b"),
 )  # fmt: skip
 """Expressions that scripts of a system match; the first counts."""
+LOOKED_FOR = (
+    "looked for: --num-layers or --micro-batch-size (Megatron-LM), zero_optimization or train_batch_size (DeepSpeed), "
+    "torchtitan.train, or [training] and [parallelism] of TOML (torchtitan), accelerate launch, distributed_type or "
+    "per_device_train_batch_size (accelerate); a spec is YAML with model: and hardware:"
+)
+"""Says by what files are recognised."""
 
 
 @lru_cache(64)

@@ -197,7 +197,13 @@ def _pipeline(sheet: Sheet, layers: int | None) -> dict[str, Any]:
     each = sheet.number("num-layers-per-virtual-pipeline-stage", to="parallel.pipeline.chunks")
     chunks = sheet.number("num-virtual-stages-per-pipeline-rank", 1, to="parallel.pipeline.chunks")
     stage = _stages(sheet, layers or 0, stages)
-    if each and layers and stages > 1:
+    both = ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")
+    if all(name in sheet.settings for name in both):
+        sheet.say(
+            "PT821", "error", f"both --{both[0]} and --{both[1]} say how stages are divided", "remove one of them",
+            *both,
+        )  # fmt: skip
+    elif each and layers and stages > 1:
         chunks, rest = divmod(layers + _counted(sheet).count(True), stages * each)
         if rest:
             sheet.say(

@@ -24,6 +24,8 @@ class EngineProgram:
     """Name of a bash script; it reads NODE_RANK, MASTER_ADDR and MASTER_PORT, and starts the node's ranks."""
     files: dict[str, str]
     """Text of each file by name, the script included."""
+    needs: tuple[str, ...] = ()
+    """Variables without which the script needs arguments, which pods do not give it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,15 @@ import yaml
 from partool.engines.accelerate_files import OF
 from partool.engines.write import terms_of
 from partool.engines.written import EngineTerm, nested
-from partool.plan.types import Plan
+from partool.plan.types import Plan, Variable
+from partool.planner.checks import allocator
 from partool.render.job import EngineProgram
 from partool.render.shell import quote, template, variables
 from partool.strategies.engines import ENGINES
 
 SCRIPT = "train.sh"
+_OWN_SCRIPT = ("accelerate", "deepspeed")
+"""Engines that have no script that trains: the user has."""
 PORT = 29500
 """Port on the first node to which the other nodes connect, unless MASTER_PORT says another."""
 
@@ -32,10 +35,21 @@ def program(plan: Plan) -> EngineProgram:
         arguments=arguments,
         configuration=name,
         port=PORT,
-        variables=variables(plan),
+        variables=_variables(plan),
         untold=terms.untold,
     )
-    return EngineProgram(SCRIPT, {SCRIPT: text} | ({name: configuration} if name else {}))
+    needs = ("SCRIPT",) if plan.engine in _OWN_SCRIPT else ()
+    return EngineProgram(SCRIPT, {SCRIPT: text} | ({name: configuration} if name else {}), needs)
+
+
+def _variables(plan: Plan) -> list[Variable]:
+    """Return the variables of :func:`variables`; what torch's allocator is told has its older name, too."""
+    found = {each.name: each for each in variables(plan)}
+    if allocator.NAME in found and not found.keys() & allocator.OLDER:
+        older = allocator.OLDER[0]
+        origin = f"{allocator.NAME}, as torch before 2.9 calls it"
+        found[older] = Variable(name=older, value=found[allocator.NAME].value, origin=origin)
+    return list(found.values())
 
 
 Arguments = list[tuple[str, list[str]]]

@@ -64,7 +64,7 @@ class LaunchSpec(Section):
     """Interpreter on the nodes; default: the launcher's interpreter (local, slurm), ``python3`` of the shell
     (torchrun), or ``python`` in an image."""
     image: Image | None = None
-    """Container image with partool in it (k8s; slurm with ``container``), or an apptainer file."""
+    """Container image with partool or the other engine (k8s; slurm with ``container``), or an apptainer file."""
     mounts: list[Mount] = []
     """Folders and volumes inside the containers."""
     slurm: SlurmSpec = SlurmSpec()

@@ -59,7 +59,56 @@ def test_what_a_file_does_not_say_is_asked_for(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         code, text, told = plan(tmp_path / name)
         assert (code, text) == (1, ""), name
-        assert "error[" in told
+        assert "error[PT825]" in told
+        assert "is neither a spec nor a file of Megatron-LM, DeepSpeed, torchtitan or accelerate" in " ".join(
+            told.split()
+        )
+        assert "--num-layers" in told
+    (tmp_path / "d.json").write_text('{"a": 1}')
+    code, text, told = plan(tmp_path / "d.json")
+    assert (code, text, "partool_version" in told) == (1, "", False)
+    assert "d.json is neither a plan nor a configuration of DeepSpeed or accelerate" in told
+
+
+def accelerate_run(folder: Path) -> list[Path]:
+    """Write the two files of a run with accelerate."""
+    config, script = folder / "my fsdp.yaml", folder / "train.sh"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_machines: 1\n"
+        "num_processes: 8\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}\n"
+    )
+    script.write_text(
+        "accelerate launch --config_file 'my fsdp.yaml' own.py --per_device_train_batch_size 1 "
+        "--gradient_accumulation_steps 4 --bf16 true --gradient_checkpointing true --max_length 2048\n"
+    )
+    return [config, script]
+
+
+def test_files_of_one_run_are_planned_together(tmp_path: Path) -> None:
+    files = accelerate_run(tmp_path)
+    model = ("--set", "model=llama3.2-1b", "--set", "training.sequence_length=2048")
+    code, text, told = plan(*files, *DEVICE, *model, "--output", "json")
+    assert code == 0, told
+    found = json.loads(text)
+    assert (found["spec"]["engine"], found["devices"]["per_node"]) == ("accelerate", 8)
+    assert (found["training"]["global_batch"], found["layout"]["data"]["zero"]) == (32, 3)
+    code, text, told = plan(*files, *DEVICE, *model, "--improve")
+    assert code == 0, told
+    assert "add torch_compile true" in text
+    assert "remove gradient_checkpointing   (train.sh, line 1)" in text
+    spec = tmp_path / "mine.yaml"
+    spec.write_text("spec: 1\n")
+    code, _, told = plan(*files, spec, *DEVICE)
+    assert (code, "one run of another training system" in " ".join(told.replace("│", "").split())) == (2, True)
+    assert plan(*files, *DEVICE, "--smallest")[0] == 2
+
+
+def test_findings_about_the_spec_say_whose_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT)
+    code, _, told = plan(script, *DEVICE, "--set", "training.global_batch=65")
+    assert code == 1
+    assert f"the spec that partool import makes of {script}:" in told
 
 
 def test_settings_that_nobody_knows_are_warnings_at_their_lines(tmp_path: Path) -> None:

@@ -183,6 +183,11 @@ def test_arguments_are_carried(extra: str, path: str, value: Any) -> None:
     [
         ("--fp16", "PT821", "both --bf16 and --fp16"),
         ("--num-layers-per-virtual-pipeline-stage 5", "PT821", "do not divide"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 8 --num-virtual-stages-per-pipeline-rank 2",
+            "PT821",
+            "both --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage",
+        ),
         ("--recompute-granularity full", "PT821", "--recompute-method"),
         ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "PT823", "a2a+p2p"),
         ("--num-experts 8 --moe-layer-freq '([1]*3+[0]*29)'", "PT823", "moe-layer-freq"),
@@ -362,6 +367,17 @@ def test_contradictory_keys_are_findings_with_their_line(change: dict[str, Any],
     )
 
 
+def test_empty_sections_are_not_dropped_in_silence() -> None:
+    empty = deepspeed({"zero_optimization": {"stage": 2, "offload_optimiser": {}}, "fp32": {}})
+    unknown = [fate.setting.name for fate in empty.fates if fate.kind == "not understood"]
+    assert unknown == ["zero_optimization.offload_optimiser", "fp32"]
+    sections: dict[str, Any] = {name: {} for name in ("fp16", "bf16", "tensorboard", "autotuning", "scheduler")}
+    sections["zero_optimization"] = {"stage": 2, "offload_optimizer": {}, "offload_param": {}}
+    known = deepspeed(sections)
+    assert (errors(known), known.understood) == ([], 1.0)
+    assert known.spec["parallel"]["offload"]["optimizer"] == "none"
+
+
 def test_sizes_are_those_of_json() -> None:
     """JSON has 5e8 and tabs where YAML has neither; DeepSpeed's own size of a buffer is no finding."""
     text = (
@@ -438,6 +454,27 @@ def test_the_command_writes_a_spec_without_secrets(tmp_path: Path) -> None:
     assert plan_of(text).engine == "megatron"
     code, _, told = run(str(script), "--accelerator", "h100-sxm", "-o", str(out))
     assert (code, "is there already" in told) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "code", "near"),
+    [("--accelerator", "h100-sxn", "PT260", "h100-sxm"), ("--model", "lama3-8b", "PT250", "llama3-8b")],
+)
+def test_names_that_the_catalog_lacks_are_refused(option: str, name: str, code: str, near: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT)
+    ended, written, told = run(str(script), "--accelerator", "h100-sxm", option, name)
+    assert (ended, written) == (2, "")
+    assert f"error[{code}]" in told
+    assert f"did you mean {near}" in told
+
+
+def test_the_next_command_is_quoted(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.sh", tmp_path / "my spec.yaml"
+    script.write_text(SCRIPT)
+    code, _, told = run(str(script), "--accelerator", "h100-sxm", "-o", str(out))
+    assert code == 0, told
+    assert f"next: partool plan '{out}'" in told
 
 
 def test_the_command_asks_for_what_is_missing(tmp_path: Path) -> None:

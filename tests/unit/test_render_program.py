@@ -46,11 +46,11 @@ def planned(engine: str) -> Plan:
     return plan_of(SPEC.replace("ENGINE", engine).replace("TARGET", "torchrun").replace('image: "team/train:1", ', ""))
 
 
-def job_for(engine: str, target: str, folder: Path, note: str = "it's $HOME") -> Job:
-    """Return the job of a plan for an engine."""
+def job_for(engine: str, target: str, folder: Path, note: str = "it's $HOME", **env: str) -> Job:
+    """Return the job of a plan for an engine; ``env`` are further variables of the spec."""
     plan = planned(engine)
     image = "team/train:1" if target == "k8s" else None
-    launch = plan.launch.model_copy(update={"target": target, "image": image, "env": {"NOTE": note}})
+    launch = plan.launch.model_copy(update={"target": target, "image": image, "env": {"NOTE": note, **env}})
     plan = plan.model_copy(update={"launch": launch})
     return Job(plan, "my-run-1", PurePosixPath(folder), program=program(plan))
 
@@ -134,6 +134,7 @@ def test_slurm_starts_the_script_on_every_node(engine: str, tmp_path: Path) -> N
     assert "#SBATCH --partition=gpu" in text
     assert "#SBATCH --no-requeue" in text
     assert "--signal" not in text
+    assert "# Words behind job.sbatch" in (tmp_path / "train.sh").read_text()
 
 
 @pytest.mark.parametrize("engine", WRITABLE)
@@ -145,6 +146,40 @@ def test_scripts_pass_shellcheck(engine: str, tmp_path: Path) -> None:
         [shellcheck, tmp_path / "job.sbatch", tmp_path / "train.sh"], capture_output=True, text=True
     )
     assert (checked.returncode, checked.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "deepspeed"])
+def test_the_spec_may_name_the_script(engine: str, tmp_path: Path) -> None:
+    put(job_for(engine, "torchrun", tmp_path, SCRIPT="/opt/own.py"), tmp_path, "torchrun")
+    words, _ = play(tmp_path, "bash", "train.sh")
+    assert "/opt/own.py" in words
+    words, _ = play(tmp_path, "bash", "train.sh", "--lr", "1e-4")
+    rest = words[words.index("/opt/own.py") :]
+    assert rest[rest.index("--lr") + 1] == "1e-4"
+    put(job_for(engine, "torchrun", tmp_path), tmp_path, "torchrun")
+    done = subprocess.run(["bash", "train.sh", "--lr", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("train.sh: name the script that trains:")
+
+
+@pytest.mark.parametrize("engine", WRITABLE)
+def test_pods_know_which_script_trains(engine: str, tmp_path: Path) -> None:
+    found = [each for each in findings("k8s", job_for(engine, "k8s", tmp_path)) if each.severity == "error"]
+    if engine in ("accelerate", "deepspeed"):
+        (finding,) = found
+        assert finding.code == "PT828"
+        assert "--set launch.env.SCRIPT=/" in finding.help
+    else:
+        assert found == []
+    named = findings("k8s", job_for(engine, "k8s", tmp_path, SCRIPT="/opt/own.py"))
+    assert not [each for each in named if each.severity == "error"]
+
+
+@pytest.mark.parametrize("engine", WRITABLE)
+def test_older_torch_reads_the_allocators_setting(engine: str, tmp_path: Path) -> None:
+    put(job_for(engine, "torchrun", tmp_path), tmp_path, "torchrun")
+    _, env = play(tmp_path, "bash", "train.sh", SCRIPT="own.py")
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.parametrize("kind", ["jobset", "job", "pytorchjob", "trainjob", "volcano"])
@@ -185,6 +220,24 @@ def run(*arguments: str) -> tuple[int, str, str]:
     app.command()({"render": render_command.command, "plan": plan_command.command}[name])
     done = CliRunner().invoke(app, words)
     return done.exit_code, done.stdout, done.stderr
+
+
+def test_files_that_are_there_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+    spec, out = tmp_path / "mine.yaml", tmp_path / "out"
+    spec.write_text(
+        SPEC.replace("ENGINE", "megatron").replace("TARGET", "torchrun").replace('image: "team/train:1", ', "")
+    )
+    out.mkdir()
+    (out / "train.sh").write_text("mine\n")
+    code, _, told = run("render", str(spec), "-o", str(out))
+    assert (code, "has another train.sh already" in told, "--force" in told) == (2, True, True)
+    assert [file.name for file in out.iterdir()] == ["train.sh"]
+    assert (out / "train.sh").read_text() == "mine\n"
+    code, _, told = run("render", str(spec), "-o", str(out), "--force")
+    assert (code, "torchrun" in (out / "train.sh").read_text()) == (0, True), told
+    code, _, told = run("render", str(spec), "-o", str(out))  # the same files once more
+    assert code == 0, told
 
 
 def test_the_commands_write_for_an_engine_and_improve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from partool.spec.launch import LaunchSpec
 NAME, VALUE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 """Variable that torch reads after the names of one vendor, so that a vendor's variable of the user has priority
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf)."""
-_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", NAME)
+OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one vendor, the only ones that torch before 2.9 reads."""
+_NAMES = (*OLDER, NAME)
 """Variables that torch reads, the first one that is set counts."""
 
 

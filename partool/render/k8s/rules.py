@@ -13,6 +13,7 @@ from partool.render.k8s.resources import memory, shared_memory
 from partool.spec.patterns import within
 from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 from partool.spec.targets.k8s.section import K8sSpec
+from partool.strategies.engines import ENGINES
 
 Rule = Callable[[Job], Iterator[Diagnostic]]
 
@@ -138,6 +139,16 @@ def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, 
     yield from ((path, name, writes) for path, name, writes in named if name is not None)
 
 
+def _script(job: Job) -> Iterator[Diagnostic]:
+    """Refuse another training system's script that needs to be told what to run: pods give it no arguments."""
+    given = {*job.plan.launch.env, *job.plan.launch.secrets}
+    for name in job.program.needs if job.program is not None else ():
+        if name not in given:
+            message = f"{ENGINES[job.plan.engine].title} starts a script of yours, and the pods do not know which"
+            help = f"--set launch.env.{name}=/path/in/the/image/train.py"
+            yield Diagnostic("PT828", message, path=("launch", "env"), help=help)
+
+
 def _annotations(job: Job) -> Iterator[Diagnostic]:
     found: dict[str, str] = workload_metadata(job)["annotations"]
     size = sum(len(key.encode()) + len(value.encode()) for key, value in found.items())
@@ -160,4 +171,4 @@ def _room(job: Job) -> Iterator[Diagnostic]:
         yield Diagnostic("PT528", message, path=(*_PATH, "shared_memory"), help="use less, or drop it")
 
 
-_RULES: tuple[Rule, ...] = (_room, _several, _size, _kind, _names, _annotations, _restarts, _paths)
+_RULES: tuple[Rule, ...] = (_room, _several, _size, _kind, _names, _annotations, _restarts, _paths, _script)

@@ -100,8 +100,11 @@ class K8sRules(TargetRules):
 def _image(launch: LaunchSpec) -> Iterable[Diagnostic]:
     path = ("launch", "image")
     if launch.image is None:
-        help = "build one from a Dockerfile in deploy/, push it, and write launch: {image: REGISTRY/NAME:TAG}"
-        yield Diagnostic("PT523", "pods need an image with partool in it, and none is named", path=path, help=help)
+        help = (
+            "write launch: {image: REGISTRY/NAME:TAG}: one with partool in it (deploy/ has Dockerfiles), or, for "
+            "another engine, one with that training system and the script that trains"
+        )
+        yield Diagnostic("PT523", "pods need an image, and none is named", path=path, help=help)
     elif is_image_file(launch.image):
         message = f"{launch.image} is a file, and Kubernetes takes images from a registry"
         yield Diagnostic("PT523", message, path=path, help="write launch: {image: REGISTRY/NAME:TAG}")
