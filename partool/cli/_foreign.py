@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from partool.engines.settings import Setting
 
 _SPEC = (".yaml", ".yml")
-_NOT_SPEC = re.compile(r"^(distributed_type|compute_environment|per_device_train_batch_size) *:", re.M)
-"""Matches YAML of accelerate or of TrainingArguments."""
+_NOT_SPEC = re.compile(r"""^([ \t{]*"|)(distributed_type|compute_environment|per_device_train_batch_size)"? *:""", re.M)
+"""Matches YAML or JSON of accelerate or of TrainingArguments."""
 _TOLD = {"hardware.accelerator": "accelerator", "hardware.nodes": "nodes", "hardware.per_node": "per_node"}
 _MODELS = ("model", "model.preset", "model.config")
 
@@ -32,7 +32,7 @@ class Known:
 
 
 def is_plan(path: Path) -> bool:
-    """Return True for a file that holds a plan: JSON, but not a configuration of DeepSpeed."""
+    """Return True for a file that holds a plan: JSON, but not a configuration of another training system."""
     return path.suffix == ".json" and not _is_foreign(path)
 
 
@@ -89,8 +89,9 @@ def _unknown(path: Path, text: str, overrides: Sequence[str]) -> Loaded:
 def _is_foreign(path: Path) -> bool:
     if path.suffix == ".json":
         told = foreign_file(path)
-        return told is not None and "DeepSpeed" in told[0]
-    if path.suffix not in _SPEC:
+        if told is not None:
+            return "DeepSpeed" in told[0]
+    elif path.suffix not in _SPEC:
         return path.is_file()
     text = read(path)
     return isinstance(text, str) and bool(_NOT_SPEC.search(text))

@@ -64,6 +64,9 @@ def test_what_a_file_does_not_say_is_asked_for(tmp_path: Path) -> None:
             told.split()
         )
         assert "--num-layers" in told
+    (tmp_path / "arguments.json").write_text('{"per_device_train_batch_size": 2, "bf16": true}')
+    code, text, told = plan(tmp_path / "arguments.json", *DEVICE)
+    assert (code, text, "error[PT822]" in told, "PT503" in told) == (1, "", True, False)
     (tmp_path / "d.json").write_text('{"a": 1}')
     code, text, told = plan(tmp_path / "d.json")
     assert (code, text, "partool_version" in told) == (1, "", False)
