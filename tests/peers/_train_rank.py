@@ -27,8 +27,8 @@ def rows(job: dict[str, Any], step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def sequence(job: dict[str, Any], number: int) -> torch.Tensor:
-    """Return the tokens of a sequence, with one more than is trained on."""
-    drawn = torch.Generator().manual_seed(number)
+    """Return the tokens of a sequence, with one more than is trained on; each step has the same, which are learnt."""
+    drawn = torch.Generator().manual_seed(number % (job["accumulation"] * job["world"] * job["micro"]))
     return torch.randint(job["vocab"], (job["length"] + 1,), generator=drawn)
 
 
@@ -90,6 +90,7 @@ def by_trainer(job: dict[str, Any]) -> list[float]:
     """Train with accelerate.yaml and the written ``TrainingArguments``, as a script around ``Trainer`` does."""
     sys.path.append(os.environ["PARTOOL_PEERS"])
     from _judge_accelerate import launched
+    from accelerate import DistributedType, PartialState
     from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
     _, environment = launched(job["options"])
@@ -116,10 +117,13 @@ def by_trainer(job: dict[str, Any]) -> list[float]:
             return (loss, outputs) if return_outputs else loss
 
     more = ["--output_dir", job["folder"], "--use_cpu", "true", "--ddp_backend", "gloo", "--save_strategy", "no",
-            "--report_to", "none", "--disable_tqdm", "true"]  # fmt: skip
+            "--report_to", "none", "--disable_tqdm", "true", "--remove_unused_columns", "false"]  # fmt: skip
     arguments, _ = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses(
         [*more, *job["arguments"]], return_remaining_strings=True
     )
+    if job["zero"]:
+        # accelerate shards for GPUs only; the state that TrainingArguments made says which devices there are.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     trainer = Noting(model=model, args=arguments, train_dataset=Tokens())
     assert trainer.is_fsdp_enabled == (job["zero"] > 0)

@@ -23,7 +23,7 @@ from partool.render.program import program
 sys.path.append(str(HERE.parent / "bench"))
 from _start import start_ranks
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 RTOL = 1e-5
 SIZES = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -70,7 +70,7 @@ def losses(folder: Path, side: str, cases: list[tuple[Plan, dict[str, Any]]], mo
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     own = environment() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     own["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE.parent)))
-    start_ranks(HERE / "_train_rank.py", folder, 2, 500, environment=own)
+    start_ranks(HERE / "_train_rank.py", folder, 2, 1500, environment=own)
     found = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert found[0] == found[1]
     result: list[list[float]] = found[0]
@@ -81,7 +81,7 @@ def same(ours: list[float], theirs: list[float], name: str) -> None:
     """Check that losses are the same and that something is learnt."""
     apart = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     print(f"{name}: losses {theirs}, apart {apart:.1e}")
-    assert len(set(ours)) == len(ours)
+    assert ours[-1] < ours[0] - 0.1
     assert apart <= RTOL, (ours, theirs)
 
 
