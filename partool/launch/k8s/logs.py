@@ -183,7 +183,8 @@ class _Follower:
         """Put None in the queue whenever pods come, change or go."""
         selector = f"{RUN_LABEL}={self._run.id}"
         while not self._stop.is_set():
-            with suppress(LaunchError):  # pods are also polled, so a failed watch is harmless
+            # Pods are also polled, so a failed watch is harmless. The client reads KUBECONFIG anew, which may be gone.
+            with suppress(LaunchError, KeyError):
                 for _ in self._client.watch(PODS, labelSelector=selector):
                     self._arriving.put(None)
                     if self._stop.is_set():
