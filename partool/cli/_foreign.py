@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from partool.diagnostics.record import Diagnostic
 from partool.spec.foreign import foreign_file
 from partool.spec.loader import Loaded, load, load_text, read
+from partool.strategies.engines import ENGINES
 
 if TYPE_CHECKING:
     from partool.engines.settings import Setting
@@ -82,7 +83,8 @@ def _unknown(path: Path, text: str, overrides: Sequence[str]) -> Loaded:
 
     if kind_of(text) in ("json", "yaml"):
         return load(path, list(overrides))
-    message = f"{path} is neither a spec nor a file of Megatron-LM, DeepSpeed, torchtitan or accelerate"
+    titles = [record.title for record in ENGINES.values() if record.stack is not None]
+    message = f"{path} is neither a spec nor a file of {', '.join(titles[:-1])} or {titles[-1]}"
     return Loaded(None, load_text("", str(path)).source, [Diagnostic("PT825", message, help=LOOKED_FOR)])
 
 

@@ -15,6 +15,7 @@ from partool.cli._load import Output, name_of, show
 from partool.cli._watch import watched
 from partool.engines.improve import Advice, advice, freed, theirs
 from partool.engines.settings import Setting
+from partool.engines.write import WRITABLE, terms_of
 from partool.engines.written import EngineChange
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -100,6 +101,8 @@ def _as_text(found: Advice, settings: Mapping[str, Setting], carried: Mapping[st
         if change.after is None and settings and change.name not in settings and all(one.name in named for one in mine):
             continue
         lines.append(f"  {_in_words(change, mine, flags=after.engine in _FLAGS, several=several)}")
+    if after.engine in WRITABLE:
+        lines += [f"{title} cannot train it as it is: {finding.message}" for finding in terms_of(after).findings]
     return [*lines, f"Evidence: ± {after.prediction.relative_error:.0%}; {after.prediction.evidence}."]
 
 

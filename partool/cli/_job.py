@@ -10,6 +10,7 @@ import typer
 
 from partool.catalog.transformers_process import code_allowed
 from partool.cli._fail import fail
+from partool.cli._foreign import is_plan
 from partool.cli._load import load_plan_or_exit, show, varied
 from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
@@ -38,19 +39,19 @@ class Order:
 
 def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]:
     """Return the overrides, with ``target`` added if ``path`` is a spec; :func:`plan_for` sets a plan file's target."""
-    goes = [f"launch.target={target}"] if target and path.suffix != ".json" else []
+    goes = [f"launch.target={target}"] if target and not is_plan(path) else []
     return [*overrides, *goes]
 
 
 def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bool) -> Plan:
     """Return the plan for a target, made from a spec or read from a plan file; ends the command if there are errors."""
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
-    if path.suffix == ".json" and target and target != plan.launch.target:
+    if is_plan(path) and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
     if plan.hf is not None and plan.hf.code_hash and not code_allowed():
         message = f"{path} builds its model with code from {plan.hf.path}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
-    shown = set() if path.suffix == ".json" else {(finding.code, finding.message) for finding in plan.findings}
+    shown = set() if is_plan(path) else {(finding.code, finding.message) for finding in plan.findings}
     stop_on([found for found in _about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
     return plan
 
@@ -93,7 +94,7 @@ def order(
     run = previous or RunStore().next_submitted(plan.name, plan_hash)
     job = replace(job_of(plan, run, tasks, sizes, at_once), program=program)
     stop_on(findings(plan.launch.target, job), strict=False)
-    text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
+    text = None if is_plan(path) else path.read_text(encoding="utf-8")
     return Order(job, render(plan.launch.target, job), text, plan_hash)
 
 
@@ -127,7 +128,7 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
 
     The command ends if the plans do not request the same machines in the same way.
     """
-    if path.suffix == ".json":
+    if is_plan(path):
         raise typer.BadParameter("--array varies a spec, not a plan")
     if plan.launch.target not in ARRAYS:
         help = f"use --target {' or '.join(ARRAYS)}, or launch each"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from partool.cli._fail import fail
+from partool.cli._foreign import is_plan, load_any
 from partool.cli._job import order, plan_for, stop_on
 from partool.cli._load import EngineChoice, TargetChoice, TrustCode
 from partool.plan.run import PLAN_FILE
@@ -73,9 +74,7 @@ def command(
 
 def _by_hand(path: Path, changes: list[str]) -> TargetChoice | None:
     """Return the target of another training system's plan that a spec would have partool's launcher start here."""
-    from partool.spec import load
-
-    spec = load(path, changes).spec if path.suffix != ".json" else None
+    spec = None if is_plan(path) else load_any(path, changes)[0].spec
     ours = spec is None or spec.engine == "partool" or spec.launch.target != HERE
     return None if ours else "torchrun"
 

@@ -8,9 +8,8 @@ and of launchers have a prefix here; those of ``TrainingArguments`` and of train
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,6 +27,7 @@ from partool.engines.commands import (
     unknown_value,
 )
 from partool.engines.kinds import engine_of, kind_of
+from partool.engines.leaves import leaves
 from partool.engines.settings import Setting
 from partool.engines.shell import ShellScript, Word
 
@@ -61,8 +61,6 @@ _OPAQUE = frozenset(
     )
 )  # fmt: skip
 """Settings whose inner names are the user's own."""
-_DEPTH = 6
-"""Sections within sections that are read."""
 LAUNCHER = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_gpus": "per_node", "num_nodes": "nodes",
 }  # fmt: skip
@@ -101,28 +99,13 @@ def _file(path: Path, text: str, found: Gathered) -> None:
             Diagnostic("PT820", message, help="mend the file", span=Span(str(path), line, 1, line, 1))
         )
         return
-    leaves = {name: Setting(name, value, str(path), line) for name, value, line in _leaves(root, "")}
+    found_here = {name: Setting(name, value, str(path), line) for name, value, line in leaves(root, whole=_OPAQUE)}
     if engine_of(text) == "deepspeed":
-        found.deepspeed |= leaves
-    elif _ENVIRONMENT & leaves.keys():
-        found.settings |= {OF + name: one for name, one in leaves.items()}
+        found.deepspeed |= found_here
+    elif _ENVIRONMENT & found_here.keys():
+        found.settings |= {OF + name: one for name, one in found_here.items()}
     else:
-        found.settings |= leaves
-
-
-def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
-        return
-    for key, value in node.value:
-        name = f"{before}{key.value}"
-        if isinstance(value, yaml.MappingNode) and value.value and name not in _OPAQUE:
-            yield from _leaves(value, f"{name}.", depth + 1)
-        else:
-            try:
-                plain = yaml.SafeLoader("").construct_object(value, deep=True)
-            except (yaml.YAMLError, ValueError, RecursionError):
-                plain = f"a {value.id}"
-            yield name, plain, key.start_mark.line + 1
+        found.settings |= found_here
 
 
 def _script(path: Path, text: str, files: Sequence[File], found: Gathered) -> dict[str, Setting]:

@@ -7,7 +7,6 @@ nothing of the model, the length of sequences or the machines: they are argument
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import yaml
 
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines.deepspeed_keys import no_effect, unpriced
+from partool.engines.leaves import leaves
 from partool.engines.recipes import of_deepspeed
 from partool.engines.settings import Setting, Sheet
 
-_DEPTH = 16
-"""Sections within sections that are read; references can make endless ones."""
 _SECTIONS = frozenset(
     (
         "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16",
@@ -45,24 +43,9 @@ def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic
     if not isinstance(root, yaml.MappingNode):
         return {}, [Diagnostic("PT820", f"{path} is no configuration of DeepSpeed, which is an object of JSON")]
     found = {}
-    for name, value, line in _leaves(root, ""):
+    for name, value, line in leaves(root):
         found[name] = Setting(name, value, str(path), line)
     return found, []
-
-
-def _leaves(node: Any, before: str, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
-        return
-    for key, value in node.value:
-        name = f"{before}{key.value}"
-        if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _leaves(value, f"{name}.", depth + 1)
-        else:
-            try:
-                plain = yaml.SafeLoader("").construct_object(value, deep=True)
-            except (yaml.YAMLError, ValueError, RecursionError):
-                plain = f"a {value.id}"
-            yield name, plain, key.start_mark.line + 1
 
 
 def _skip_empty(sheet: Sheet) -> None:

@@ -184,17 +184,22 @@ def _with(
 
 def shortened(sheet: Sheet, spec: dict[str, Any]) -> None:
     """Leave a schedule's lengths out of a spec whose steps they exceed: runs that only measure are that short."""
-    steps = spec["training"].get("steps", TrainingSpec().steps)
-    schedule = spec.get("optimizer", {}).get("schedule", {})
-    lengths = {name: schedule[name] for name in ("warmup_steps", "decay_steps") if name in schedule}
+    training, optimizer = spec.get("training"), spec.get("optimizer")
+    if not isinstance(training, dict) or not isinstance(optimizer, dict):
+        return  # --set put something else there, about which the spec's own checks say more
+    steps, schedule = training.get("steps", TrainingSpec().steps), optimizer.get("schedule")
+    if not isinstance(schedule, dict):
+        return
+    names = ("warmup_steps", "decay_steps")
+    lengths = {name: schedule[name] for name in names if isinstance(schedule.get(name), int)}
     if isinstance(steps, int) and sum(lengths.values()) > steps:
         for name in lengths:
             del schedule[name]
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
         message = f"the schedule is longer than the {steps} steps of the spec, and is left out: {told}"
-        names = [name for name, path in sheet.carried.items() if path.startswith(_SCHEDULE)]
-        sheet.say("PT824", "note", message, "--set training.steps=NUMBER, and the lengths again", *names)
+        places = [name for name, path in sheet.carried.items() if path.startswith(_SCHEDULE)]
+        sheet.say("PT824", "note", message, "--set training.steps=NUMBER, and the lengths again", *places)
     if schedule.get("kind") == "wsd" and "decay_steps" not in schedule and lengths:
         schedule["kind"] = "constant"
     if not schedule:
-        spec.get("optimizer", {}).pop("schedule", None)
+        del optimizer["schedule"]

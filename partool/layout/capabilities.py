@@ -116,6 +116,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "tests/parity/test_atp.py::test_every_shape_arrangement_and_combination_equals_one_process",
     ),
     Capability("tensor in a pipeline", _TENSOR_TRAINER),
+    Capability("zero 0 on sequence ranks", next(iter(METHODS.values())).parity),
+    Capability("zero 0 beside tensor ranks", _TENSOR_TRAINER),
     Capability("zero 2 or 3 in a pipeline", _PIPELINES),
     Capability("zero 3 on tensor ranks", _TENSOR_TRAINER),
     Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),

@@ -136,7 +136,9 @@ def _check_header(path: Path, header: list[str]) -> None:
         near = "; ".join(_ignored(header))
         found = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
         message = f"{path} lacks columns of a table of runs: {'; '.join(missing)} (its first line reads: {found[:300]})"
-        raise RunTableError("PT287", message, near or "docs/guide/own-runs.md lists the columns")
+        raise RunTableError(
+            "PT287", message, f"unknown columns: {near}" if near else "docs/guide/own-runs.md lists the columns"
+        )
 
 
 def _ignored(header: list[str]) -> Iterator[str]:

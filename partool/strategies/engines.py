@@ -32,6 +32,8 @@ class EngineRecord:
     on what it compiles and fuses."""
     settled: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``parallel``, by their path, that have one value in every plan for the system."""
+    preferred: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``parallel``, by their path, that have this value unless the spec says otherwise."""
     lacks: frozenset[str] = frozenset()
     """Aspects of layouts (:mod:`partool.layout.capabilities`) that the system does not have."""
     uniform: bool = False
@@ -78,36 +80,39 @@ _OF_TORCHTITAN = frozenset(
         *(aspect for aspect in _OWN if aspect != "tensor with fused collectives"), *_HOST[2:],
         *_but("schedule", SCHEDULES, ("gpipe", "1f1b", "interleaved", "zb-v")),
         *_but("sequence", METHODS, ("ring", "all_gather")), "recompute attention", "recompute keep_attention",
-        "zero 1", "offload of the optimizer alone",
+        "zero 1", "zero 0 on sequence ranks", "offload of the optimizer alone",
     )
 )  # fmt: skip
 _OF_ACCELERATE = frozenset(
     (
         *_OWN, *_HOST[2:], *_but("schedule", SCHEDULES, ()), *_but("sequence", METHODS, ("ring", "all_gather")),
         *(f"recompute {policy}" for policy in ("attention", "selective", "keep_attention")),
-        "norms on shares of the sequence", "expert", "parts of experts", "zero 1", "offload of the optimizer alone",
+        "norms on shares of the sequence", "expert", "parts of experts", "zero 1",
+        "zero 0 on sequence ranks", "zero 0 beside tensor ranks", "offload of the optimizer alone",
     )
 )  # fmt: skip
 _TILES = {"tiles.mlp": 0, "tiles.loss": 0, "tensor.chunks": 1}
 _PLAIN = {**_TILES, "tensor.overlap": "none"}
+_SHARED = {"tensor.sequence_norms": True}
 
 ENGINES: dict[str, EngineRecord] = {
     record.name: record
     for record in (
         EngineRecord("partool", "partool's own runtime", None),
         EngineRecord(
-            "deepspeed", "DeepSpeed", "deepspeed", {**_PLAIN, "compile": "none"}, _OF_DEEPSPEED, uniform=True,
+            "deepspeed", "DeepSpeed", "deepspeed", {**_PLAIN, "compile": "none"}, lacks=_OF_DEEPSPEED, uniform=True,
             offloads_from=1,
         ),
         EngineRecord(
-            "megatron", "Megatron-LM", "megatron", {**_PLAIN, "compile": "block"}, _OF_MEGATRON, uniform=True,
-            offloads_from=1,
+            "megatron", "Megatron-LM", "megatron", {**_PLAIN, "compile": "block"}, lacks=_OF_MEGATRON, uniform=True,
+            offloads_from=1, preferred=_SHARED,
         ),
         EngineRecord(
-            "torchtitan", "torchtitan", "fsdp2", _TILES, _OF_TORCHTITAN, uniform=True, compiled="fsdp2-compiled",
+            "torchtitan", "torchtitan", "fsdp2", _TILES, lacks=_OF_TORCHTITAN, uniform=True, compiled="fsdp2-compiled",
+            preferred=_SHARED,
         ),
         EngineRecord(
-            "accelerate", "accelerate with FSDP or DDP", "fsdp1", _PLAIN, _OF_ACCELERATE, uniform=True,
+            "accelerate", "accelerate with FSDP or DDP", "fsdp1", _PLAIN, lacks=_OF_ACCELERATE, uniform=True,
             compiled="fsdp2-compiled",
         ),
     )

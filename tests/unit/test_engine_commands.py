@@ -60,8 +60,9 @@ def test_what_a_file_does_not_say_is_asked_for(tmp_path: Path) -> None:
         code, text, told = plan(tmp_path / name)
         assert (code, text) == (1, ""), name
         assert "error[PT825]" in told
-        assert "is neither a spec nor a file of Megatron-LM, DeepSpeed, torchtitan or accelerate" in " ".join(
-            told.split()
+        assert (
+            "is neither a spec nor a file of DeepSpeed, Megatron-LM, torchtitan or accelerate with FSDP or DDP"
+            in " ".join(told.split())
         )
         assert "--num-layers" in told
     (tmp_path / "arguments.json").write_text('{"per_device_train_batch_size": 2, "bf16": true}')
@@ -123,6 +124,15 @@ def test_settings_that_nobody_knows_are_warnings_at_their_lines(tmp_path: Path) 
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "new-kind" in text)
     assert f"train.sh:{line}:1" in told
     assert plan(script, *DEVICE, "--strict")[0] == 1
+
+
+@pytest.mark.parametrize("change", ["training=5", "optimizer=5", "parallel=none"])
+def test_sections_that_are_no_sections_are_errors_of_the_spec(change: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT)
+    code, text, told = plan(script, *DEVICE, "--set", change)
+    assert (code, text) == (1, "")
+    assert "error[PT10" in told
 
 
 @pytest.mark.parametrize("held", [False, True])

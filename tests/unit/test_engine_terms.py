@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planned import plan_of
+from planned import plan_of, result_of
 
 from partool.engines import Imported, Wanted, read_files
 from partool.engines.improve import advice
@@ -276,6 +276,31 @@ def test_a_plan_of_an_engine_is_one_that_it_can_do(engine: str) -> None:
     again = plan_of(_as_text(back(plan)), *_model(plan))
     assert again.layout == plan.layout
     assert again.prediction.time.step_time_s == plan.prediction.time.step_time_s
+
+
+PINNED: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": {"degree": 2}},
+    "sequence": {"sequence": {"degree": 2}},
+    "replicas beside tensor": {"tensor": {"degree": 4}, "pipeline": {"stages": 1}, "micro_batch": 1},
+    "host": {"offload": {"optimizer": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("pinned", PINNED)
+@pytest.mark.parametrize("engine", WRITABLE)
+def test_what_a_search_finds_for_an_engine_can_be_written(engine: str, pinned: str) -> None:
+    text = spec_of(engine, TITAN if engine == "torchtitan" else DENSE, **PINNED[pinned])
+    made = result_of(text)
+    if made.plan is None:  # the engine cannot do what is pinned, and says so at the field
+        assert {each.code for each in made.diagnostics if each.severity == "error"} == {"PT828"}
+    else:
+        assert terms_of(made.plan).findings == []
+
+
+def test_experts_on_tensor_ranks_can_be_written_for_megatron() -> None:
+    plan = planned(spec_of("megatron", EXPERTS, tensor={"degree": 2}))
+    assert plan.layout.tensor.sequence_norms
+    assert terms_of(plan).findings == []
 
 
 def _as_text(found: Imported) -> str:

@@ -83,6 +83,7 @@ def every_kind() -> list[Asked]:
         needs(zero=3, leaves=("a",), **every_way), needs(hf=True), needs(hf=True, mesh=SHARED),
         needs(mlp_tile_tokens=4), needs(loss_tile_tokens=4),
         needs(zero=3, **piped), needs(zero=3, mesh=CUT), needs(mesh=Mesh(cp=2, tp=2)),
+        needs(mesh=Mesh(dp_replicate=2, tp=2)),
         needs(zero=3, mesh=TWO), needs(accumulation=2), needs(frozen=True),
         of(tied_embeddings=True), of(kv_heads=1), of(qk_norm=True), of(qkv_bias=True),
         of(rope_scaling=RopeScaling(factor=8.0, original_max_position=16)),

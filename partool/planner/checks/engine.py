@@ -29,8 +29,8 @@ def settled(spec: Spec) -> Spec:
 
     partool's own kernels are of its runtime only.
     """
-    parallel = spec.parallel
-    for path, value in ENGINES[spec.engine].settled.items():
+    parallel, engine = spec.parallel, ENGINES[spec.engine]
+    for path, value in (*engine.settled.items(), *engine.preferred.items()):
         if _at(parallel, path) == "auto":
             parallel = _with(parallel, path, value)
     if parallel is spec.parallel:
@@ -67,7 +67,10 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 def _asked(problem: Problem) -> Iterator[str]:
     """Yield the aspects of layouts that the spec asks for."""
     asked = problem.spec.parallel
-    yield from (aspect for aspect, there in of_columns(_row(problem)) if there)
+    found = [aspect for aspect, there in of_columns(_row(problem)) if there]
+    if asked.data.zero == "auto":  # the row has some stage
+        found = [aspect for aspect in found if not aspect.startswith("zero")]
+    yield from found
     if isinstance(asked.recompute, list):
         yield from (f"recompute {policy}" for policy in sorted(set(asked.recompute)))
     others = (

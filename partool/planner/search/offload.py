@@ -119,7 +119,7 @@ def refined(priced: Priced) -> Priced:
     Searches try few shares of the state; here the share is computed from the times of the layout.
     """
     problem, layout = priced.problem, priced.layout
-    open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
+    open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link and not problem.engine.uniform
     if layout.offload.optimizer == "none" or layout.offload.parameters != "none" or not open_:
         return priced
     least = ceil(100.0 * hidden_share(priced.job, encode(layout))) / 100.0

@@ -86,6 +86,8 @@ def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
     yield "norms on shares of the sequence", (rows.tp > 1) & (rows.sequence_norms == 1)
     yield "tensor with fused collectives", (rows.tp > 1) & (rows.tensor_overlap == OVERLAPS.index("symmetric"))
     yield "tensor in a pipeline", (rows.tp > 1) & (rows.pp > 1)
+    yield "zero 0 on sequence ranks", (rows.zero == 0) & (rows.cp > 1)
+    yield "zero 0 beside tensor ranks", (rows.zero == 0) & (rows.tp > 1) & (rows.replicas * rows.shards > 1)
     yield "zero 2 or 3 in a pipeline", (rows.zero > 1) & (rows.pp > 1)
     yield "zero 3 on tensor ranks", (rows.zero == 3) & (rows.tp > 1)
     yield "tensor ranks that share sequences", (rows.cp > 1) & (rows.tp > 1)

@@ -88,7 +88,8 @@ def layers_problem(model: ModelConfig, method: str) -> str | None:
 
 def methods(problem: Problem) -> tuple[str, ...]:
     """Return the methods that the spec allows and the model's layers support."""
-    found = methods_of(problem.spec.parallel.sequence)
+    lacks = problem.engine.lacks
+    found = tuple(name for name in methods_of(problem.spec.parallel.sequence) if f"sequence {name}" not in lacks)
     return tuple(name for name in found if method_problem(problem, name) is None)
 
 

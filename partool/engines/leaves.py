@@ -1,0 +1,32 @@
+"""Values of a YAML or JSON text by their names joined by dots, with their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import yaml
+
+_DEPTH = 6
+"""Sections within sections that are read; references can make endless ones, and many of them."""
+
+
+def leaves(
+    node: Any, before: str = "", depth: int = 0, *, whole: Collection[str] = ()
+) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, value and line of each value of a mapping; sections that are empty or in ``whole`` are values.
+
+    A value that cannot be built, because it is nested too deeply or refers to itself, is named by its kind.
+    """
+    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
+        return
+    for key, value in node.value:
+        name = f"{before}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and name not in whole:
+            yield from leaves(value, f"{name}.", depth + 1, whole=whole)
+            continue
+        try:
+            plain = yaml.SafeLoader("").construct_object(value, deep=True)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            plain = f"a {value.id}"
+        yield name, plain, key.start_mark.line + 1
