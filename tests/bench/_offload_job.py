@@ -28,6 +28,7 @@ NEVER, ALWAYS = 1e9, 1e-3
 SIZES: dict[str, dict[str, Any]] = {
     "3B": {"layers": 28, "hidden": 3072, "ffn_hidden": 8192, "heads": 24, "kv_heads": 8, "vocab": 32000},
     "6.5B": {"layers": 31, "hidden": 4096, "ffn_hidden": 11008, "heads": 32, "kv_heads": 32, "vocab": 32000},
+    "1B": {"layers": 16, "hidden": 2048, "ffn_hidden": 8192, "heads": 16, "kv_heads": 8, "vocab": 32000},
     "40M": {"layers": 6, "hidden": 640, "ffn_hidden": 1728, "heads": 10, "kv_heads": 5, "vocab": 8192},
     "tiny": {"layers": 3, "hidden": 64, "ffn_hidden": 172, "heads": 4, "kv_heads": 2, "vocab": 260},
 }

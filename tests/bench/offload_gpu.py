@@ -8,8 +8,9 @@ with 128 GiB of host memory, one side after the other. Weights are constants, wh
 largest model that the planner considers trainable on this machine.
 
 DeepSpeed comes from a folder (``--deepspeed``; its optimizer is compiled there, a minute); without one it is left out.
-``--dry`` makes every step on this machine's CPU at tiny sizes; its figures mean nothing and are not kept. Without a GPU
-the script says so and exits with code 2; if a result is wrong, with 1.
+``--parts`` and ``--size`` choose less, for a machine that is lent for minutes: the last part then has all time that
+``--seconds`` leaves. ``--dry`` makes every step on this machine's CPU at tiny sizes; its figures mean nothing and are
+not kept. Without a GPU the script says so and exits with code 2; if a result is wrong, with 1.
 
     python tests/bench/offload_gpu.py --deepspeed /data/ds
 """
@@ -22,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from _offload_talk import Bench, compare_bits, in_turn
 from _record import write
 
 WHOLE_S = 525.0
-PARTS_END_S = {"checks": 90.0, "3B": 240.0, "6.5B": 480.0}
-"""Seconds since the start by which each part ends; time left over goes to the next. The rest is for the planner."""
+PARTS_END_S = {"checks": 90.0, "together": 240.0, "apart": 480.0, "largest": WHOLE_S}
+"""Seconds since the start by which each part ends, except the last one of those that are asked for; time left over goes
+to the next."""
 DRY_S = 3600.0
 LEAST_S = 30.0
 """Smallest remaining time for which a side is started."""
@@ -209,6 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed", default="", help="folder with its packages; without it, it is left out")
     parser.add_argument("--built", default="", help="folder where its compiled optimizer is kept for the next time")
+    parser.add_argument("--parts", nargs="+", choices=PARTS_END_S, default=list(PARTS_END_S), help="only these parts")
+    parser.add_argument("--size", choices=SIZES, default="3B", help="model of the sides that run together")
+    parser.add_argument("--seconds", type=float, default=WHOLE_S, help="time for everything")
     parser.add_argument("--dry", action="store_true", help="on this machine's CPU, at tiny sizes")
     asked = parser.parse_args()
     if not asked.dry and not torch.cuda.is_available():
@@ -221,8 +226,8 @@ def main() -> None:
             device |= {"hardware.accelerator": "cpu", "launch.env.OMP_NUM_THREADS": "'1'"}
             os.environ["OMP_NUM_THREADS"] = "1"
         built = asked.built or f"{name}/built"
-        whole = Bench(Path(name), device, asked.deepspeed, built, start_s + (DRY_S if asked.dry else WHOLE_S))
-        result = measure(whole, start_s, dry=asked.dry)
+        whole = Bench(Path(name), device, asked.deepspeed, built, start_s + (DRY_S if asked.dry else asked.seconds))
+        result = measure(whole, start_s, asked.parts, "tiny" if asked.dry else asked.size, dry=asked.dry)
     result["seconds"] = round(time.monotonic() - start_s, 1)
     if asked.dry:
         print(json.dumps(result, indent=2))
@@ -230,22 +235,24 @@ def main() -> None:
         write("offload_gpu", {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **result}, "torch")
 
 
-def measure(whole: Bench, start_s: float, *, dry: bool) -> dict[str, Any]:
-    """Return the results of all parts."""
-    shapes, first, second = (DRY_SHAPES, "tiny", "tiny") if dry else (SHAPES, "3B", "6.5B")
+def measure(whole: Bench, start_s: float, parts: Sequence[str], size: str, *, dry: bool) -> dict[str, Any]:
+    """Return the results of the parts."""
+    shapes, small, large = (DRY_SHAPES, "tiny", "tiny") if dry else (SHAPES, "40M", "6.5B")
     result: dict[str, Any] = {"clipped_norms": {"never": NEVER, "always": ALWAYS}}
-
-    def part(name: str) -> Bench:
-        return whole if dry else replace(whole, until_s=start_s + PARTS_END_S[name])
-
-    small = "tiny" if dry else "40M"
-    result["checks"] = {"one micro-batch": compare_bits(part("checks"), small, CHECKED, "waiting", "device")}
-    result["checks"]["three micro-batches"] = compare_bits(part("checks"), small, ACCUMULATED)
-    print(json.dumps(result["checks"]), flush=True)
-    result[first] = together(part("3B"), first, shapes, 1 if dry else 3)
-    print(json.dumps(result[first]["times_as_long_as_partool"]), flush=True)
-    result["one after the other" if dry else second] = apart(part("6.5B"), second, shapes, 1 if dry else 2)
-    result["largest"] = largest(whole, second)
+    for name in (each for each in PARTS_END_S if each in parts):
+        ends_s = whole.until_s if dry or name == parts[-1] else min(start_s + PARTS_END_S[name], whole.until_s)
+        part = replace(whole, until_s=ends_s)
+        if name == "checks":
+            result[name] = {"one micro-batch": compare_bits(part, small, CHECKED, "waiting", "device")}
+            result[name]["three micro-batches"] = compare_bits(part, small, ACCUMULATED)
+            print(json.dumps(result[name]), flush=True)
+        elif name == "together":
+            result[size] = together(part, size, shapes, 1 if dry else 3)
+            print(json.dumps(result[size]["times_as_long_as_partool"]), flush=True)
+        elif name == "apart":
+            result["one after the other" if dry else large] = apart(part, large, shapes, 1 if dry else 2)
+        else:
+            result[name] = largest(part, large)
     return result
 
 

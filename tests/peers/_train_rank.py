@@ -86,6 +86,41 @@ def by_deepspeed(job: dict[str, Any]) -> list[float]:
     return found
 
 
+def by_plugin(job: dict[str, Any]) -> list[float]:
+    """Train with ds_config.json through accelerate's plugin for DeepSpeed."""
+    sys.path.append(os.environ["PARTOOL_PEERS"])
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim
+    from transformers import AutoModelForCausalLM
+
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it would be compiled
+    config = json.loads(job["config"])
+    config["optimizer"]["params"]["torch_adam"] = True
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    assert PartialState().distributed_type.name == "DEEPSPEED"
+    groups = [
+        {"params": [each for each in model.parameters() if (each.ndim >= 2) is matrices], "weight_decay": decay}
+        for matrices, decay in ((True, config["optimizer"]["params"]["weight_decay"]), (False, 0.0))
+    ]
+    engine, _ = accelerator.prepare(model, DummyOptim(groups))
+    assert engine.zero_optimization_stage() == job["zero"]
+    found = []
+    for number in range(job["steps"]):
+        losses = []
+        for micro in range(job["accumulation"]):
+            tokens = rows(job, number, micro, dist.get_rank())
+            with accelerator.accumulate(engine):  # says which backward pass ends a step
+                logits = engine(tokens[:, :-1], use_cache=False).logits
+                loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                accelerator.backward(loss)
+            losses.append(float(loss.detach()))
+        found.append(mean(sum(losses) / len(losses)))
+    return found
+
+
 def by_trainer(job: dict[str, Any]) -> list[float]:
     """Train with accelerate.yaml and the written ``TrainingArguments``, as a script around ``Trainer`` does."""
     sys.path.append(os.environ["PARTOOL_PEERS"])
@@ -133,7 +168,7 @@ def by_trainer(job: dict[str, Any]) -> list[float]:
     return [mean(sum(losses[at : at + size]) / size) for at in range(0, len(losses), size)]
 
 
-SIDES = {"partool": by_partool, "deepspeed": by_deepspeed, "accelerate": by_trainer}
+SIDES = {"partool": by_partool, "deepspeed": by_deepspeed, "plugin": by_plugin, "accelerate": by_trainer}
 
 
 def main() -> None:

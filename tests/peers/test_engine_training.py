@@ -108,6 +108,17 @@ def test_deepspeed_trains_alike(model: Path, ours: dict[int, list[float]], tmp_p
         same(ours[zero], found, f"DeepSpeed, ZeRO-{zero}")
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_plugin_of_accelerate_trains_alike(
+    model: Path, ours: dict[int, list[float]], tmp_path: Path, zero: int
+) -> None:
+    needed("deepspeed")
+    needed("accelerate")
+    plan = plan_for("deepspeed", model, zero, CONSTANT)
+    (theirs,) = losses(tmp_path / "ranks", "plugin", [(plan, {"config": program(plan).files["ds_config.json"]})], model)
+    same(ours[zero], theirs, f"accelerate's plugin for DeepSpeed, ZeRO-{zero}")
+
+
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_accelerate_trains_alike(model: Path, ours: dict[int, list[float]], tmp_path: Path, zero: int) -> None:
     needed("accelerate")
