@@ -89,6 +89,10 @@ class Stack:
     operators_backward: float = 30.0
     host_slowdown: float = 1.0
     """Ratio of host time per operator to the machine's figure."""
+    operators_fp8: float = 0.0
+    """Operators that eight-bit products add to a layer's forward pass; a backward pass has twice as many."""
+    host_again: float = 1.0
+    """Ratio of the host's time to recompute operators to its time for the same operators in the forward pass."""
     operators_head: float = 8.0
     """Number of kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
@@ -108,6 +112,8 @@ class Stack:
     """Seconds per step for logging, data and checks."""
     derate: float = 1.0
     """Slowdown of all device work relative to well-tuned kernels."""
+    experts: Stack | None = None
+    """Facts about layers with experts, if only the other layers are compiled; None if all layers are alike."""
 
 
 PARTOOL = Stack(
@@ -117,11 +123,20 @@ PARTOOL = Stack(
 """partool's runtime with compiled blocks. Its only runs on a GPU were on one H100, and 8 to 29 % faster than predicted
 (docs/results/gpu.md); apart from attention, its figures are those of the nearest code base that was measured at scale,
 FSDP2 with compiled blocks (``fsdp2-compiled``)."""
-PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
-"""partool's runtime without compilation."""
+PARTOOL_EAGER = replace(
+    PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15,
+    host_slowdown=3.5, host_again=4.5, operators_fp8=50.0,
+)  # fmt: skip
+"""partool's runtime without compilation.
+
+Host times are fitted to steps that the host limits, on two machines whose hosts take 10 to 20 µs per operator (experts,
+recomputation and fp8 in docs/results/gpu.md): kernels called from Python, hooks of FSDP2, and checkpoints that look at
+each operator."""
 PARTOOL_CPU = replace(
     PARTOOL_EAGER,
     derate=1.0,
+    host_slowdown=1.0,
+    host_again=1.0,
     overlap_gradients=0.0,
     overlap_gathers=0.0,
     overlap_products=0.0,
@@ -159,15 +174,17 @@ def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stac
     """
     if backend == "cpu":
         return replace(PARTOOL_CPU, fused=fused)
-    stack = PARTOOL if compile == "block" else PARTOOL_EAGER
-    spared = 0 if compile == "block" else sum(_SPARED.get(part, 0) for part in fused)
-    return replace(
-        stack,
+    spared = sum(_SPARED.get(part, 0) for part in fused)
+    logit_bytes = _FUSED_LOGIT_BYTES if "loss" in fused else PARTOOL.logit_bytes
+    eager = replace(
+        PARTOOL_EAGER,
         fused=fused,
-        operators_forward=stack.operators_forward - spared,
-        operators_backward=stack.operators_backward - 2 * spared,
-        logit_bytes=_FUSED_LOGIT_BYTES if "loss" in fused else stack.logit_bytes,
+        operators_forward=PARTOOL_EAGER.operators_forward - spared,
+        operators_backward=PARTOOL_EAGER.operators_backward - 2 * spared,
+        logit_bytes=logit_bytes,
     )
+    compiled = replace(PARTOOL, fused=fused, logit_bytes=logit_bytes, experts=eager)
+    return compiled if compile == "block" else eager
 
 
 STACKS: dict[str, Stack] = {

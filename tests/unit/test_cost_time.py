@@ -394,9 +394,30 @@ def test_tensor_parallelism_across_nodes_collapses() -> None:
 
 
 def test_own_rows() -> None:
-    assert own_stack("cuda", "block") == PARTOOL
+    compiled = own_stack("cuda", "block")
+    assert compiled == replace(PARTOOL, experts=own_stack("cuda", "none"))
     assert own_stack("cuda", "none").elementwise > PARTOOL.elementwise
     assert own_stack("cpu", "none").overlap_gradients == 0.0
+
+
+def test_layers_with_experts_are_never_compiled() -> None:
+    model = LARGE.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=14336, first_dense_layers=1)})
+    compiled, eager = (job(model, stack=own_stack("cuda", how)) for how in ("block", "none"))
+    dense, experts = (next(kind for kind in kinds(model) if kind.moe is moe) for moe in (False, True))
+    assert layer(compiled, Layouts(), experts) == layer(eager, Layouts(), experts)
+    assert layer(compiled, Layouts(), dense).forward.host_s < 0.2 * layer(eager, Layouts(), dense).forward.host_s
+
+
+def test_the_host_recomputes_slowly_in_layers_that_are_not_compiled() -> None:
+    """Steps of docs/results/gpu.md that the host limits: a checkpoint takes it longer than both passes."""
+    eager = job(stack=own_stack("cuda", "none"))
+    again = layer(eager, Layouts(recompute=RECOMPUTE.index("full")), kinds(LARGE)[0])
+    assert again.again.host_s == pytest.approx(4.5 * again.forward.host_s)
+    eight = layer(replace(eager, precision="fp8"), Layouts(), kinds(LARGE)[0])
+    assert eight.backward.host_s - again.backward.host_s == pytest.approx(
+        2 * (eight.forward.host_s - again.forward.host_s)
+    )
+    assert eight.forward.host_s > 1.5 * again.forward.host_s
 
 
 def test_a_fused_loss_spares_the_second_product() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -101,6 +101,8 @@ class Layer:
 
 def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
     """Return the passes of one layer of ``kind``."""
+    if kind.moe and job.stack.experts is not None:
+        job = replace(job, stack=job.stack.experts)
     sent = tensor_time.layer_seconds(job, layouts, kind)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
     tiled = in_tiles(job, layouts)
@@ -127,6 +129,8 @@ def _pass(
     passes = 2.0 if backward else 1.0
     if kind.moe:
         operators = operators + passes * stack.operators_expert
+    if job.precision == "fp8":
+        operators = operators + passes * stack.operators_fp8
     operators = operators + np.where(np.asarray(layouts.tp) > 1, passes * stack.tensor_operators, 0.0)
     derate = stack.derate
     if backward:
@@ -192,7 +196,9 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
         tensor_s=whole * sent_s,
         sequence_s=core * shared.rings + everything * shared.outside,
         expert_s=whole * forward.expert_s,
-        host_s=(0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole) * forward.host_s,
+        host_s=job.stack.host_again
+        * (0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole)
+        * forward.host_s,
         exposed=shown,
     )
 
