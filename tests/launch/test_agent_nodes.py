@@ -200,6 +200,7 @@ def test_the_same_failure_is_not_tried_for_ever(tmp_path: Path) -> None:
     assert nodes.status.reason.startswith("the same failure 2 times in a row: rank 0 on node 0")
 
 
+@pytest.mark.long
 def test_one_node_of_a_cluster_does_not_restart_in_place(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("s3cret\n")

@@ -18,7 +18,7 @@ from partool.plan.run import rank_log
 from partool.plan.types import Plan
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 100
+STEPS, PER_NODE = 200, 1
 LOW = {"partition": "low"}
 
 
@@ -39,8 +39,8 @@ def nothing_left(login: Login) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(login: Login) -> Run:
-    """An undisturbed run on two nodes with two ranks each."""
-    run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "whole")
+    """An undisturbed run on two nodes."""
+    run = login.launch(cluster_plan(login.folder, STEPS, per_node=PER_NODE, slurm=LOW), "whole")
     early = login.status(run)
     assert early["state"] in ("queued", "starting", "running")
     wait_for_step(run, 1)
@@ -56,7 +56,7 @@ def test_to_the_end(login: Login, whole: Run) -> None:
     assert (status["state"], status["exit_code"], status["attempt"]) == ("done", 0, 1), output(whole)
     assert status["submission"]["target"] == "slurm"
     assert status["progress"]["step"] == STEPS
-    for rank in range(4):
+    for rank in range(2 * PER_NODE):
         assert [number for number, _ in steps(whole.path, rank)] == list(range(1, STEPS + 1))
     lines = login.partool("logs", whole.id).stdout.splitlines()
     assert any(line.startswith("[0] ") for line in lines)
@@ -78,18 +78,19 @@ def preempt(login: Login, run: Run) -> None:
 
 def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
     """No step of the training is lost or repeated, and following the logs shows all of it."""
-    run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "preempted")
+    run = login.launch(cluster_plan(login.folder, STEPS, per_node=PER_NODE, slurm=LOW), "preempted")
     with login.start("logs", run.id, "--follow", "--rank", "0") as follower:
         preempt(login, run)
         done = login.wait(run, "done", "failed", "preempted", "cancelled")
         assert (done["state"], done["attempt"]) == ("done", 2), output(run)
         followed, _ = follower.communicate(timeout=PATIENCE_S)
     assert login.job(run)["Restarts"] == "1"
-    for rank in range(4):
+    for rank in range(2 * PER_NODE):
         assert steps(run.path, rank) == steps(whole.path, rank)
     assert followed == "".join(rank_log(run.path, attempt, 0, "stdout").read_text() for attempt in (1, 2))
 
 
+@pytest.mark.long
 def test_cancel(login: Login) -> None:
     """A cancelled run writes a checkpoint of the step it has reached, and is not requeued."""
     run = login.launch(cluster_plan(login.folder, 100_000, per_node=1, requeues=3), "cancelled")
@@ -311,7 +312,7 @@ def test_the_same_failure_ends_the_run(login: Login) -> None:
 @pytest.mark.long
 def test_a_node_fails(login: Login, whole: Run) -> None:
     """The job starts again on the nodes that are left, from the last checkpoint, with the same result."""
-    plan = cluster_plan(login.folder, STEPS, slurm=LOW | {"exclude": "node3"}, restarts=2)
+    plan = cluster_plan(login.folder, STEPS, per_node=PER_NODE, slurm=LOW | {"exclude": "node3"}, restarts=2)
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every": 5})})
     run = login.launch(plan, "orphaned")
     wait_for_step(run, 7)
@@ -380,9 +381,9 @@ def test_preemption_with_sigterm_alone(login: Login, whole: Run, tmp_path: Path)
     with Cluster(signal_at_preemption=False) as cluster:
         plain = Login(cluster, tmp_path)
         (tmp_path / "text.txt").write_text((login.folder / "text.txt").read_text())
-        run = plain.launch(cluster_plan(tmp_path, STEPS, slurm=LOW), "preempted")
+        run = plain.launch(cluster_plan(tmp_path, STEPS, per_node=PER_NODE, slurm=LOW), "preempted")
         preempt(plain, run)
         done = plain.wait(run, "done", "failed", "preempted", "cancelled")
         assert done["state"] == "done", output(run)
-    for rank in range(4):
+    for rank in range(2 * PER_NODE):
         assert steps(run.path, rank) == steps(whole.path, rank)

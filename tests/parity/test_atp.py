@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import _atp_worker as worker
 import pytest
+from _often import often
 from _ranks import Pools
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (4, 8) for name in worker.cases(ranks)])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    often(
+        [(ranks, name) for ranks in (4, 8) for name in worker.cases(ranks)],
+        [*((4, name) for name in worker.cases(4)), (8, "2x4 llama")],
+    ),
+)
 def test_every_shape_arrangement_and_combination_equals_one_process(pools: Pools, ranks: int, name: str) -> None:
     pools.run(ranks, worker.check_case, name)
 

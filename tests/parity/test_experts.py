@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import HALVES, LATENT, ONE, QUARTERS, STEPS, tensor_plan
@@ -178,11 +179,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OFTEN = (
+    "two ranks zero-3",
+    "tensor ranks share tokens",
+    "1f1b of tensor ranks",
+    "limited",
+    "latent attention",
+    "spread",
+    "balanced recomputed",
+    "balanced widths",
+)
+"""Cases that run each time."""
+
+
 @pytest.fixture(scope="module")
-def ran(pools: Pools, folder: Path) -> Jobs:
+def ran(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> Jobs:
     """Run the core cases, those whose bytes are known, and one run that goes through three layouts."""
-    jobs = launch(pools, folder, core_cases(folder / "text"), MODELS)
-    for name, case in balanced_cases(folder / "text").items():
+    jobs = launch(pools, folder, chosen(request, core_cases(folder / "text")), MODELS)
+    for name, case in chosen(request, balanced_cases(folder / "text")).items():
         jobs.train(name, case, run=f"case {name}")
     make = partial(tensor_plan, folder / "text", model=MIXED)
     halves = make(Mesh(dp_shard=4), expert=2, expert_tensor=2, settings={"zero": 3})
@@ -194,13 +208,13 @@ def ran(pools: Pools, folder: Path) -> Jobs:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(core_cases(Path("text")), OFTEN))
 def test_training_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, *core_cases(Path("text"))[name])
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(core_cases(Path("text")), OFTEN))
 def test_loads_are_those_of_one_process(ran: Jobs, name: str) -> None:
     """Each choice is counted once, whichever rank made it, and however often its layer was computed."""
     run, reference = f"case {name}", f"reference {core_cases(Path('text'))[name][1]}"
@@ -213,7 +227,7 @@ def test_loads_are_those_of_one_process(ran: Jobs, name: str) -> None:
 
 @pytest.mark.timeout(500)
 def test_biases_move_and_are_saved(ran: Jobs) -> None:
-    state = ran.state("case four ranks zero-2", step=STEPS)
+    state = ran.state("case two ranks zero-3", step=STEPS)
     bias = state["model.layers.2.moe.router.bias"]
     # After an odd number of steps every bias has moved an odd number of times, but where the load was the mean.
     assert bias.count_nonzero() > 0
@@ -237,7 +251,7 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(balanced_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(balanced_cases(Path("text")), OFTEN))
 def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = balanced_cases(Path("text"))[name]
     training = case.training

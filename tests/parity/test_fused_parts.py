@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _sequence_plans import sequence_plan
@@ -85,15 +86,20 @@ def launch(pools: Pools, folder: Path, found: dict[str, tuple[Plan, str]]) -> Jo
     return jobs
 
 
+OFTEN = ("sharded", "tensor shares", "ring", "halves of passes")
+"""Cases that run each time."""
+
+
 @pytest.fixture(scope="module")
-def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def ran(request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder / "text")
-    return launch(pools, folder, cases(folder / "text"))
+    every = cases(folder / "text")
+    return launch(pools, folder, chosen(request, every) | {"ring": every["ring"]})
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", list(cases(Path())))
+@pytest.mark.parametrize("name", often(cases(Path()), OFTEN))
 def test_fused_parts_change_nothing(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, cases(ran.folder / "text")[name][1])
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import small_plan, write_text
 from _ranks import Pools
 from _tensor_plans import LATENT
@@ -138,12 +139,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NAMES = tuple(two_ranks(partial(plain, Path("text")), ""))
+OFTEN = ("zero-0", "zero-2", "zero-3 apart", "tied groups", "experts")
+"""Cases of two ranks that run each time."""
+ALWAYS = ("zero-0", "zero-2", "zero-3 apart", "tied groups")
+"""Cases that tests without parameters look at."""
+
+
 @pytest.fixture(scope="module")
-def pair(pools: Pools, folder: Path) -> tuple[Jobs, Cases]:
+def pair(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> tuple[Jobs, Cases]:
     """Run the cases of two ranks, and runs that are stopped with steps pending and go on otherwise."""
     jobs, make, disk = Jobs(folder, pools), partial(plain, folder / "text"), folder / "disk"
     disk.mkdir()
-    cases = two_ranks(make, str(disk))
+    every = two_ranks(make, str(disk))
+    cases = {name: every[name] for name in ALWAYS} | chosen(request, every)
     add(jobs, cases)
     bare = cases["zero-2"][0]
     jobs.train("out stopped", offloaded(bare), run="out", stop_at=STOP)
@@ -179,11 +188,11 @@ def assert_same_state(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 
 
 @pytest.mark.timeout(170)
-def test_steps_are_those_without_offload(pair: tuple[Jobs, Cases]) -> None:
+@pytest.mark.parametrize("name", often(NAMES, OFTEN))
+def test_steps_are_those_without_offload(pair: tuple[Jobs, Cases], name: str) -> None:
     jobs, cases = pair
-    for name, (_, others) in cases.items():
-        for index in range(len(others)):
-            assert_same_bits(jobs, f"{name} {index}", f"{name} plain")
+    for index in range(len(cases[name][1])):
+        assert_same_bits(jobs, f"{name} {index}", f"{name} plain")
 
 
 @pytest.mark.timeout(170)

@@ -8,7 +8,7 @@ from _ranks import Pools
 
 
 @pytest.mark.timeout(260)
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 def test_every_schedule_has_the_gradients_of_one_process(pools: Pools, ranks: int) -> None:
     pools.run(4, worker.parity, ranks, timeout_s=250)
 

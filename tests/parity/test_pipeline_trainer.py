@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import small_plan, write_text
 from _ranks import Pools
 from layouts import laid
@@ -159,9 +160,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OFTEN = (
+    "zero-0 interleaved",
+    "zero-1 1f1b tied apart",
+    "zero-2 zb-v tied on one rank",
+    "zero-3 hanayo recomputed",
+    "zero-3 zb-h1 frozen",
+    "weipipe",
+    "own list",
+)
+"""Cases that run each time."""
+ALWAYS = ("zero-1 1f1b tied apart", "zero-2 zb-v tied on one rank", "zero-3 hanayo recomputed")
+"""Cases that tests without parameters look at."""
+
+
 @pytest.fixture(scope="module")
-def ran(pools: Pools, folder: Path) -> Jobs:
-    return launch(pools, folder, core_cases(folder / "text"))
+def ran(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> Jobs:
+    cases = core_cases(folder / "text")
+    return launch(pools, folder, chosen(request, cases) | {name: cases[name] for name in ALWAYS})
 
 
 def assert_equal(jobs: Jobs, name: str, reference: str) -> None:
@@ -183,7 +199,7 @@ def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) 
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(core_cases(Path("text")), OFTEN))
 def test_training_through_a_pipeline_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, core_cases(Path("text"))[name][1])
 

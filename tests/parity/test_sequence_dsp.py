@@ -9,6 +9,7 @@ from typing import Any
 import _sequence_dsp_worker as worker
 import pytest
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools, named
 from _tensor_plans import HALVES, QUARTERS, tensor_plan
@@ -111,11 +112,15 @@ def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     return jobs
 
 
+OFTEN = ("zero-3 recomputed", "zb-v documents", "tensor shares")
+"""Cases that run each time."""
+
+
 @pytest.fixture(scope="module")
-def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def ran(request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder / "text")
-    return launch(pools, folder, core_cases(folder / "text"))
+    return launch(pools, folder, chosen(request, core_cases(folder / "text")))
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, model: str) -> None:
@@ -137,13 +142,13 @@ def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) 
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(core_cases(Path("text")), OFTEN))
 def test_training_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, *core_cases(Path("text"))[name])
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", [name for name in core_cases(Path("text")) if name != "heads traded"])
+@pytest.mark.parametrize("name", often((name for name in core_cases(Path("text")) if name != "heads traded"), OFTEN))
 def test_bytes_between_ranks_are_those_of_the_formula(ran: Jobs, name: str) -> None:
     plan, _ = core_cases(Path("text"))[name]
     layout, mesh, kinds = plan.layout, plan.layout.mesh, plan.model.layer_types

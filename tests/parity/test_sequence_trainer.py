@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _sequence_plans import LENGTH, STEPS, sequence_plan, write_short_documents
@@ -179,7 +180,7 @@ def launch(pools: Pools, folder: Path, cases: Cases, threes: Cases) -> Jobs:
     low = make("grouped", FOUR, "ring", settings={"zero": 3, "precision": "bf16"}, **ZIGZAG)
     jobs.train("bf16", low, run="bf16")
     jobs.train("stopped", make("grouped", TWO_BY_TWO, settings={"zero": 2}), run="crossed", stop_at=1)
-    for name in {reference for _, reference in (cases | threes).values()} | set(DIFFERENT):
+    for name in {reference for _, reference in (cases | threes).values()} | {*DIFFERENT, "short"}:
         jobs.train(f"reference {name}", make(name, ONE, **FROZEN.get(name, {})), run=f"reference {name}")
     jobs.train("bf16 alone", make("grouped", ONE, settings={"precision": "bf16"}), run="bf16 alone")
     jobs.train("alone", make("grouped", ONE), run="crossed", resume=True, stop_at=3)
@@ -201,9 +202,9 @@ def write_data(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(pools: Pools, folder: Path) -> Jobs:
+def ran(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> Jobs:
     make = partial(make_plan, folder)
-    return launch(pools, folder, core_cases(make), three_cases(make))
+    return launch(pools, folder, chosen(request, core_cases(make)), chosen(request, three_cases(make)))
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
@@ -229,17 +230,27 @@ def assert_same_state(jobs: Jobs, run: str, reference: str) -> None:
 CORE = core_cases(partial(make_plan, Path()))
 SHARED = [name for name, (case, _) in CORE.items() if case.layout.mesh.cp > 1]
 THREE = list(three_cases(partial(make_plan, Path())))
+OFTEN = (
+    "ulysses",
+    "ring zero-3",
+    "ring documents in windows 1f1b",
+    "usp zero-0",
+    "startrail",
+    "ring latent and tensor shares",
+    "three all_gather",
+)
+"""Cases that run each time."""
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", [*CORE, *THREE])
+@pytest.mark.parametrize("name", often([*CORE, *THREE], OFTEN))
 def test_training_on_shares_equals_one_process(ran: Jobs, name: str) -> None:
     make = partial(make_plan, ran.folder)
     assert_equal(ran, name, *(core_cases(make) | three_cases(make))[name])
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", often(SHARED, OFTEN))
 def test_bytes_between_ranks_of_a_sequence_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = core_cases(partial(make_plan, ran.folder))[name][0]
     training = case.training
@@ -252,7 +263,7 @@ def test_bytes_between_ranks_of_a_sequence_are_those_of_the_cost_model(ran: Jobs
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["ulysses", "ring zero-3", "all_gather short", "ulysses zb-v"])
+@pytest.mark.parametrize("name", often(["ulysses", "ring zero-3", "all_gather short", "ulysses zb-v"], OFTEN))
 def test_waits_for_ranks_of_a_sequence_are_measured(ran: Jobs, name: str) -> None:
     terms_s = ran.events(f"case {name}", "step")[-1]["terms_s"]
     assert terms_s["sequence_parallel"] > 0
@@ -262,7 +273,7 @@ def test_waits_for_ranks_of_a_sequence_are_measured(ran: Jobs, name: str) -> Non
 @pytest.mark.timeout(500)
 def test_comparison_can_fail(ran: Jobs) -> None:
     with pytest.raises(AssertionError, match="differs"):
-        assert_same_state(ran, "case ulysses and tensor shares", "reference short")
+        assert_same_state(ran, "reference grouped", "reference windows")
 
 
 @pytest.mark.timeout(500)
@@ -299,7 +310,7 @@ def test_resume_on_other_shares_goes_on_as_if_unbroken(ran: Jobs) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["usp zero-0", "ring zero-3", "ulysses and tensor shares"])
+@pytest.mark.parametrize("name", often(["usp zero-0", "ring zero-3", "ulysses and tensor shares"], OFTEN))
 def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
     stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
     reference = core_cases(partial(make_plan, ran.folder))[name][1]

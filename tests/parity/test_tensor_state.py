@@ -149,7 +149,7 @@ def assert_goes_on(pools: Pools, folder: Path, unbroken: Plan, plans: dict[int, 
 
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize(
-    "model", ["shared", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "two dimensions"))]
+    "model", [pytest.param(name, marks=pytest.mark.long) for name in ("shared", "tied", "two dimensions")]
 )
 def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(pools: Pools, tmp_path: Path, model: str) -> None:
     write_text(tmp_path / "text")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
+from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import EVEN, FIVE, HALVES, LATENT, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
@@ -146,9 +147,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OFTEN = (
+    "four shares",
+    "zero-1 shared keys",
+    "zero-3 tied in chunks",
+    "1f1b shares",
+    "zb-v latent shares",
+    "two dimensions in a pipeline",
+)
+"""Cases that run each time."""
+ALWAYS = ("four shares", "1f1b shares")
+"""Cases that tests without parameters look at."""
+
+
 @pytest.fixture(scope="module")
-def ran(pools: Pools, folder: Path) -> Jobs:
-    return launch(pools, folder, core_cases(folder / "text"))
+def ran(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> Jobs:
+    cases = core_cases(folder / "text")
+    return launch(pools, folder, chosen(request, cases) | {name: cases[name] for name in ALWAYS})
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
@@ -173,7 +188,7 @@ def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS, 
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(core_cases(Path("text")), OFTEN))
 def test_training_on_tensor_ranks_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, *core_cases(Path("text"))[name])
 
@@ -201,7 +216,7 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", often(core_cases(Path("text")), OFTEN))
 def test_bytes_between_tensor_ranks_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = core_cases(Path("text"))[name][0]
     training, mesh = case.training, case.layout.mesh
