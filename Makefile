@@ -36,10 +36,10 @@ $(shell mkdir -p $(VENV); find partool runtime kernels -name '*.py' | sort > $(M
 # torch goes first and pinned, so that no other requirement can choose another build of it.
 $(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(MODULES) $(wildcard kernels/partool_kernels/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --constraint constraints.txt triton
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation \
 		--editable '.[train,hf,parquet,tensorboard,k8s,dev]'
 	touch $@
 
@@ -60,7 +60,7 @@ typecheck: venv
 test: venv lint typecheck
 	$(BIN)/pytest --numprocesses 2 --dist worksteal tests/unit tests/fuzz
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist worksteal tests/interpreted
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		--ignore tests/unit --ignore tests/interpreted --ignore tests/fuzz
 
 test-long: venv

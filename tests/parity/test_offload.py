@@ -142,7 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NAMES = tuple(two_ranks(partial(plain, Path("text")), ""))
 OFTEN = ("zero-0", "zero-2", "zero-3 apart", "tied groups", "experts")
 """Cases of two ranks that run each time."""
-ALWAYS = ("zero-0", "zero-2", "zero-3 apart", "tied groups")
+LOOKED_AT = ("zero-0", "zero-2", "zero-3 apart", "tied groups")
 """Cases that tests without parameters look at."""
 
 
@@ -152,7 +152,7 @@ def pair(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> tuple[Jo
     jobs, make, disk = Jobs(folder, pools), partial(plain, folder / "text"), folder / "disk"
     disk.mkdir()
     every = two_ranks(make, str(disk))
-    cases = {name: every[name] for name in ALWAYS} | chosen(request, every)
+    cases = {name: every[name] for name in LOOKED_AT} | chosen(request, every)
     add(jobs, cases)
     bare = cases["zero-2"][0]
     jobs.train("out stopped", offloaded(bare), run="out", stop_at=STOP)

@@ -170,14 +170,14 @@ OFTEN = (
     "own list",
 )
 """Cases that run each time."""
-ALWAYS = ("zero-1 1f1b tied apart", "zero-2 zb-v tied on one rank", "zero-3 hanayo recomputed")
+LOOKED_AT = ("zero-1 1f1b tied apart", "zero-2 zb-v tied on one rank", "zero-3 hanayo recomputed")
 """Cases that tests without parameters look at."""
 
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> Jobs:
     cases = core_cases(folder / "text")
-    return launch(pools, folder, chosen(request, cases) | {name: cases[name] for name in ALWAYS})
+    return launch(pools, folder, chosen(request, cases) | {name: cases[name] for name in LOOKED_AT})
 
 
 def assert_equal(jobs: Jobs, name: str, reference: str) -> None:

@@ -273,7 +273,7 @@ def test_waits_for_ranks_of_a_sequence_are_measured(ran: Jobs, name: str) -> Non
 @pytest.mark.timeout(500)
 def test_comparison_can_fail(ran: Jobs) -> None:
     with pytest.raises(AssertionError, match="differs"):
-        assert_same_state(ran, "reference grouped", "reference windows")
+        assert_same_state(ran, "reference windows", "reference windows documents")
 
 
 @pytest.mark.timeout(500)

@@ -156,14 +156,14 @@ OFTEN = (
     "two dimensions in a pipeline",
 )
 """Cases that run each time."""
-ALWAYS = ("four shares", "1f1b shares")
+LOOKED_AT = ("four shares", "1f1b shares")
 """Cases that tests without parameters look at."""
 
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest, pools: Pools, folder: Path) -> Jobs:
     cases = core_cases(folder / "text")
-    return launch(pools, folder, chosen(request, cases) | {name: cases[name] for name in ALWAYS})
+    return launch(pools, folder, chosen(request, cases) | {name: cases[name] for name in LOOKED_AT})
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
