@@ -42,6 +42,12 @@ def problem_of(text: str, *overrides: str, folder: Path = FOLDER) -> Problem:
     return found.problem
 
 
+def checked(text: str, *, folder: Path = FOLDER) -> list[Diagnostic]:
+    """Return what is found in it before a layout is searched for."""
+    loaded = load_text(text)
+    return [*loaded.diagnostics, *([] if loaded.spec is None else resolve(loaded.spec, folder).diagnostics)]
+
+
 def findings_of(text: str, *, folder: Path = FOLDER, name: str = "test") -> list[Diagnostic]:
     """Return everything that is found in it, by the loader and by the planner."""
     loaded = load_text(text)

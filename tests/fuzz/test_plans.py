@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ SHOWN = ([], ["--breakdown"], ["--show", "layout"], ["--show", "gemms"], ["--sho
 TARGETS = ("torchrun", "slurm", "k8s")
 
 
+@cache
 def plans() -> dict[str, dict[str, Any]]:
-    """Return plans of small specs, as data."""
+    """Return plans of small specs, as data that nobody changes."""
     found = {}
     for name in ("gpu", "two nodes", "pipeline", "sequence", "experts"):
         spec = load_text(text_of(SEEDS[name])).spec

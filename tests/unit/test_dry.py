@@ -17,25 +17,26 @@ from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 
 SPEC = """\
-model: {hidden: 64, layers: 8, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: true}
+model: {hidden: 64, layers: 4, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: true}
 hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4}
 data: python-stdlib
-training: {global_batch: 16, sequence_length: 64, steps: 3}
-parallel: {tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: interleaved}, data: {zero: 2}}
+training: {global_batch: 8, sequence_length: 64, steps: 3}
+parallel: {tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: interleaved}, data: {zero: 2},
+           compile: none, micro_batch: 1, recompute: none, offload: none}
 """
-RING = "{tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: weipipe}}"
+RING = (
+    "{tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: weipipe}, compile: none, micro_batch: 1, recompute: full}"
+)
 GRID = "tied_embeddings: true, attention: {grid: [8, 8], layer_types: {pattern: [row, column]}}"
-OFFLOADED = "{micro_batch: 2, tensor: 1, sequence: 1, pipeline: 1, recompute: full, offload: {activations: cpu}}"
-DSP = "{tensor: 1, pipeline: 1, sequence: {degree: 4, method: dsp}}"
+OFFLOADED = (
+    "{micro_batch: 2, tensor: 1, sequence: 1, pipeline: 1, recompute: full, compile: none, offload: {activations: cpu}}"
+)
+DSP = "{tensor: 1, pipeline: 1, sequence: {degree: 4, method: dsp}, compile: none, micro_batch: 1, recompute: none}"
 
 
 def with_parallel(parallel: str) -> str:
-    """Return the spec for half its layers and for one node, with another section ``parallel``."""
-    return (
-        SPEC.replace("layers: 8", "layers: 4")
-        .replace("nodes: 2, ", "")
-        .replace(SPEC[SPEC.index("{tensor") :], parallel)
-    )
+    """Return the spec for one node, with another section ``parallel``."""
+    return SPEC.replace("nodes: 2, ", "").replace(SPEC[SPEC.index("{tensor") :], parallel)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +52,18 @@ class Case(NamedTuple):
     terms_bytes: dict[str, int]
 
 
+@cache
+def plan_or_none(text: str, folder: Path = FOLDER) -> Plan | None:
+    """Return a spec's plan, or None if there is none."""
+    spec = load_text(text).spec
+    return None if spec is None else make_plan(spec, base_dir=folder, default_name="terms").plan
+
+
 def cases_of(text: str, folder: Path = FOLDER) -> list[Case]:
     """Return the first and the last pipeline rank of a spec's plan."""
     spec = load_text(text).spec
     assert spec is not None
-    plan, problem = make_plan(spec, base_dir=folder, default_name="terms").plan, resolve(spec, folder).problem
+    plan, problem = plan_or_none(text, folder), resolve(spec, folder).problem
     assert plan is not None
     assert problem is not None
     mesh = plan.layout.mesh
@@ -147,8 +155,7 @@ def random_cases(count: int, first: int = 0) -> list[Case]:
     """Return cases of the first ``count`` valid specs from a seed on; of each plan, one pipeline rank."""
     found: list[Case] = []
     for seed in range(first, first + 40 * count):
-        loaded = load_text(random_spec(seed))
-        if loaded.spec is None or make_plan(loaded.spec, base_dir=FOLDER, default_name="terms").plan is None:
+        if plan_or_none(random_spec(seed), FOLDER) is None:
             continue
         cases = cases_of(random_spec(seed))
         found.append(cases[seed % len(cases)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planned import plan_of, result_of
+from planned import checked, plan_of, result_of
 
 from partool.engines import Imported, Wanted, read_files
 from partool.engines.improve import advice
@@ -345,13 +345,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("engine", "parallel", "field"), REFUSED)
 def test_what_an_engine_lacks_is_an_error_at_its_field(engine: str, parallel: dict[str, Any], field: str) -> None:
-    from planned import findings_of
-
-    found = [each for each in findings_of(spec_of(engine, **parallel)) if each.severity == "error"]
+    found = [each for each in checked(spec_of(engine, **parallel)) if each.severity == "error"]
     assert [each.code for each in found] == ["PT828"], found
     assert field in found[0].path
     assert found[0].help
-    ours = [each for each in findings_of(spec_of("partool", **parallel)) if each.code == "PT828"]
+    ours = [each for each in checked(spec_of("partool", **parallel)) if each.code == "PT828"]
     assert ours == []
 
 

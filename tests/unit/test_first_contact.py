@@ -34,7 +34,7 @@ for name in job["plans"]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_case_that_hangs_costs_only_its_own_result(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,9 +52,18 @@ def test_a_case_that_hangs_costs_only_its_own_result(
 
 
 @pytest.mark.timeout(120)
-def test_cases_on_two_ranks_of_a_cpu_show_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "some",
+    [
+        ("zero 3", "zb-v"),
+        pytest.param(("zero 3", "optimizer on the host", "ring", "zb-v", "weipipe"), marks=pytest.mark.long),
+    ],
+    ids=len,
+)
+def test_cases_on_two_ranks_of_a_cpu_show_no_fault(
+    some: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step runs, groups are those of the planner, and losses are the same for every way to train."""
-    some = ("zero 3", "optimizer on the host", "ring", "zb-v", "weipipe")
     every = first_contact.cases(2)
     monkeypatch.setattr(first_contact, "cases", lambda ranks: {name: every[name] for name in some})
     monkeypatch.setattr(first_contact, "ROUNDS", {"as usual": {}})
@@ -63,7 +72,7 @@ def test_cases_on_two_ranks_of_a_cpu_show_no_fault(tmp_path: Path, monkeypatch: 
     assert set(result["rounds"]["as usual"]) == {*some, "contexts"}
 
 
-@pytest.mark.parametrize("ranks", [1, 8, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 8))])
 def test_every_case_has_a_plan(ranks: int) -> None:
     for name, parallel in first_contact.cases(ranks).items():
         for kind in ("cpu", "cuda"):

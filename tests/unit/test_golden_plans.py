@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from math import isclose
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,15 @@ from _golden_specs import names, text_of
 from planned import plan_of
 
 from partool.plan.as_spec import own_yaml
+from partool.plan.types import Plan
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
+RUNNABLE = (
+    "quickstart", "gpt2-xl", "mistral-7b-gh200", "from-config", "llama3-8b", "llama3-70b", "hanayo", "weipipe",
+    "tensor", "qwen3-8b-mi300x", "long-context", "long-context-llama3-8b", "video-small", "video-3b",
+    "quickstart-offload", "experts", "mixtral-8x7b",
+)  # fmt: skip
+"""Examples of ``specs/`` that the runtime can train as they are planned."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +57,18 @@ def test_every_spec_is_recorded() -> None:
 def test_a_plan_stays(name: str) -> None:
     now = json.loads(json.dumps(record_of(name)))
     assert not list(differences(name, RECORDED[name], now))
+    if name.startswith("specs/"):
+        check_example(Path(name).stem, result_of(name).plan)
+
+
+def check_example(name: str, plan: Plan | None) -> None:
+    """Check what every example of ``specs/`` has; here, as its plan is made once."""
+    assert plan is not None
+    assert plan.reasons
+    # Where weights travel there is one way to keep state and activations.
+    assert plan.alternatives or name == "weipipe"
+    assert plan.prediction.memory.terms_bytes["parameters"] > 0
+    assert plan.runnable == (name in RUNNABLE)
 
 
 @pytest.mark.parametrize("name", [name for name, record in RECORDED.items() if "layout" in record])

@@ -195,7 +195,13 @@ def check_tiers(problem: Problem, every: list[Priced], bests: Sequence[Priced | 
             lower.append(best)
 
 
-@pytest.mark.parametrize("seed", range(3, 13))
+SLOW = (3, 4, 7, 8, 9)
+"""Seeds of problems with many layouts that take long to price."""
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] if seed in SLOW else []) for seed in range(3, 13)]
+)
 def test_the_winner_is_the_best_of_all_layouts(seed: int) -> None:
     check_winner(seed, most=300)
 

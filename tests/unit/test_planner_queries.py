@@ -37,7 +37,8 @@ def sure(spec: Spec) -> bool:
 
 
 def test_the_smallest_cluster_fits_and_a_smaller_one_does_not() -> None:
-    text = "model: llama3-8b\nhardware: {accelerator: a10g, per_node: 4}\ndata: python-stdlib\n" + ON_DEVICE
+    text = "model: llama3-8b\nhardware: {accelerator: a10g, per_node: 4}\ndata: python-stdlib\n"
+    text += ON_DEVICE.replace("{offload", "{tensor: 1, sequence: 1, pipeline: 1, offload")
     found = smallest_cluster(spec_of(text), ROOT)
     assert found is not None
     nodes = int(found[0].partition("=")[2])
@@ -50,7 +51,8 @@ def test_the_smallest_cluster_fits_and_a_smaller_one_does_not() -> None:
 
 @pytest.mark.parametrize(("what", "step"), [("micro_batch", 0), ("sequence_length", 256), ("global_batch", 4)])
 def test_the_largest_value_fits_and_a_larger_one_does_not(what: str, step: int) -> None:
-    text = ONE_NODE + ON_DEVICE + "training: {sequence_length: 4096, global_batch: 64}\n"
+    text = ONE_NODE + ON_DEVICE.replace("{offload", "{tensor: 1, pipeline: 1, compile: none, offload")
+    text += "training: {sequence_length: 4096, global_batch: 64}\n"
     text = text.replace("per_node: 4", "per_node: 4, memory_gib: 20")
     found = largest(spec_of(text), ROOT, what)  # type: ignore[arg-type]
     assert found is not None
@@ -114,7 +116,7 @@ def test_bad_input_is_a_finding_with_a_way_out(overrides: list[str], code: str, 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["hardware.nodes=100000", "hardware.per_node=5"],
+        pytest.param(["hardware.nodes=100000", "hardware.per_node=5"], marks=pytest.mark.long),
         ["hardware.nodes=509", "hardware.per_node=1", "training.global_batch=509"],
         ["model.hidden=10000000", "model.layers=12", "model.heads=16"],  # 10^15 parameters
         ["training.sequence_length=1000003"],
@@ -145,7 +147,8 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 @pytest.fixture
 def spec(tmp_path: Path) -> str:
     path = tmp_path / "spec.yaml"
-    path.write_text(ONE_NODE + "training: {global_batch: 8, sequence_length: 512}\n", encoding="utf-8")
+    few = "parallel: {tensor: 1, pipeline: 1, sequence: 1, offload: none}\n"
+    path.write_text(ONE_NODE + "training: {global_batch: 8, sequence_length: 512}\n" + few, encoding="utf-8")
     return str(path)
 
 

@@ -55,19 +55,44 @@ def case(
 
 ON_DEVICE = {"optimizer": "none", "parameters": "none", "activations": "none"}
 EXHAUSTIVE: dict[str, dict[str, Any]] = {
-    "one node": case(DENSE, 1, 4, memory_gib=4, batch=4, offload=ON_DEVICE, pipeline={"schedule": "1f1b"}),
-    "offload": case(DENSE, 1, 4, memory_gib=3, batch=4, pipeline={"stages": 1}, sequence={"degree": 1}, micro_batch=1),
+    "one node": case(
+        DENSE, 1, 4, memory_gib=4, batch=4, offload=ON_DEVICE, pipeline={"schedule": "1f1b"}, micro_batch=1, tensor=1,
+        sequence={"method": "ulysses"},
+    ),
+    "offload": case(
+        DENSE, 1, 4, memory_gib=3, batch=4, pipeline={"stages": 1}, sequence={"degree": 1}, micro_batch=1,
+        recompute="full",
+    ),
     "pipelines": case(
         DENSE, 1, 8, memory_gib=5, batch=32, offload=ON_DEVICE, tensor=1, recompute="selective", sequence={"degree": 1}
     ),
     "64 devices": case(
-        DENSE, 8, 8, memory_gib=4, batch=128, offload=ON_DEVICE, recompute="none", micro_batch=1, data={"zero": 1}
+        DENSE, 8, 8, memory_gib=4, batch=128, offload=ON_DEVICE, recompute="none", micro_batch=1, data={"zero": 1},
+        pipeline={"schedule": "1f1b"},
     ),
     "experts": case(
+        EXPERTS, 2, 8, memory_gib=4, batch=32, offload=ON_DEVICE, pipeline={"stages": 2, "schedule": "1f1b"},
+        recompute="full", sequence={"method": "ulysses"}, micro_batch=1,
+    ),
+}  # fmt: skip
+LARGER: dict[str, dict[str, Any]] = {
+    "micro-batches": case(DENSE, 1, 4, memory_gib=4, batch=4, offload=ON_DEVICE, pipeline={"schedule": "1f1b"}),
+    "offload and recomputation": case(
+        DENSE, 1, 4, memory_gib=3, batch=4, pipeline={"stages": 1}, sequence={"degree": 1}, micro_batch=1
+    ),
+    "schedules of 64 devices": case(
+        DENSE, 8, 8, memory_gib=4, batch=128, offload=ON_DEVICE, recompute="none", micro_batch=1, data={"zero": 1}
+    ),
+    "micro-batches of experts": case(
         EXPERTS, 2, 8, memory_gib=4, batch=32, offload=ON_DEVICE, pipeline={"stages": 2, "schedule": "1f1b"},
         recompute="full", sequence={"method": "ulysses"},
     ),
 }  # fmt: skip
+"""Spaces for the longer suites."""
+BOTH = [
+    *(pytest.param(document, id=name) for name, document in EXHAUSTIVE.items()),
+    *(pytest.param(document, id=name, marks=pytest.mark.long) for name, document in LARGER.items()),
+]
 
 
 def every_layout(problem: Problem) -> list[Priced]:
@@ -81,7 +106,7 @@ def every_layout(problem: Problem) -> list[Priced]:
     return found
 
 
-@pytest.mark.parametrize("document", EXHAUSTIVE.values(), ids=EXHAUSTIVE)
+@pytest.mark.parametrize("document", BOTH)
 def test_search_equals_exhaustive_enumeration(document: dict[str, Any]) -> None:
     problem = problem_of(document)
     solution = solve(problem)
@@ -134,8 +159,18 @@ COUNTED: dict[str, dict[str, Any]] = {
         recompute="none",
         offload=ON_DEVICE,
         pipeline={"schedule": "1f1b"},
+        sequence={"method": "ulysses"},
     ),
-    "waves": case(DENSE, 1, 4, memory_gib=4, batch=8, pipeline={"stages": 2, "waves": 1}),
+    "waves": case(
+        DENSE,
+        1,
+        4,
+        memory_gib=4,
+        batch=8,
+        offload=ON_DEVICE,
+        sequence={"degree": 1},
+        pipeline={"stages": 2, "waves": 1},
+    ),
     "weights travel": case(DENSE, 1, 4, memory_gib=8, batch=8, pipeline={"stages": 2, "schedule": "weipipe"}),
 }
 
@@ -157,7 +192,17 @@ def test_enumeration_adds_up(document: dict[str, Any]) -> None:
     assert (mesh.micro_batch * mesh.accumulation * mesh.replicas * mesh.shards == batch).all()
 
 
-@pytest.mark.parametrize("document", COUNTED.values(), ids=COUNTED)
+LONGER = {"open waves": case(DENSE, 1, 4, memory_gib=4, batch=8, pipeline={"stages": 2, "waves": 1})}
+LONGER |= {"schedules of several nodes": LARGER["schedules of 64 devices"]}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *(pytest.param(document, id=name) for name, document in COUNTED.items()),
+        *(pytest.param(document, id=name, marks=pytest.mark.long) for name, document in LONGER.items()),
+    ],
+)
 def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
     """A layout is ruled out, priced once, or skipped because no similar layout can win."""
     for memory_gib in (2, 8):
@@ -168,12 +213,27 @@ def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
         assert counts.fitting <= counts.evaluated
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(st.sampled_from([DENSE, EXPERTS]), st.sampled_from([4, 6, 8]), st.sampled_from([8, 24]), st.integers(0, 3))
+SIZES = (st.sampled_from([DENSE, EXPERTS]), st.sampled_from([4, 6, 8]), st.sampled_from([8, 24]), st.integers(0, 3))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(*SIZES)
 def test_more_memory_never_hurts_and_never_unfits(model: dict[str, Any], per_node: int, batch: int, zero: int) -> None:
+    grows(model, per_node, batch, zero, pipeline={"schedule": "1f1b"}, compile="block")
+
+
+@pytest.mark.long
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(*SIZES)
+def test_more_memory_never_hurts_any_schedule(model: dict[str, Any], per_node: int, batch: int, zero: int) -> None:
+    grows(model, per_node, batch, zero)
+
+
+def grows(model: dict[str, Any], per_node: int, batch: int, zero: int, **pinned: Any) -> None:
+    """Search one space for devices of more and more memory, of which the last has enough."""
     document = case(
         model, 1, per_node, memory_gib=1, batch=batch, data={"zero": zero}, tensor=1, micro_batch=1,
-        sequence={"method": "ulysses"},
+        sequence={"method": "ulysses"}, **pinned,
     )  # fmt: skip
     times = []
     for size in (2.0, 3.5, 6.0, 40.0):

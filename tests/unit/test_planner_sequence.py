@@ -43,8 +43,8 @@ GRID = (
 )
 REST = "hardware: {accelerator: h100-sxm, nodes: 2}\ndata: python-stdlib\n"
 LENGTH = "training: {sequence_length: 3840, global_batch: 16}\n"
-ALONE = ("parallel.tensor=1", "parallel.pipeline=1")
-"""Settings without tensor and pipeline ranks, for fewer layouts."""
+ALONE = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.compile=none", "parallel.offload=none")
+"""Settings without tensor and pipeline ranks, of one compilation and without offload, for fewer layouts."""
 LONG = "model: llama3-8b\n" + REST + "training: {sequence_length: 65536, global_batch: 16}\n"
 
 
@@ -102,7 +102,7 @@ def test_what_does_not_go_beside_is_a_finding(overrides: list[str], code: str) -
 
 def test_tensor_ranks_of_two_dimensions_share_sequences() -> None:
     even = ("model.heads=8", "model.kv_heads=8")
-    spec = spec_of(MODEL + REST + LENGTH, *even, "parallel.sequence=2", "parallel.tensor={shape: [1, 2]}")
+    spec = spec_of(MODEL + REST + LENGTH, *even, "parallel.sequence=2", "parallel.tensor={shape: [1, 2]}", ALONE[2])
     plan = make_plan(spec, base_dir=ROOT, default_name="test").plan
     assert plan is not None
     assert (plan.layout.mesh.cp, plan.layout.mesh.tp, plan.layout.tensor.inner) == (2, 2, 2)
@@ -287,7 +287,8 @@ def test_windows_cost_what_they_see() -> None:
 SMALL = (
     "model: {layers: 4, hidden: 448, heads: 7, kv_heads: 7, vocab: 256, max_position: 100000000}\n"
     "hardware: {accelerator: h100-sxm, per_node: 4, memory_gib: 4}\ndata: python-stdlib\n"
-    "parallel: {tensor: 1, pipeline: 1, offload: {optimizer: none, parameters: none, activations: none}}\n"
+    "parallel: {tensor: 1, pipeline: 1, offload: {optimizer: none, parameters: none, activations: none}, "
+    "compile: none, micro_batch: 1, data: {zero: 3}}\n"
     "training: {sequence_length: 4096, global_batch: 4}\n"
 )
 
@@ -314,7 +315,8 @@ def test_what_if_of_lengths_tells_the_longest_of_each_method(
 ) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(SMALL, encoding="utf-8")
-    few = ["--set", "parallel.recompute=full", "--set", "parallel.data.zero=3"]
+    pins = ("recompute=full", "data.zero=3", "compile=none", "micro_batch=1")
+    few = [word for pin in pins for word in ("--set", f"parallel.{pin}")]
     for output in ("json", "text"):
         with pytest.raises(SystemExit) as end:
             run(["plan", str(path), "--vary", "sequence_length=4096,8192", "--output", output, *few])

@@ -144,7 +144,20 @@ def most(plan: Plan) -> tuple[int, int]:
     return max(collective for collective, _ in ranks), max(wires for _, wires in ranks)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+IN_CI = ("1f1b", "interleaved", "zb-v", "weipipe")
+"""Schedules of every placement of stages; the others are for the longer suites."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name, marks=[pytest.mark.long] if words[0] == "schedule" and words[1] not in IN_CI else []
+        )
+        for name, case in CASES.items()
+        if (words := name.split())
+    ],
+)
 def test_planner_counts_the_groups_that_ranks_open(case: Case) -> None:
     plan = case.plan()
     assert counted(plan) == most(plan)

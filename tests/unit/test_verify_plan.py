@@ -31,7 +31,7 @@ model: {hidden: 64, layers: 4, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96
 hardware: {accelerator: h100-sxm, nodes: 1, per_node: 4}
 data: python-stdlib
 training: {global_batch: 8, sequence_length: 64, steps: 3}
-parallel: {tensor: 2, sequence: 1, pipeline: 2}
+parallel: {tensor: 2, sequence: 1, pipeline: 2, compile: none, micro_batch: 1, recompute: none, offload: none}
 """
 GIB = 2**30
 
@@ -317,7 +317,7 @@ def test_experts_on_more_ranks_than_are_executed(spec: Path, command: Callable[.
         "nodes: 1, per_node: 4", "per_node: 16"
     )
     spec.write_text(
-        text.replace("pipeline: 2}", "pipeline: 2, expert: 8}").replace("global_batch: 8", "global_batch: 16")
+        text.replace("pipeline: 2,", "pipeline: 2, expert: 8,").replace("global_batch: 8", "global_batch: 16")
     )
     out = spec.with_name("plan.json")
     done = command("plan", str(spec), "--verify", "--out", str(out))
