@@ -41,6 +41,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the process end as usual; libraries count what it leaves."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep plans independent of a machine calibration that happens to be in the working folder of the tests."""

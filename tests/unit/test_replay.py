@@ -337,7 +337,8 @@ def test_the_command_prints_data(tmp_path: Path) -> None:
 
 
 SOME = {"vTrain ground truth (single-node)": 12, "DeepSpeed-Ulysses figure": 5, "AMD Primus-pipeline blog": 4,
-        "ROCm/TransformerEngine issues": 4}  # fmt: skip
+        "ROCm/TransformerEngine issues": 4, "vTrain ground truth (multi-node)": 3,
+        "MosaicML llm-foundry benchmarking README": 4}  # fmt: skip
 """Sources whose runs are many or take long to predict, and of how many runs of each one counts."""
 
 
