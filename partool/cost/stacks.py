@@ -187,6 +187,12 @@ def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stac
     return compiled if compile == "block" else eager
 
 
+def sending_once(stack: Stack) -> Stack:
+    """Return the facts of a code base that sends a token once to each node, in all of its layers."""
+    experts = None if stack.experts is None else replace(stack.experts, sends_once=True)
+    return replace(stack, sends_once=True, experts=experts)
+
+
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (

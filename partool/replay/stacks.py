@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from partool.cost.stacks import STACKS, Stack, own_stack
+from partool.cost.stacks import STACKS, Stack, own_stack, sending_once
 from partool.replay.cells import Cells
 from partool.strategies.engines import ENGINES
 
@@ -72,7 +72,7 @@ def stack_of(cells: Cells) -> Stack:
     if "async tp" in text:
         found = replace(found, overlap_tensor=0.5)
     if re.search(r"deep-?ep|hybrid-?ep", text):
-        found = replace(found, sends_once=True)
+        found = sending_once(found)
     if re.search(
         r"(overlap\w*[^;,.]{0,20}(\bep\b|expert|a2a|all-?to-?all|moe))|((\bep|a2a|moe)[ _]\w{0,8}[ _]?overlap)", text
     ):

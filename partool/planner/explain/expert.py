@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from partool.cost.stacks import sending_once
 from partool.cost.time.predict import time_terms
 from partool.planner.search.price import Priced
 
@@ -37,7 +38,7 @@ def expert_reasons(best: Priced) -> Iterator[str]:
         yield f"Each token is sent to all {parts} parts of its experts, {parts} times the bytes of whole experts."
     if domains == 1 or job.stack.sends_once:
         return
-    levels = time_terms(replace(job, stack=replace(job.stack, sends_once=True)), layout)
+    levels = time_terms(replace(job, stack=sending_once(job.stack)), layout)
     once_s, step_s = levels.get(_TERM, 0.0), sum(levels.values())
     yield (
         f"Between {several} a token travels once per expert. Sent once per {one} and forwarded inside of it, which the "
