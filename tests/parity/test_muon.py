@@ -9,7 +9,7 @@ import pytest
 from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools
-from _tensor_plans import FIVE, ONE, SHARED, tensor_plan
+from _tensor_plans import EVEN, FIVE, HALVES, ONE, SHARED, tensor_plan
 from test_experts import SHORT
 from test_tensor_trainer import assert_same_state
 
@@ -23,7 +23,7 @@ MUON = OptimizerSpec(
     name="muon", lr=1e-2, momentum=0.95, newton_schulz="working", weight_decay=0.1,
     schedule=LrSchedule(kind="constant", warmup_steps=2), groups={"layers.1.*": {"momentum": 0.8, "lr_factor": 0.5}},
 )  # fmt: skip
-MODELS = {"five": FIVE, "shared": SHARED, "experts": SHORT}
+MODELS = {"five": FIVE, "shared": SHARED, "experts": SHORT, "even": EVEN}
 
 
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
@@ -38,6 +38,21 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
         "two ranks zero-3": (make(Mesh(dp_shard=2), settings=of(3)), "five"),
         "four ranks zero-1": (make(Mesh(dp_shard=4), micro_batches=3, settings=of(1)), "five"),
         "two copies zero-2": (make(Mesh(dp_replicate=2, dp_shard=2), micro_batches=1, settings=of(2)), "five"),
+        "tensor ranks zero-1": (make(Mesh(dp_shard=2, tp=2), model=SHARED, settings=of(1)), "shared"),
+        "four tensor ranks": (make(Mesh(tp=4), sequence_norms=True, settings=of(0)), "five"),
+        "two dimensions": (make(Mesh(tp=4), model=EVEN, tensor_inner=2, settings=of(0)), "even"),
+        "pipeline zero-1": (make(Mesh(dp_shard=2, pp=2), stages=HALVES, schedule="1f1b", settings=of(1)), "five"),
+        "weipipe": (make(Mesh(dp_shard=2, pp=2), stages=HALVES, schedule="weipipe", settings=of(0)), "five"),
+        "experts zero-3": (make(Mesh(dp_shard=4), model=SHORT, expert=2, settings=of(3)), "experts"),
+        "experts on tensor ranks": (
+            make(Mesh(dp_shard=2, tp=2), model=SHORT, expert=2, expert_tensor=2, settings=of(1)),
+            "experts",
+        ),
+        "experts uncut": (make(Mesh(dp_shard=2, tp=2), model=SHORT, settings=of(1)), "experts"),
+        "sequence": (
+            make(Mesh(dp_shard=2, cp=2), sequence_method="ring", sequence_order="zigzag", settings=of(1)),
+            "five",
+        ),
     }
     return {name: (plan.model_copy(update={"optimizer": MUON}), model) for name, (plan, model) in found.items()}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import EXPERT, LOADS, SEQUENCE, CollectiveTraffic, CommCounter
+from partool_runtime.parallel.comm import EXPERT, LOADS, MATRICES, SEQUENCE, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
@@ -83,14 +83,17 @@ class StepSampler:
     def _sent_bytes(self, traffic: dict[str, CollectiveTraffic]) -> dict[str, int]:
         """Return the number of sent bytes by term."""
         assert self._counter is not None
-        sequence, expert, loads = (_sent(self._counter.snapshot(described=one)) for one in (SEQUENCE, EXPERT, LOADS))
+        sequence, expert, loads, matrices = (
+            _sent(self._counter.snapshot(described=one)) for one in (SEQUENCE, EXPERT, LOADS, MATRICES)
+        )
         others = _sent(traffic)
-        for part in (self._tensor, sequence, expert, loads):
+        for part in (self._tensor, sequence, expert, loads, matrices):
             others.subtract(part)
         sent = {
             "gradient_sync": others["reduce_scatter"] + others["all_reduce"],
             "parameter_gather": others["all_gather"],
         }
+        sent |= {"optimizer": matrices.total()} if matrices else {}
         sent |= {"tensor": self._tensor.total()} if len(self._tensor_ranks) > 1 else {}
         sent |= {"expert": expert.total()} if self._shares_experts else {}
         return sent | ({"sequence": sequence.total()} if self._shares_sequences else {})
