@@ -273,7 +273,7 @@ RULES: tuple[Rule, ...] = (
         "Muon orthogonalises each matrix by itself. Of partool's own decoder it is known which parameters are "
         "matrices, and which stack several of them; modules of transformers fuse and stack them in ways of their own.",
         "model: {hf: ./my-llama}\ndata: python-stdlib\noptimizer: {name: muon}\n",
-        "model: {hf: ./my-llama}\ndata: python-stdlib\noptimizer: {name: adamw}\n",
+        BASE + "optimizer: {name: muon}\n",
     ),
     Rule(
         "PT236",

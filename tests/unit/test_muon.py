@@ -25,15 +25,18 @@ from partool.cost.optimizer import matrices_s, matrix_bytes, working_bytes
 from partool.cost.time.predict import predict_time
 from partool.engines.write import terms_of
 from partool.layout.matrices import MatrixStack, matrix_stacks, newton_schulz_flops
+from partool.layout.tensor import own_partition
+from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.planner.elastic import job_of_plan
 from partool.spec import load_text
 from partool.spec.model import ModelConfig
 from partool.spec.training import OptimizerSpec
+from partool_runtime.optim import owners
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.muon import WholeMatrices
 from partool_runtime.optim.newton_schulz import COEFFICIENTS, orthogonalised, scaled_rate
-from partool_runtime.optim.owners import shared_out
+from partool_runtime.optim.owners import Holders, rounds, shared_out
 from partool_runtime.weights import build, freeze
 
 SHAPES = {"layers.0.wide": (9, 31), "layers.0.tall": (33, 8), "layers.1.square": (16, 16)}
@@ -130,17 +133,17 @@ def test_experts_are_orthogonalised_one_by_one() -> None:
 
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=12),
-    owners=st.integers(1, 9),
+    ranks=st.integers(1, 9),
 )
-def test_owners_share_all_matrices_evenly(shapes: list[tuple[int, int, int]], owners: int) -> None:
+def test_owners_share_all_matrices_evenly(shapes: list[tuple[int, int, int]], ranks: int) -> None:
     stacks = [MatrixStack(f"layers.{at}", *shape) for at, shape in enumerate(shapes)]
-    found = shared_out(stacks, owners)
+    found = shared_out(stacks, ranks)
     assert Counter(matrix for mine in found for matrix in mine) == {
         (stack, number): 1 for stack in stacks for number in range(stack.count)
     }
     work = [sum(newton_schulz_flops(one.stack.rows, one.stack.columns) for one in mine) for mine in found]
     largest = max(newton_schulz_flops(stack.rows, stack.columns) for stack in stacks)
-    assert max(work) <= sum(work) / owners + largest
+    assert max(work) <= sum(work) / ranks + largest
 
 
 EXPERTS = "moe: {experts: 4, top_k: 2, ffn_hidden: 32, shared_experts: 1, first_dense_layers: 1}"
@@ -209,6 +212,68 @@ def test_ranks_share_the_work_and_all_else_costs_nothing_more() -> None:
     assert terms_s["muon"] > terms_s["adamw"] + 0.8 * shared_s
     assert costs["muon"].traffic_bytes["optimizer"] == int(matrix_bytes(job, layout))
     assert costs["adamw"].traffic_bytes["optimizer"] == 0
+
+
+MESHES = {
+    "one copy": ({"zero": 3, "mesh": Mesh(dp_shard=4)}, False),
+    "two copies": ({"zero": 1, "mesh": Mesh(dp_replicate=2, dp_shard=2)}, False),
+    "no shards": ({"zero": 0, "mesh": Mesh(dp_shard=3)}, False),
+    "tensor ranks": ({"zero": 1, "mesh": Mesh(dp_shard=2, tp=3)}, False),
+    "experts": ({"zero": 2, "mesh": Mesh(dp_shard=4), "expert": 2}, True),
+    "parts of experts": ({"zero": 1, "mesh": Mesh(dp_shard=2, tp=4), "expert": 2, "expert_tensor": 2}, True),
+}
+
+
+def exchanged(name: str) -> None:
+    """Raise AssertionError if the rounds of all ranks do not gather and return each matrix exactly."""
+    fields, experts = MESHES[name]
+    model = job_of(f"hidden: 20, heads: 5, kv_heads: 1, head_dim: 7, ffn_hidden: 37, {EXPERTS * experts}").model
+    layout = laid(planned().layout, **fields)
+    rows = own_partition(model, layout.mesh.tp, 1, False, layout.expert)
+    plan = planned().model_copy(update={"model": model, "layout": layout, "partition": rows})
+    stacks = matrix_stacks(model)
+    holders = Holders(plan, [stack.name for stack in stacks])
+    wholes = {one.name: torch.arange(one.elements).view(-1, one.columns) for one in stacks}
+    shards: list[dict[str, torch.Tensor]] = []
+    for place in range(holders.size):
+        shards.append({})
+        for stack in stacks:
+            placement, held = holders.part(stack, place)
+            shards[-1][stack.name] = torch.full((len(held), *placement.local_shape[1:]), -1)
+            for box in placement.boxes(held):
+                inside = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                shards[-1][stack.name][box.local] = wholes[stack.name][inside]
+    back = [{name: torch.full_like(shard, -2) for name, shard in each.items()} for each in shards]
+    for made in zip(*(rounds(stacks, holders, place) for place in range(holders.size)), strict=True):
+        for owner, mine in enumerate(made):
+            if mine.mine is None:
+                continue
+            stack, number = mine.mine
+            matrix = torch.full((stack.rows, stack.columns), -3)
+            for place, theirs in enumerate(made):
+                for (held_name, sent), got in zip(theirs.sent[owner], mine.received[place], strict=True):
+                    assert (matrix[got.inside] == -3).all(), "sent twice"
+                    matrix[got.inside] = shards[place][held_name][sent.local]
+            assert torch.equal(matrix, wholes[stack.name][number * stack.rows : (number + 1) * stack.rows])
+            for place, theirs in enumerate(made):
+                for (held_name, taken), result in zip(theirs.taken[owner], mine.returned[place], strict=True):
+                    back[place][held_name][taken.local] = matrix[result.inside]
+    for shard, got_back in zip(shards, back, strict=True):
+        assert all(torch.equal(shard[name], got_back[name]) for name in shard)
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_every_matrix_comes_whole_to_its_owner_and_back(name: str) -> None:
+    exchanged(name)
+
+
+def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evenly(rows: range, rank: int, ranks: int) -> range:
+        return rows[len(rows) * rank // ranks + (rank == 1) : len(rows) * (rank + 1) // ranks]
+
+    monkeypatch.setattr(owners, "split_rows", evenly)
+    with pytest.raises(AssertionError):
+        exchanged("one copy")
 
 
 @pytest.mark.parametrize(

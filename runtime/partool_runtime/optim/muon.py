@@ -18,7 +18,7 @@ from partool.spec.training import NewtonSchulz
 from partool_kernels.host import StepRule
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.newton_schulz import direction_type, orthogonalised, scaled_rate
-from partool_runtime.optim.owners import HeldRegion, Holders, Round, rounds
+from partool_runtime.optim.owners import HeldBlock, Holders, Round, rounds
 from partool_runtime.parallel.comm import MATRICES, counted_as
 
 
@@ -102,19 +102,19 @@ class WholeMatrices:
     def _gather(
         self, one: Round, shards: Mapping[str, MatrixShard], like: torch.Tensor, group: dist.ProcessGroup
     ) -> _Exchange:
-        sent = [[self._direction(shards[held.name], held.region.local) for held in to] for to in one.sent]
+        sent = [[self._direction(shards[held.name], held.block.local) for held in to] for to in one.sent]
         return _exchange(sent, [sum(each.elements for each in of) for of in one.received], like, group)
 
     def _take(self, one: Round, shards: Mapping[str, MatrixShard], results: Sequence[torch.Tensor]) -> None:
         """Update this rank's shards by the results of a round."""
         for taken, result in zip(one.taken, results, strict=True):
             at = 0
-            for name, region in taken:
+            for name, block in taken:
                 shard, stack = shards[name], self._stacks[name]
-                weight = shard.weight[region.local]
-                part = result[at : at + region.elements].view(weight.shape)
+                weight = shard.weight[block.local]
+                part = result[at : at + block.elements].view(weight.shape)
                 weight.add_(part, alpha=-scaled_rate(shard.rule.lr, stack.rows, stack.columns))
-                at += region.elements
+                at += block.elements
 
 
 def open_matrices(plan: Plan, names: Iterable[str], ranks: Ranks) -> WholeMatrices:
@@ -132,14 +132,14 @@ def _orthogonalised(one: Round, received: Sequence[torch.Tensor]) -> list[list[t
         return [[] for _ in one.returned]
     stack = one.mine.stack
     matrix = received[0].new_empty(stack.rows, stack.columns)
-    for regions, values in zip(one.received, received, strict=True):
+    for blocks, values in zip(one.received, received, strict=True):
         at = 0
-        for region in regions:
-            block = matrix[region.inside]
-            block.copy_(values[at : at + region.elements].view(block.shape))
-            at += region.elements
+        for block in blocks:
+            part = matrix[block.inside]
+            part.copy_(values[at : at + block.elements].view(part.shape))
+            at += block.elements
     result = orthogonalised(matrix)
-    return [[result[region.inside] for region in regions] for regions in one.returned]
+    return [[result[block.inside] for block in blocks] for blocks in one.returned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +172,5 @@ def _exchange(
     return _Exchange(work, received, sizes, payload)
 
 
-def _sizes(regions: Sequence[Sequence[HeldRegion]]) -> list[int]:
-    return [sum(held.region.elements for held in of) for of in regions]
+def _sizes(blocks: Sequence[Sequence[HeldBlock]]) -> list[int]:
+    return [sum(held.block.elements for held in of) for of in blocks]

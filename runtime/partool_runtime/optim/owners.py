@@ -28,7 +28,7 @@ class Matrix(NamedTuple):
     number: int
 
 
-class Region(NamedTuple):
+class MatrixBlock(NamedTuple):
     """A block of a matrix that one rank holds."""
 
     local: tuple[slice, slice]
@@ -43,11 +43,11 @@ class Region(NamedTuple):
         return int((rows.stop - rows.start) * (columns.stop - columns.start))
 
 
-class HeldRegion(NamedTuple):
+class HeldBlock(NamedTuple):
     """A block of a matrix in this rank's shard of a parameter."""
 
     name: str
-    region: Region
+    block: MatrixBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Round:
 
     mine: Matrix | None
     """The matrix that this rank orthogonalises; None if it has none in this round."""
-    sent: list[list[HeldRegion]]
+    sent: list[list[HeldBlock]]
     """Blocks of the owners' matrices that this rank sends to them."""
-    received: list[list[Region]]
+    received: list[list[MatrixBlock]]
     """Blocks of ``mine`` that this rank gets; together they cover the matrix once."""
-    returned: list[list[Region]]
+    returned: list[list[MatrixBlock]]
     """Blocks of the result that this rank sends to all who hold them."""
-    taken: list[list[HeldRegion]]
+    taken: list[list[HeldBlock]]
     """Blocks of the owners' results that this rank holds."""
 
 
@@ -101,13 +101,13 @@ class Holders:
             placement = whole(shape)
         return placement, split_rows(range(placement.local_shape[0]), shard, shards)
 
-    def regions(self, matrix: Matrix, place: int, *, counted: bool = False) -> list[Region]:
+    def blocks(self, matrix: Matrix, place: int, *, counted: bool = False) -> list[MatrixBlock]:
         """Return the blocks of a matrix that a rank holds; ``counted`` leaves out what another tensor rank sends."""
         placement, rows = self.part(matrix.stack, place)
-        return [] if counted and not placement.counts else list(_regions(matrix, placement, rows))
+        return [] if counted and not placement.counts else list(_blocks(matrix, placement, rows))
 
 
-def _regions(matrix: Matrix, placement: Placement, rows: range) -> Iterator[Region]:
+def _blocks(matrix: Matrix, placement: Placement, rows: range) -> Iterator[MatrixBlock]:
     first = matrix.number * matrix.stack.rows
     for box in placement.boxes(rows):
         top, left = box.offsets
@@ -115,7 +115,7 @@ def _regions(matrix: Matrix, placement: Placement, rows: range) -> Iterator[Regi
         if start < stop:
             held = box.local[0].start + start - top
             inside = slice(start - first, stop - first), slice(left, left + box.sizes[1])
-            yield Region((slice(held, held + stop - start), box.local[1]), inside)
+            yield MatrixBlock((slice(held, held + stop - start), box.local[1]), inside)
 
 
 def shared_out(stacks: Sequence[MatrixStack], owners: int) -> list[list[Matrix]]:
@@ -146,16 +146,16 @@ def _round(matrices: Sequence[Matrix | None], holders: Holders, place: int) -> R
     def from_copy(holder: int, owner: int) -> bool:
         return holder // holders.of_copy == owner // holders.of_copy
 
-    def held(owner: int, *, counted: bool) -> list[HeldRegion]:
+    def held(owner: int, *, counted: bool) -> list[HeldBlock]:
         matrix = matrices[owner]
         if matrix is None or (counted and not from_copy(place, owner)):
             return []
-        return [HeldRegion(matrix.stack.name, one) for one in holders.regions(matrix, place, counted=counted)]
+        return [HeldBlock(matrix.stack.name, one) for one in holders.blocks(matrix, place, counted=counted)]
 
-    def of_mine(holder: int, *, counted: bool) -> list[Region]:
+    def of_mine(holder: int, *, counted: bool) -> list[MatrixBlock]:
         if mine is None or (counted and not from_copy(holder, place)):
             return []
-        return holders.regions(mine, holder, counted=counted)
+        return holders.blocks(mine, holder, counted=counted)
 
     return Round(
         mine,
