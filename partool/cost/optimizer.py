@@ -22,9 +22,11 @@ _STREAM_SHARE = 0.80
 _WIDE_SLOWDOWN = 16.0
 """Ratio of the time of products in float32 to the time in 16 bits on an accelerator: 15 on an H100 (989 and 67
 TFLOP/s), 16 on an A100 (312 and 19.5 TFLOP/s), by NVIDIA's data sheets."""
-_EXCHANGED = 7.0
-"""Largest matrices whose elements a rank holds at once where ranks share matrices: one that arrived, one in the
-iteration before and after a step, and what is sent and received for the next and for the previous matrix."""
+_EXCHANGED = 6.0
+"""Largest matrices that a rank holds at once where ranks share matrices: one that has arrived, the same before and
+after a step of the iteration and in the order of its rows, and what is sent and received for the next one."""
+_RETURNED = 2.0
+"""Largest matrices of results that are sent and received, for each copy of the training state."""
 _ALONE = 2.0
 """The same where a rank holds whole matrices."""
 
@@ -106,6 +108,12 @@ def _owners(layouts: Layouts) -> Column:
     return layouts.dp * layouts.cp * layouts.tp
 
 
+def _copies(layouts: Layouts) -> Column:
+    """Return the number of copies of the training state of a pipeline position."""
+    stateless = (np.asarray(layouts.zero) == 0) | layouts.ring
+    return np.where(stateless, layouts.dp * layouts.cp, layouts.replicas)
+
+
 def matrix_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes that a rank sends on average to gather matrices on their owners and to scatter the results.
 
@@ -113,9 +121,7 @@ def matrix_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """
     if job.matrices is None:
         return 0.0
-    owners = _owners(layouts)
-    stateless = np.asarray(layouts.zero) == 0
-    copies = np.where(stateless | layouts.ring, layouts.dp * layouts.cp, layouts.replicas)
+    owners, copies = _owners(layouts), _copies(layouts)
     of_copy = owners / copies
     elements = sum(stack.elements for stack in _stacks(job.model, job.frozen)) / layouts.pp / owners
     return elements * ((of_copy - 1) / of_copy + copies - 1 / of_copy) * job.matrices.direction_bytes
@@ -127,7 +133,7 @@ def working_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     shapes = Counter((stack.rows, stack.columns) for stack in stacks)
     if job.matrices is None or not shapes:
         return 0.0
-    held = np.where(_owners(layouts) > 1, _EXCHANGED, _ALONE)
+    held = np.where(_owners(layouts) > 1, _EXCHANGED + _RETURNED * _copies(layouts), _ALONE)
     most = [held * rows * columns + 2.0 * min(rows, columns) ** 2 for rows, columns in shapes]
     largest: Column = np.maximum.reduce(most)
     return largest * job.matrices.direction_bytes

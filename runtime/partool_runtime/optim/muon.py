@@ -95,6 +95,7 @@ class WholeMatrices:
             results = _orthogonalised(done, arrived.wait())
             if leaving is not None:
                 self._take(self._rounds[number - 1], shards, leaving.wait())
+                leaving = None  # frees its memory before the next one takes as much
             leaving = _exchange(results, _sizes(done.taken), like, group)
         if leaving is not None:
             self._take(self._rounds[-1], shards, leaving.wait())
@@ -138,7 +139,7 @@ def _orthogonalised(one: Round, received: Sequence[torch.Tensor]) -> list[list[t
             part = matrix[block.inside]
             part.copy_(values[at : at + block.elements].view(part.shape))
             at += block.elements
-    result = orthogonalised(matrix)
+    result = orthogonalised(matrix).contiguous()  # so that blocks for several ranks are not copied one by one
     return [[result[block.inside] for block in blocks] for blocks in one.returned]
 
 
