@@ -87,6 +87,16 @@ IMBALANCE = 1.1
 
 
 @dataclass(frozen=True)
+class MatrixUpdates:
+    """Costs of an optimizer that updates matrices of layers as wholes (Muon); another one updates all else."""
+
+    moments: int
+    """Number of tensors that it keeps per parameter."""
+    direction_bytes: int
+    """Bytes of an element of a matrix that is sent and orthogonalised."""
+
+
+@dataclass(frozen=True)
 class TrainingJob:
     """Training job, shared by all layouts of one search."""
 
@@ -124,7 +134,10 @@ class TrainingJob:
     expert_imbalance: float = IMBALANCE
     """Tokens of the busiest rank's experts relative to the mean over ranks."""
     moments: int = 2
-    """Number of tensors that the optimizer keeps per parameter, each of the parameter's size."""
+    """Number of tensors that the optimizer keeps per parameter, each of the parameter's size; of an optimizer that
+    updates only matrices as wholes, those of the other parameters."""
+    matrices: MatrixUpdates | None = None
+    """None if the optimizer updates no matrices as wholes."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

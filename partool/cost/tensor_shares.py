@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost.case import Column, Layouts, TrainingJob
+from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups
 from partool.layout.tensor import Partition, by_name, own_partition
 from partool.spec.model import ModelConfig
@@ -61,6 +62,8 @@ class Share(NamedTuple):
     """Number of elements of experts on all tensor ranks together."""
     summed: int
     """Number of elements whose gradients are summed over tensor ranks once a step."""
+    matrices: int = 0
+    """Part of ``common`` that an optimizer of whole matrices updates."""
 
 
 class Shares(NamedTuple):
@@ -89,16 +92,17 @@ def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int
 
 
 def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int) -> Share:
-    common, expert, summed = ([0] * tensor for _ in range(3))
+    common, expert, summed, matrices = ([0] * tensor for _ in range(4))
     for info in infos:
         row = rows.get(info.name)
         target = expert if info.kind == "expert" else common
         for rank in range(tensor):
             held = info.elements if row is None else _held(row, rank)
             target[rank] += held
+            matrices[rank] += held * (target is common and takes_whole_matrices(info))
             summed[rank] += held * (row is not None and row.gradients == "summed")
     whole = sum(info.elements for info in infos if info.kind == "expert")
-    return Share(max(common), max(expert), whole, max(summed))
+    return Share(max(common), max(expert), whole, max(summed), max(matrices))
 
 
 def _held(row: Partition, rank: int) -> int:
@@ -115,6 +119,9 @@ class ShareColumns(NamedTuple):
     head: Column
     summed: tuple[Column, tuple[Column, Column], Column]
     """Numbers of elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""
+    matrices: tuple[Column, Column]
+    """For a dense layer and for a layer with experts, number of elements outside of experts that an optimizer of whole
+    matrices updates."""
 
 
 def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:
@@ -147,4 +154,7 @@ def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:
         (column([one.layers[0].summed for one in table]), column([one.layers[1].summed for one in table])),
         column([one.head.summed for one in table]),
     )
-    return ShareColumns(outside("embedding"), (layers[0], layers[1]), outside("head"), summed)
+    matrices = [column([one.layers[kind].matrices for one in table]) for kind in (0, 1)]
+    return ShareColumns(
+        outside("embedding"), (layers[0], layers[1]), outside("head"), summed, (matrices[0], matrices[1])
+    )

@@ -262,9 +262,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT226",
         "A setting that the optimizer does not read",
-        "adamw reads betas and eps, lion betas, adagrad eps, and sgd momentum; the same holds for their groups.",
+        "adamw reads betas and eps, lion betas, adagrad eps, sgd momentum, and muon newton_schulz and what sgd and "
+        "adamw read; the same holds for their groups.",
         BASE + "optimizer: {name: sgd, betas: [0.8, 0.9]}\n",
         BASE + "optimizer: {name: sgd, momentum: 0.8}\n",
+    ),
+    Rule(
+        "PT241",
+        "Muon for a model that transformers builds",
+        "Muon orthogonalises each matrix by itself. Of partool's own decoder it is known which parameters are "
+        "matrices, and which stack several of them; modules of transformers fuse and stack them in ways of their own.",
+        "model: {hf: ./my-llama}\ndata: python-stdlib\noptimizer: {name: muon}\n",
+        BASE + "optimizer: {name: muon}\n",
     ),
     Rule(
         "PT236",

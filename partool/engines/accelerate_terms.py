@@ -94,7 +94,9 @@ def _mesh(to: EngineTerms) -> None:
 
 def _optimizer(to: EngineTerms) -> None:
     optimizer, schedule = to.plan.optimizer, to.plan.optimizer.schedule
-    to.put("optim", _OPTIMIZERS[optimizer.name], "optimizer.name")
+    if optimizer.name not in _OPTIMIZERS:
+        to.cannot(f"partool's {optimizer.name} is no optimizer of Trainer", "optimizer.name", "use adamw")
+    to.put("optim", _OPTIMIZERS.get(optimizer.name), "optimizer.name")
     to.put("learning_rate", optimizer.lr, "optimizer.lr")
     if optimizer.name == "adamw":
         for name, value in (("adam_beta1", optimizer.betas[0]), ("adam_beta2", optimizer.betas[1])):

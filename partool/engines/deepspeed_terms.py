@@ -77,7 +77,9 @@ def _offload(to: EngineTerms) -> None:
 
 def _optimizer(to: EngineTerms) -> None:
     optimizer = to.plan.optimizer
-    to.put("optimizer.type", _OPTIMIZERS[optimizer.name], "optimizer.name")
+    if optimizer.name not in _OPTIMIZERS:
+        to.cannot(f"partool's {optimizer.name} is no optimizer of DeepSpeed", "optimizer.name", "use adamw")
+    to.put("optimizer.type", _OPTIMIZERS.get(optimizer.name), "optimizer.name")
     to.put("optimizer.params.lr", optimizer.lr, "optimizer.lr")
     if optimizer.name in ("adamw", "lion"):
         to.put("optimizer.params.betas", list(optimizer.betas), "optimizer.betas")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.memory.peak import host_bytes, predict_memory
+from partool.cost.optimizer import matrix_updates, moments_of
 from partool.cost.stacks import stack_of
 from partool.cost.time.predict import predict_time
 from partool.cost.traffic.gathers import controls_of_layout
@@ -23,7 +24,6 @@ from partool.planner.search.price import host_room
 from partool.planner.search.runnable import gaps, task_of
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
-from partool.strategies.optimizers import OPTIMIZERS
 
 _PATH = ("launch", "min_nodes")
 
@@ -168,7 +168,8 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
         memory_scalar=plan.prediction.memory_scalar,
-        moments=len(OPTIMIZERS[plan.optimizer.name].moments),
+        moments=moments_of(plan.optimizer),
+        matrices=matrix_updates(plan.optimizer, plan.training.precision),
         offload=plan.layout.offload,
         usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
         expert_imbalance=_limits(plan).expert_imbalance,

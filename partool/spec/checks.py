@@ -52,13 +52,17 @@ if TYPE_CHECKING:
     from partool.spec.spec import Spec
 
 Path = tuple[str | int, ...]
-_SETTINGS = ("betas", "momentum", "eps")
+_SETTINGS = ("betas", "momentum", "eps", "newton_schulz")
 """Settings that not every optimizer reads."""
 
 
 def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
     """Yield errors for betas out of range, and findings about settings that the optimizer does not read."""
     optimizer = spec.optimizer
+    if spec.model.hf is not None and OPTIMIZERS[optimizer.name].rest:
+        message = f"{optimizer.name} knows the matrices of partool's own decoder, and transformers builds this model"
+        help = "use adamw, or give the model's configuration as model.config, which partool's decoder reads"
+        yield Diagnostic("PT241", message, path=("optimizer", "name"), help=help)
     yield from _settings(optimizer.name, optimizer, ("optimizer",))
     for pattern, group in optimizer.groups.items():
         yield from _settings(optimizer.name, group, ("optimizer", "groups", pattern))
@@ -78,8 +82,10 @@ def _betas(betas: list[float] | None, path: Path) -> Iterator[Diagnostic]:
 
 def _unread(name: OptimizerName, settings: OptimizerSpec | OptimizerGroup, path: Path) -> Iterator[Diagnostic]:
     for setting in _SETTINGS:
-        default = type(settings).model_fields[setting].default
-        if setting not in OPTIMIZERS[name].reads and getattr(settings, setting) != default:
+        field = type(settings).model_fields.get(setting)
+        if field is None:
+            continue
+        if setting not in OPTIMIZERS[name].reads and getattr(settings, setting) != field.default:
             reads = " and ".join(OPTIMIZERS[name].reads)
             readers = " or ".join(other for other, record in OPTIMIZERS.items() if setting in record.reads)
             message = f"{setting} is a setting of {readers}; {name} reads {reads}"

@@ -73,6 +73,7 @@ class LrSchedule(Section):
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 Betas = Annotated[list[Share], Field(min_length=2, max_length=2)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
+NewtonSchulz = Literal["bf16", "working"]
 
 
 class OptimizerGroup(Section):
@@ -114,15 +115,19 @@ class OptimizerSpec(Section):
 
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
-    12 (2011); sgd: with momentum. Weight decay is decoupled from the gradient in all of them."""
+    12 (2011); sgd: with momentum; muon: Jordan et al., scaled as in Liu et al., arXiv 2502.16982, for matrices of
+    layers, and adamw for all other parameters. Weight decay is decoupled from the gradient in all of them."""
     lr: Factor = 3e-4
     """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
-    """adamw: decay rates of its two moments; lion: weight of the momentum in a step, and decay rate of the momentum."""
+    """adamw, also that of muon: decay rates of its two moments; lion: weight of the momentum in a step, and decay rate
+    of the momentum."""
     momentum: Momentum = 0.9
-    """Share of the last step's direction that sgd keeps; 0 keeps nothing."""
+    """Share of the last step's direction that sgd keeps, and decay rate of muon's momentum; 0 keeps nothing."""
+    newton_schulz: NewtonSchulz = "bf16"
+    """Type in which muon orthogonalises matrices; working: the type of the master weights."""
     eps: Factor = 1e-8
-    """Term that adamw and adagrad add to the denominator."""
+    """Term that adamw, also that of muon, and adagrad add to the denominator."""
     weight_decay: FactorOrNone = 0.1
     """Weight decay of matrices; norms and biases have none."""
     groups: Groups = {}

@@ -21,6 +21,9 @@ class OptimizerRecord:
     """Test that compares the optimizer's steps with another implementation."""
     host: bool = True
     """True: ``partool_kernels.host`` implements the optimizer, so that its state may be in host memory or in files."""
+    rest: str = ""
+    """If the optimizer updates only whole matrices of layers (:mod:`partool.layout.matrices`), the optimizer of all
+    other parameters; else empty."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {
@@ -28,5 +31,13 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "lion": OptimizerRecord("Chen et al., arXiv 2302.06675", ("exp_avg",), ("betas",)),
     "adagrad": OptimizerRecord("Duchi et al., JMLR 12 (2011)", ("sum",), ("eps",)),
     "sgd": OptimizerRecord("with momentum: Polyak, USSR Comp. Math. 4 (1964)", ("momentum",), ("momentum",)),
+    "muon": OptimizerRecord(
+        "Jordan et al., kellerjordan.github.io/posts/muon; scaling: Liu et al., arXiv 2502.16982",
+        ("momentum",),
+        ("momentum", "newton_schulz", "betas", "eps"),
+        test="tests/unit/test_muon.py::test_steps_are_those_of_torch_bit_for_bit",
+        host=False,
+        rest="adamw",
+    ),
 }
 """Name of an optimizer in specs → facts about the optimizer."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Literal, NamedTuple
 
+from partool.layout.matrices import matrix_stacks
 from partool.layout.parameters import is_frozen, parameters
 from partool.plan.rank_trace import CheckpointBlock, RankTrace
 from partool.plan.types import Plan
@@ -72,8 +73,13 @@ def _expected(plan: Plan, held: Mapping[str, Sequence[_Held]]) -> dict[str, Shap
         own = {key: found[0].block.shape for key, found in held.items() if key.startswith(_MODEL)}
         shapes = {key.removeprefix(_MODEL): shape for key, shape in own.items()}
     expected = {_MODEL + name: shape for name, shape in shapes.items()}
-    for moment in OPTIMIZERS[plan.optimizer.name].moments:
-        expected |= {f"{moment}.{name}": s for name, s in shapes.items() if not is_frozen(name, plan.frozen)}
+    record = OPTIMIZERS[plan.optimizer.name]
+    whole = {stack.name for stack in matrix_stacks(plan.model)} if record.rest else set()
+    for name, shape in shapes.items():
+        if not is_frozen(name, plan.frozen):
+            rest = record.rest and name not in whole
+            moments = OPTIMIZERS[record.rest].moments if rest else record.moments
+            expected |= {f"{moment}.{name}": shape for moment in moments}
     return expected
 
 

@@ -177,12 +177,14 @@ def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
             assert [event[key] for event in got] == pytest.approx([event[key] for event in wanted], rel=1e-11), name
 
 
-def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS, of: int = STEPS) -> None:
+def assert_same_state(
+    jobs: Jobs, run: str, reference: str, *, at: int = STEPS, of: int = STEPS, tolerance: float = 1e-10
+) -> None:
     """Compare a run's state after ``of`` steps with that of the reference after ``at`` steps."""
     wanted, got = jobs.state(reference, step=at), jobs.state(run, step=of)
     assert wanted.keys() == got.keys()
     for name, expected in wanted.items():
-        limit = 1e-10 * max(1.0, float(expected.abs().max()))
+        limit = tolerance * max(1.0, float(expected.abs().max()))
         assert got[name].shape == expected.shape
         assert float((got[name] - expected).abs().max()) <= limit, f"{run}: {name} differs"
 

@@ -52,6 +52,8 @@ def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
     state: list[Axis] = [(copies, sharers * layouts.tp), (sharers, layouts.tp), (layouts.tp, 1)]
     if job.model.moe is not None:
         state += _of_experts(job.model.moe, layouts, sharers)
+    if job.matrices is not None:
+        state.append((layouts.dp * layouts.cp * layouts.tp, 1))
     groups = _distinct(state, world)
     both = (layouts.tensor_inner > 1) & (layouts.tensor_inner < layouts.tp)
     groups = groups + np.where(both, 2, 0) + np.where(_some_keys(job, layouts), 1, 0)

@@ -107,15 +107,17 @@ def plain_moments(state: States, done: PassBytes) -> list[Moment]:
     ]
 
 
-def ring_moments(state: States, done: PassBytes, cast_bytes: int) -> list[Moment]:
-    """Return the moments of a rank that passes weights on; ``cast_bytes`` are those of a cast weight, 0 without casts.
+def ring_moments(state: States, done: PassBytes, cast_bytes: int, updating: Column) -> list[Moment]:
+    """Return the moments of a rank that passes weights on.
 
+    ``cast_bytes`` are those of a cast weight, 0 without casts; ``updating`` are those of the update's temporaries.
     A stage's backward pass runs its layers again, or follows its forward pass at once. The head's weights are cast for
     the loss, and its gradients are added up with those of the other parameters.
     """
     others = done.saved * (1.0 - 1.0 / np.maximum(done.in_flight, 1.0)) + done.tables
     lasting = {"gathered": state.gathered, "communication": done.exchanged + done.copies}
     with_head = lasting | {"gathered": state.gathered + cast_bytes * state.root_elements}
+    at_update = lasting | {"communication": done.exchanged + done.copies + updating}
     before, saved = state.gradients_before, done.saved + done.tables
     freed = np.where(done.loss > 0, done.freed, 0.0)
     return [
@@ -130,5 +132,5 @@ def ring_moments(state: States, done: PassBytes, cast_bytes: int) -> list[Moment
         ),
         Moment("last layer", gradients=state.gradients, activations=others + done.at_work, working=done.at_work,
                **lasting),
-        Moment("update", gradients=state.gradients_at_step, activations=done.tables, **lasting),
+        Moment("update", gradients=state.gradients_at_step, activations=done.tables, **at_update),
     ]  # fmt: skip

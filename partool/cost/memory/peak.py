@@ -29,6 +29,7 @@ from partool.cost.memory.runtime_moments import moments
 from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
+from partool.cost.optimizer import working_bytes
 from partool.cost.stacks import PARTOOL
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
@@ -226,7 +227,11 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
 
 def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
-    there = _all_phases(state, done) if backend == "cpu" else fullest(_moments(job, layouts, stack, state, done))
+    there = (
+        _all_phases(state, done, working_bytes(job, layouts))
+        if backend == "cpu"
+        else fullest(_moments(job, layouts, stack, state, done))
+    )
     outside = FRAMEWORK_BYTES[backend] + communicators(job, layouts).memory_bytes(backend)
     optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
     if backend == "cpu":
@@ -292,13 +297,13 @@ def _moments(job: TrainingJob, layouts: Layouts, stack: MemoryStack, state: Stat
         return moments(job, layouts, state, done)
     # Ranks that pass weights to each other neither gather nor reduce through FSDP2.
     cast_bytes = job.compute_bytes if job.compute_bytes != job.master_bytes else 0
-    passing = ring_moments(state, done, cast_bytes)
+    passing = ring_moments(state, done, cast_bytes, working_bytes(job, layouts))
     if np.all(layouts.ring):
         return passing
     return [either(layouts.ring, fullest(passing), fullest(moments(job, layouts, state, done)))]
 
 
-def _all_phases(state: States, done: PassBytes) -> Moment:
+def _all_phases(state: States, done: PassBytes, working: Column) -> Moment:
     """Return the sum of all phases of a step, as blocks of a CPU's memory stay resident after they are freed."""
     return Moment(
         "all phases",
@@ -306,5 +311,5 @@ def _all_phases(state: States, done: PassBytes) -> Moment:
         gradients=state.gradients_at_step,
         activations=done.saved + done.at_work,
         loss=np.maximum(done.loss, done.loss_backward),
-        communication=state.buffers + done.exchanged + done.copies,
+        communication=state.buffers + done.exchanged + done.copies + working,
     )

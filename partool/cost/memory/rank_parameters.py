@@ -12,6 +12,7 @@ import numpy as np
 from partool.cost.case import HALVED_RING, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.tensor_shares import share_columns
+from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.spec.model import ModelConfig
 
@@ -44,6 +45,8 @@ class GatherGroups:
     trained_layers: tuple[float, float] = (1.0, 1.0)
     """Share of elements that is trained: the mean over dense layers, and the mean over layers with experts."""
     trained_head: float = 1.0
+    trained_matrices: tuple[float, float] = (1.0, 1.0)
+    """As ``trained_layers``, of the elements that an optimizer of whole matrices updates."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,9 @@ def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
         "trained_embedding": _share(first, frozen),
         "trained_layers": tuple(_share(infos, frozen) for infos in kinds),
         "trained_head": _share(last, frozen),
+        "trained_matrices": tuple(
+            _share([info for info in infos if takes_whole_matrices(info)], frozen) for infos in kinds
+        ),
     }
 
 

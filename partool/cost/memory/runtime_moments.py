@@ -18,6 +18,7 @@ from partool.cost.memory.moments import Moment
 from partool.cost.memory.rank_parameters import BegunStages
 from partool.cost.memory.states import States
 from partool.cost.memory.work import PassBytes
+from partool.cost.optimizer import working_bytes
 
 
 def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> list[Moment]:
@@ -27,7 +28,14 @@ def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     micro-batches in flight than later ones do.
     """
     step = _Step.of(job, layouts, state, done)
-    found = [Moment("update", gradients=state.gradients_at_step, activations=done.tables)]
+    found = [
+        Moment(
+            "update",
+            gradients=state.gradients_at_step,
+            activations=done.tables,
+            communication=working_bytes(job, layouts),
+        )
+    ]
     alone = np.maximum(layouts.chunks, 1) == 1
     found += _Pass(step, True, done.saved, 0.0, state.leaving, alone).moments()
     several = np.asarray(layouts.accumulation) > 1

@@ -64,6 +64,10 @@ class _Sizes:
     trained: Column
     """Number of elements of ``common`` that are trained."""
     trained_expert: Column
+    matrices: Column
+    """Part of ``trained`` that an optimizer of whole matrices updates."""
+    matrices_expert: Column
+    """The same of ``trained_expert``."""
     pair: Column
     """Largest number of elements that two consecutive groups have together."""
     root: Column
@@ -84,15 +88,15 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     if stack.pipeline_keeps_whole:
         layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
-    def sharded(stage: int, only_trained: bool = False) -> Column:
+    def sharded(stage: int, of: tuple[Column, Column] = (sizes.common, sizes.expert)) -> Column:
         cut = np.where(zero >= stage, shards, 1)
         with_tensor = np.where((layouts.ep > 1) & (zero >= stage), layouts.tp, 1)
         experts = np.maximum(1, cut * with_tensor / layouts.expert_ranks)
-        common, expert = (sizes.common, sizes.expert) if not only_trained else (sizes.trained, sizes.trained_expert)
+        common, expert = of
         return np.ceil(common / cut) + np.ceil(expert / experts)
 
     everything = sizes.common + sizes.expert
-    everywhere, trained = sharded(1), sharded(1, only_trained=True)
+    everywhere, trained = sharded(1), sharded(1, (sizes.trained, sizes.trained_expert))
     kept_wide = master * everywhere * (1 - on_host)
     parameters: Column
     optimizer: Column
@@ -109,6 +113,9 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     leaving = _leaving(job, layouts, sizes)
     gradients = ended + leaving, before + leaving, stepping
     moments = job.moments * master * trained
+    if job.matrices is not None:
+        whole = sharded(1, (sizes.matrices, sizes.matrices_expert))
+        moments = moments - (job.moments - job.matrices.moments) * master * whole
     gathered = _gathered(job, layouts, stack, sizes, everything)
     if job.stack.name == "partool":
         frozen = np.where(on_host > 0, everywhere - trained, 0.0)
@@ -165,12 +172,16 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
     expert: Column = 0.0
     trained: Column = 0.0
     trained_expert: Column = 0.0
+    matrices: Column = 0.0
+    matrices_expert: Column = 0.0
     largest_layer: Column = 0.0
     for kind in (DENSE, MOE):
         (one, experts), count = shares.layers[kind], held.layers[kind]
         common, expert = common + one * count, expert + experts * count
         trained = trained + groups.trained_layers[kind] * one * count
         trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
+        matrices = matrices + groups.trained_matrices[kind] * shares.matrices[kind] * count
+        matrices_expert = matrices_expert + groups.trained_matrices[kind] * experts * count
         largest_layer = np.maximum(largest_layer, np.where(count > 0, one + experts, 0.0))
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
@@ -189,6 +200,8 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         + groups.trained_embedding * (embedding * held.first + extra)
         + groups.trained_head * head * held.last,
         trained_expert=trained_expert,
+        matrices=matrices,
+        matrices_expert=matrices_expert,
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
         layer=largest_layer,

@@ -13,8 +13,9 @@ import numpy as np
 
 from partool.cost import collective
 from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.optimizer import update_s
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.offload import device_update_s, offload
+from partool.cost.time.offload import offload
 from partool.cost.time.passes import PassLimits, passes, recorded, shared_most
 from partool.cost.time.split import Split, split
 from partool.cost.time.step import held_elements, owned_elements, saved_bytes
@@ -122,7 +123,7 @@ def _outside_s(job: TrainingJob, layouts: Layouts, known: PassLimits, left: Open
         late, slower = _offloaded(job, layouts, known, owned)
         exposed, slowdown = np.maximum(exposed, late), slowdown + slower
     share = layouts.gpu_fraction if left is None else left.updated
-    optimizer = device_update_s(job, owned * share) + 50e-6
+    optimizer = update_s(job, layouts, owned * share) + 50e-6
     return exposed + slowdown + tensor + optimizer + job.stack.overhead_s
 
 

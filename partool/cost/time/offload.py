@@ -8,6 +8,7 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
+from partool.cost.optimizer import device_update_s
 
 _LINK_SHARE = 0.8
 """Share of the host link's rate that copies from pinned memory reach."""
@@ -26,7 +27,6 @@ _DISK_SHARE = 0.9
 
 FAST_LINK = 100e9
 """Bytes per second of a link (NVLink-C2C) above which the host's update may be faster than the device's."""
-_STREAM_SHARE = 0.80
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,6 @@ def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
         return 1.0
     room_s = backward_s - lag_s
     return min(1.0, max(0.0, lag_s / backward_s, 1.0 - room_s / host_s if host_s > 0.0 else 0.0))
-
-
-def device_update_s(job: TrainingJob, elements: Column) -> Column:
-    """Return the seconds of norm, clipping and update of ``elements`` parameters on the device."""
-    # Each moment is read and written.
-    fewer = 2.0 * 4.0 * (2 - job.moments)
-    traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer)
-    return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 
 def link_rate(job: TrainingJob) -> float:

@@ -8,9 +8,10 @@ import numpy as np
 
 from partool.cost import collective, tensor_shares
 from partool.cost.case import FULL, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.optimizer import update_s
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.micro import Micro, micro
-from partool.cost.time.offload import OffloadTime, chain, device_share, device_update_s, offload
+from partool.cost.time.offload import OffloadTime, chain, device_share, offload
 from partool.cost.time.pipeline import boundary_elements
 from partool.cost.time.sync import PassSeconds, RankParameters, Sync, sync
 from partool.cost.traffic.total import trained_share
@@ -49,7 +50,7 @@ def step(job: TrainingJob, layouts: Layouts) -> StepParts:
         passes_s=m * passes.both_s,
         last_s=passes.backward_s,
     )
-    optimizer = device_update_s(job, owned * layouts.gpu_fraction) + 50e-6
+    optimizer = update_s(job, layouts, owned * layouts.gpu_fraction) + 50e-6
     boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
     send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
+from partool.cost.optimizer import matrix_updates, moments_of
 from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
-from partool.strategies.optimizers import OPTIMIZERS
 
 
 def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:
@@ -43,6 +43,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         expandable_segments=expandable(problem.spec.launch, problem.devices),
         controls=problem.controls,
         expert_imbalance=problem.spec.limits.expert_imbalance,
-        moments=len(OPTIMIZERS[problem.spec.optimizer.name].moments),
+        moments=moments_of(problem.spec.optimizer),
+        matrices=matrix_updates(problem.spec.optimizer, training.precision),
         offload=problem.offload,
     )

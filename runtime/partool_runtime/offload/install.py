@@ -11,11 +11,13 @@ from torch import nn
 
 from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
+from partool.strategies.optimizers import OPTIMIZERS
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.optim.device import DeviceOptimizer
+from partool_runtime.optim.muon import open_matrices
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
@@ -35,7 +37,9 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
         # ``kernels.fused`` applies to accelerators only; on a CPU only the mode selects the compiled pass.
         ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
-        return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
+        trained = trained_parameters(model)
+        whole = open_matrices(plan, trained, ranks) if OPTIMIZERS[plan.optimizer.name].rest else None
+        return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=whole)
     optimizer = _on_host(plan, prepared, ranks)
     prepared.memory.freeze()
     return optimizer

@@ -14,6 +14,7 @@ from partool_kernels.adamw.op import Tensors, Update, adamw, takes
 from partool_kernels.host import Part, Pool, StepRule, UpdatePass, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.optim.groups import ParameterGroup, grouped
+from partool_runtime.optim.muon import MatrixShard, WholeMatrices
 from partool_runtime.optim.steps import Shards, step
 from partool_runtime.torch_internals.tensors import local, local_bytes
 
@@ -31,7 +32,7 @@ class DeviceOptimizer:
     ``kernels`` is the mode of partool's own kernels. On GPUs one of these kernels makes a step of adamw in one launch
     if parameters and moments are float32; the default is torch's fused kernel. On CPUs ``native`` is the compiled pass
     that offloaded states also use, so that steps have the same bits with and without offload; other modes use torch's
-    operators.
+    operators. ``matrices`` makes the steps of parameters that the optimizer updates as whole matrices.
     """
 
     term = "optimizer"
@@ -46,25 +47,40 @@ class DeviceOptimizer:
         copies: Collection[str] = (),
         *,
         kernels: str = "torch",
+        matrices: WholeMatrices | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._copies = frozenset(copies)
         self._kernels = kernels
-        self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
-        with torch.no_grad():
-            self._moments = {
-                kind: {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
-                for kind in self._groups.moments
-            }
+        self._matrices = matrices
+        whole = frozenset() if matrices is None else matrices.names
+        self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()}, whole)
+        self._moments = self._zeros()
         self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         self._pool: Pool | None = None
         self._held: list[list[str]] = [[] for _ in self._groups.groups]
         for name, parameter in parameters.items():
             if local(parameter).numel() > 0:  # a rank may hold no row of a parameter
                 self._held[self._groups.of[name]].append(name)
-        self._launches = _alike({place: group for place, group in enumerate(self._groups.groups) if self._held[place]})
+        steps = {
+            place: group
+            for place, group in enumerate(self._groups.groups)
+            if self._held[place] and not OPTIMIZERS[group.kind].rest
+        }
+        self._launches = _alike(steps)
         self.updates = 0
         """Number of steps made, without skipped steps; checkpoints hold it."""
+
+    @torch.no_grad()
+    def _zeros(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return zeros for each kind of moments, by name of the parameters that have it."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for kind, record in OPTIMIZERS.items():
+            names = [name for name in self._parameters if self._groups.kind_of(name) == kind]
+            for moment in record.moments if names else ():
+                zeros = {name: torch.zeros_like(self._parameters[name], requires_grad=False) for name in names}
+                found.setdefault(moment, {}).update(zeros)
+        return found
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of the moments by ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``."""
@@ -128,7 +144,9 @@ class DeviceOptimizer:
         """Update with gradients times ``scale``; the gradients may be scaled in place."""
         self.updates += 1
         rules = self._groups.rules(lr, self.updates, scale)
-        if self._kernels == "native" and self._device.type == "cpu" and OPTIMIZERS[self._groups.kind].host:
+        self._step_matrices(rules)
+        kinds = {rules[place].kind for places in self._launches for place in places}
+        if self._kernels == "native" and self._device.type == "cpu" and all(OPTIMIZERS[kind].host for kind in kinds):
             self._in_one_pass(rules)
             return
         for places in self._launches:
@@ -136,9 +154,26 @@ class DeviceOptimizer:
                 for place in places:
                     step(self._shards(self._held[place]), rules[place])
 
+    def _step_matrices(self, rules: list[StepRule]) -> None:
+        """Update the parameters that are updated as whole matrices; every rank takes part, even without shards."""
+        if self._matrices is None or not self._matrices.names:
+            return
+        (moment,) = OPTIMIZERS[self._groups.kind].moments
+        held = [name for names in self._held for name in names if name in self._matrices.names]
+        shards = {
+            name: MatrixShard(
+                local(self._parameters[name]),
+                _gradient(self._parameters[name]),
+                local(self._moments[moment][name]),
+                rules[self._groups.of[name]],
+            )
+            for name in held
+        }
+        self._matrices.step(shards, local(self._parameters[min(self._matrices.names)]))
+
     def _in_one_pass(self, rules: list[StepRule]) -> None:
         """Update all parameters by the compiled pass that also updates states in host memory."""
-        names = [(place, name) for place, held in enumerate(self._held) for name in held]
+        names = [(place, name) for places in self._launches for place in places for name in self._held[place]]
         if not names:
             return
         if self._pool is None:
@@ -153,7 +188,7 @@ class DeviceOptimizer:
 
     def _in_one_launch(self, places: tuple[int, ...], rules: list[StepRule]) -> bool:
         """Update groups that differ only in weight decay by partool's kernel; return False if the kernel cannot."""
-        if self._kernels == "torch" or self._groups.kind != "adamw":
+        if self._kernels == "torch" or rules[places[0]].kind != "adamw":
             return False
         shards = self._shards([name for place in places for name in self._held[place]])
         decays = [rules[place].weight_decay != 0.0 for place in places for _ in self._held[place]]
@@ -169,10 +204,11 @@ class DeviceOptimizer:
 
     def _shards(self, names: Iterable[str]) -> Shards:
         names = list(names)
+        moments = OPTIMIZERS[self._groups.kind_of(names[0])].moments
         return Shards(
             [local(self._parameters[name]) for name in names],
             [_gradient(self._parameters[name]) for name in names],
-            [[local(of[name]) for name in names] for of in self._moments.values()],
+            [[local(self._moments[moment][name]) for name in names] for moment in moments],
         )
 
 

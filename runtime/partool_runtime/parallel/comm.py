@@ -18,6 +18,8 @@ EXPERT = "expert_parallel"
 """Description of process groups whose ranks share experts; CommCounter and a time term find groups by it."""
 LOADS = "expert_loads"
 """Purpose of collectives of statistics of experts, which are a few kilobytes and belong to no term of traffic."""
+MATRICES = "matrix_updates"
+"""Purpose of collectives that gather matrices on the ranks that update them and scatter the updates."""
 SEQUENCE = "sequence_parallel"
 """Description of process groups whose ranks share sequences; CommCounter and a time term find groups by it."""
 

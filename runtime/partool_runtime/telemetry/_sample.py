@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import EXPERT, LOADS, SEQUENCE, CollectiveTraffic, CommCounter
+from partool.strategies.optimizers import OPTIMIZERS
+from partool_runtime.parallel.comm import EXPERT, LOADS, MATRICES, SEQUENCE, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
@@ -51,6 +52,8 @@ class StepSampler:
         self._probed: dict[str, int] = {}
         self._counter: CommCounter | None = None
         self._counting = False
+        self._updates = CommCounter() if OPTIMIZERS[plan.optimizer.name].rest else None
+        """Counts what updates of whole matrices send, which comes after the end of the other count."""
         self._seen_forward = False
         self._pipeline = plan.layout.mesh.pp > 1
         self._watching = False
@@ -91,6 +94,8 @@ class StepSampler:
             "gradient_sync": others["reduce_scatter"] + others["all_reduce"],
             "parameter_gather": others["all_gather"],
         }
+        if self._updates is not None:
+            sent["optimizer"] = _sent(self._updates.snapshot(described=MATRICES)).total()
         sent |= {"tensor": self._tensor.total()} if len(self._tensor_ranks) > 1 else {}
         sent |= {"expert": expert.total()} if self._shares_experts else {}
         return sent | ({"sequence": sequence.total()} if self._shares_sequences else {})
@@ -102,6 +107,8 @@ class StepSampler:
         if term == "forward" and (self._pipeline or not self._seen_forward):
             self._watching = True
             self._saved.start()
+        if term == "optimizer" and self._updates is not None:
+            self._updates.__enter__()  # type: ignore[no-untyped-call]
         if term == "optimizer" and self._counting and self._counter is not None and len(self._tensor_ranks) > 1:
             # Counted before the norm of all gradients, as the tensor ranks may be the whole world.
             self._tensor = _sent(self._counter.snapshot(self._tensor_ranks, whole=self._shares_experts))
@@ -116,6 +123,8 @@ class StepSampler:
             self._watching, self._seen_forward = False, True
             self._most_bytes = max(self._most_bytes, self._saved.live_bytes)
         elif term == "optimizer":
+            if self._updates is not None:
+                self._updates.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._stop_counting()
 
     def _probe(self) -> None:

@@ -57,7 +57,8 @@ def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, ax
     """Give the experts' matrices this rank's experts, or its part of their widths, and record their places."""
     placements = dict(model.placements)
     for leaf, stacked in layer.experts.stacked():
-        placement = _placement(leaf, stacked.weight.shape, layer.number, axis, parts)
+        shape, experts = stacked.weight.shape, layer.number
+        placement = expert_placement(leaf, (shape[0], shape[1]), experts, (axis.place, axis.size), parts)
         part = torch.empty(placement.local_shape, dtype=stacked.weight.dtype, device=stacked.weight.device)
         stacked.weight = nn.Parameter(part, requires_grad=stacked.weight.requires_grad)
         full = f"{name}.experts.{leaf}.weight"
@@ -66,14 +67,16 @@ def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, ax
     model.placements = MappingProxyType(placements)
 
 
-def _placement(leaf: str, shape: torch.Size, experts: int, axis: MeshAxis, parts: int) -> Placement:
+def expert_placement(leaf: str, shape: tuple[int, int], experts: int, among: tuple[int, int], parts: int) -> Placement:
     """Return the place of a rank's part of a layer's stacked matrices, which have ``shape``.
 
+    ``among`` is the rank's place among the ranks that share the layer's experts, and the number of these ranks.
     ``parts`` neighbours hold consecutive ranges of the inner widths, the columns of ``down``, of the same experts.
     """
     rows, columns = shape
-    place, part = divmod(axis.place, parts)
-    here = experts * parts // axis.size
+    place, ranks = among
+    place, part = divmod(place, parts)
+    here = experts * parts // ranks
     each = rows // experts
     first = place * here * each
     held: tuple[Range, ...] = ((first, first + here * each),)

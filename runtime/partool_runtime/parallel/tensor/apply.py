@@ -95,10 +95,11 @@ def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks
     known = by_name(rows, names)
     if missing := [name for name in names if name not in known]:
         raise RuntimeError(f"the plan does not say how tensor ranks share {', '.join(missing[:5])}")
-    return {name: _placement(known[name], rank, ranks) for name in names}
+    return {name: placement_of(known[name], rank, ranks) for name in names}
 
 
-def _placement(row: Partition, rank: int, ranks: int) -> Placement:
+def placement_of(row: Partition, rank: int, ranks: int) -> Placement:
+    """Return the part of a parameter that a tensor rank holds."""
     holders = row.holders(rank, ranks)
     spans = row.spans(rank)
     # Ranks that hold an empty part also count as copies of each other.

@@ -1,0 +1,67 @@
+"""The matrices that an optimizer of whole matrices (Muon) updates, and the work to orthogonalise them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from partool.layout.parameters import ParameterInfo, is_frozen, parameters
+from partool.spec.model import ModelConfig
+
+_KINDS = ("attention", "ffn", "expert")
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of the quintic Newton–Schulz iteration (Jordan et al., kellerjordan.github.io/posts/muon)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStack:
+    """A parameter of one matrix, or of several matrices of equal shape stacked row under row."""
+
+    name: str
+    count: int
+    """Number of matrices: 1, or the number of experts."""
+    rows: int
+    """Rows of one matrix."""
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all matrices."""
+        return self.count * self.rows * self.columns
+
+
+def takes_whole_matrices(info: ParameterInfo) -> bool:
+    """Return True if Muon orthogonalises a parameter: matrices of attention and of feed-forward networks, also experts.
+
+    Embeddings, positions, heads, routers, norms and biases are for AdamW (Liu et al., arXiv 2502.16982, section 2.2).
+    """
+    return info.kind in _KINDS and len(info.shape) == 2
+
+
+def stack_of(model: ModelConfig, info: ParameterInfo) -> MatrixStack:
+    """Return the matrices of a parameter; experts are stacked row under row."""
+    rows, columns = info.shape
+    count = model.moe.experts if info.kind == "expert" and model.moe is not None else 1
+    return MatrixStack(info.name, count, rows // count, columns)
+
+
+def matrix_stacks(model: ModelConfig, frozen: Iterable[str] = ()) -> list[MatrixStack]:
+    """Return the trained parameters that Muon orthogonalises, in the order of the model."""
+    frozen = tuple(frozen)
+    infos = (info for info in parameters(model) if takes_whole_matrices(info) and not is_frozen(info.name, frozen))
+    return [stack_of(model, info) for info in infos]
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Return the FLOPs to orthogonalise one matrix by :data:`NEWTON_SCHULZ_STEPS` steps.
+
+    A step for m ≤ n multiplies X Xᵀ (2 m²n), the square of the result (2 m³), and that with X (2 m²n); the post of
+    Jordan et al. counts the same products.
+    """
+    m, n = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * (4.0 * m * m * n + 2.0 * m**3)
+
+
+def stack_flops(stack: MatrixStack) -> float:
+    """Return the FLOPs to orthogonalise all matrices of a parameter."""
+    return stack.count * newton_schulz_flops(stack.rows, stack.columns)
