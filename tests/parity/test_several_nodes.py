@@ -108,7 +108,7 @@ def test_two_nodes_equal_one_process(tmp_path: Path, per_node: int) -> None:
     alone = one.start_alone()
     agents = nodes.start()
     first = starting_file(nodes.run_dir, 1, NODES * per_node - 1)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 60 * PATIENCE
     for there in (True, False):  # the last rank has been started; it is about to end its first step
         while first.exists() is not there and time.monotonic() < end:
             time.sleep(0.002)
