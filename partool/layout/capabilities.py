@@ -80,7 +80,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("several nodes", "tests/parity/test_several_nodes.py::test_two_nodes_equal_one_process"),
     *(Capability(f"zero {stage}", _STAGES) for stage in range(4)),
     Capability("hybrid sharding", f"{_ZERO}::test_hybrid_sharding_equals_one_process"),
-    *(Capability(name, "tests/parity/test_zero_controls.py::test_equals_one_process") for name in GATHERS),
+    *(Capability(name, "tests/parity/test_zero_controls_ranks.py::test_equals_one_process") for name in GATHERS),
     Capability("accumulation", _STAGES),
     Capability("frozen parameters", f"{_ZERO}::test_frozen_parameters_stay_and_have_no_moments"),
     Capability("tied embeddings", f"{_ZERO}::test_tied_embeddings"),
