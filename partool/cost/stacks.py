@@ -120,9 +120,9 @@ PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8, stops_early=True, folded_experts=True,
 )  # fmt: skip
-"""partool's runtime with compiled blocks. Its only runs on a GPU were on one H100, and 8 to 29 % faster than predicted
-(docs/results/gpu.md); apart from attention, its figures are those of the nearest code base that was measured at scale,
-FSDP2 with compiled blocks (``fsdp2-compiled``)."""
+"""partool's runtime with compiled blocks. On single GPUs, steps of dense models were predicted from 29 % too long to
+6 % too short (docs/results/gpu.md); no run had several GPUs. Apart from attention, its figures are those of the nearest
+code base that was measured at scale, FSDP2 with compiled blocks (``fsdp2-compiled``)."""
 PARTOOL_EAGER = replace(
     PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15,
     host_slowdown=3.5, host_again=4.5, operators_fp8=50.0,

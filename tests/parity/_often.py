@@ -21,6 +21,11 @@ def often(names: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     ]
 
 
+def beginning(name: str, kept: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case: it runs each time if its name begins with one of ``kept``."""
+    return [] if name.startswith(kept) else [pytest.mark.long]
+
+
 def chosen(request: pytest.FixtureRequest, cases: Mapping[str, Case]) -> dict[str, Case]:
     """Return the cases that the selected tests of a fixture's file have among their parameters."""
     wanted = {

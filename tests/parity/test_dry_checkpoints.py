@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import _dry_checkpoint_worker as worker
 import pytest
+from _often import often
 from _ranks import Pools
 
 from partool.verify.checkpoint import checkpoint_faults
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in worker.OFTEN else pytest.mark.long) for name in worker.CASES]
-)
+@pytest.mark.parametrize("name", often(worker.CASES, worker.OFTEN))
 def test_ranks_plan_the_checkpoint_of_a_real_run(pools: Pools, name: str) -> None:
     traces = pools.run(4, worker.check_case, name)
     assert checkpoint_faults(worker.plan_for(name), traces) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import _dry_worker as worker
 import pytest
 import torch
+from _often import often
 from _ranks import Pools
 
 ALLOCATOR = Path(__file__).with_name("_counting_allocator.cpp")
@@ -23,9 +24,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in worker.OFTEN else pytest.mark.long) for name in worker.CASES]
-)
+@pytest.mark.parametrize("name", often(worker.CASES, worker.OFTEN))
 def test_a_dry_run_does_and_holds_as_much_as_a_real_one(pools: Pools, name: str, library: str) -> None:
     pools.run(4, worker.check_case, name, library)
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import _sequence_hf_worker as worker
 import pytest
+from _often import beginning
 from _ranks import Pools, named
 
 CHOSEN: tuple[tuple[int, str], ...] = ((4, ""), (1, ""), (3, ""), (2, "all"), (4, "all"))
-"""World sizes with what is chosen; of the first two some cases are not long."""
-OFTEN = ("qwen3_deep", "gpt2", "deepseek_v2", "llama cp=2 tp=2")
+"""World sizes with what is chosen."""
+OFTEN = ("4  qwen3_deep steps", "4  gpt2", "4  deepseek_v2", "4  llama cp=2 tp=2", "1  ")
 """First words of the cases that run each time."""
-
-
-def often(number: int, name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case."""
-    return [] if number < 2 and name.startswith(OFTEN) and " pp=" not in name else [pytest.mark.long]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        pytest.param(world, case, id=f"{world} {chosen} {name}", marks=often(number, name))
-        for number, (world, chosen) in enumerate(CHOSEN)
+        pytest.param(world, case, id=f"{world} {chosen} {name}", marks=beginning(f"{world} {chosen} {name}", OFTEN))
+        for world, chosen in CHOSEN
         for name, case in named(worker.cases(world, chosen)).items()
     ],
 )

@@ -9,27 +9,26 @@ from typing import Any
 import _hf_memory_worker as memory
 import _hf_worker as worker
 import pytest
+from _often import beginning
 from _ranks import Pools, named
 
 CHOSEN: tuple[tuple[int, str], ...] = ((2, ""), (3, ""), (4, ""), (4, "pipelines"), (2, "layouts"))
-"""World sizes with what is chosen; of the first some cases are not long."""
-OFTEN = (
-    "llama dp=2", "mixtral tp=2", "deepseek_v2 tp=2", "mistral_single", "gpt_neox tp=2", "gemma_deep tp=2", "phi3",
-    "qwen2 tp=2 frozen", "gemma3_text_deep pp=2", "qwen3_deep pp=2 fields=schedule-zb-v", "llama_dropout",
+"""World sizes with what is chosen."""
+OFTEN = tuple(
+    f"2  {name}"
+    for name in (
+        "llama dp=2", "mixtral tp=2", "deepseek_v2 tp=2", "mistral_single", "gpt_neox tp=2", "gemma_deep tp=2",
+        "phi3", "qwen2 tp=2 frozen", "gemma3_text_deep pp=2", "qwen3_deep pp=2 fields=schedule-zb-v", "llama_dropout",
+    )
 )  # fmt: skip
 """First words of the cases that run each time."""
-
-
-def often(number: int, name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case."""
-    return [] if number == 0 and name.startswith(OFTEN) else [pytest.mark.long]
 
 
 def found(of: Callable[[int, str], dict[str, Any]]) -> list[Any]:
     """Return parameters (world size, case) of all that is chosen."""
     return [
-        pytest.param(world, value, id=f"{world} {chosen} {name}", marks=often(number, name))
-        for number, (world, chosen) in enumerate(CHOSEN)
+        pytest.param(world, value, id=f"{world} {chosen} {name}", marks=beginning(f"{world} {chosen} {name}", OFTEN))
+        for world, chosen in CHOSEN
         for name, value in of(world, chosen).items()
     ]
 

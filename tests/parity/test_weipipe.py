@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import _weipipe_worker as worker
 import pytest
+from _often import often
 from _ranks import Pools
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 2))])
+@pytest.mark.parametrize("ranks", often([4, 2, 3], [3]))
 def test_every_variant_has_the_gradients_of_one_process(pools: Pools, ranks: int) -> None:
     """On four processes: a ring of all four, two rings of two, and a ring of three beside a ring of one."""
     pools.run(4, worker.parity, ranks, timeout_s=170)

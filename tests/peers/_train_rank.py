@@ -10,11 +10,13 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -55,22 +57,22 @@ def by_partool(job: dict[str, Any]) -> list[float]:
     return found
 
 
-def by_deepspeed(job: dict[str, Any]) -> list[float]:
-    """Train with ds_config.json, as a script around ``deepspeed.initialize`` does."""
-    sys.path.append(os.environ["PARTOOL_PEERS"])
-    import deepspeed
+def prepared(job: dict[str, Any]) -> tuple[nn.Module, dict[str, Any], list[dict[str, Any]]]:
+    """Return the model, ds_config.json with torch's AdamW, and groups that decay matrices only."""
     from transformers import AutoModelForCausalLM
 
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it would be compiled
-    deepspeed.init_distributed("gloo")
     config = json.loads(job["config"])
     config["optimizer"]["params"]["torch_adam"] = True
-    decay = config["optimizer"]["params"]["weight_decay"]
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    decay = config["optimizer"]["params"]["weight_decay"]
+    return model, config, [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def trained(job: dict[str, Any], engine: Any, step: Callable[[torch.Tensor], None]) -> list[float]:
+    """Train a DeepSpeed engine; ``step`` makes a micro-batch's backward pass, and the update behind the last one."""
     assert engine.zero_optimization_stage() == job["zero"]
     found = []
     for number in range(job["steps"]):
@@ -79,11 +81,26 @@ def by_deepspeed(job: dict[str, Any]) -> list[float]:
             tokens = rows(job, number, micro, dist.get_rank())
             logits = engine(tokens[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            engine.backward(loss)
-            engine.step()
+            step(loss)
             losses.append(float(loss.detach()))
         found.append(mean(sum(losses) / len(losses)))
     return found
+
+
+def by_deepspeed(job: dict[str, Any]) -> list[float]:
+    """Train with ds_config.json through DeepSpeed's engine."""
+    sys.path.append(os.environ["PARTOOL_PEERS"])
+    import deepspeed
+
+    model, config, groups = prepared(job)
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+
+    def step(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return trained(job, engine, step)
 
 
 def by_plugin(job: dict[str, Any]) -> list[float]:
@@ -92,33 +109,17 @@ def by_plugin(job: dict[str, Any]) -> list[float]:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
-    from transformers import AutoModelForCausalLM
 
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it would be compiled
-    config = json.loads(job["config"])
-    config["optimizer"]["params"]["torch_adam"] = True
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model, config, groups = prepared(job)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     assert PartialState().distributed_type.name == "DEEPSPEED"
-    groups = [
-        {"params": [each for each in model.parameters() if (each.ndim >= 2) is matrices], "weight_decay": decay}
-        for matrices, decay in ((True, config["optimizer"]["params"]["weight_decay"]), (False, 0.0))
-    ]
     engine, _ = accelerator.prepare(model, DummyOptim(groups))
-    assert engine.zero_optimization_stage() == job["zero"]
-    found = []
-    for number in range(job["steps"]):
-        losses = []
-        for micro in range(job["accumulation"]):
-            tokens = rows(job, number, micro, dist.get_rank())
-            with accelerator.accumulate(engine):  # says which backward pass ends a step
-                logits = engine(tokens[:, :-1], use_cache=False).logits
-                loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                accelerator.backward(loss)
-            losses.append(float(loss.detach()))
-        found.append(mean(sum(losses) / len(losses)))
-    return found
+
+    def step(loss: torch.Tensor) -> None:
+        with accelerator.accumulate(engine):  # says which backward pass ends a step
+            accelerator.backward(loss)
+
+    return trained(job, engine, step)
 
 
 def by_trainer(job: dict[str, Any]) -> list[float]:
