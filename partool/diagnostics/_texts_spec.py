@@ -276,6 +276,14 @@ RULES: tuple[Rule, ...] = (
         BASE + "optimizer: {name: muon}\n",
     ),
     Rule(
+        "PT242",
+        "0/1 Adam with a choice that needs equal weights in every step",
+        "Between two exchanges each data-parallel rank trains weights of its own. ZeRO 1 to 3, sequence parallelism, "
+        "schedules that move weights and experts are not built for that.",
+        BASE + "optimizer: {name: zero_one_adam}\nparallel: {data: {zero: 1}}\n",
+        BASE + "optimizer: {name: zero_one_adam}\nparallel: {data: {zero: 0}}\n",
+    ),
+    Rule(
         "PT236",
         "gpu_fraction with offloaded parameters",
         "State that stays on the device updates the weights there; offloaded parameters have no weights on the device.",

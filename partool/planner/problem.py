@@ -24,6 +24,7 @@ from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
 from partool.strategies.engines import ENGINES, EngineRecord
+from partool.strategies.optimizers import OPTIMIZERS
 
 LEAST_TOKENS = 1024
 """Minimum number of tokens of a tile: matrix products with fewer rows do not keep a device busy."""
@@ -114,6 +115,11 @@ class Problem:
     def engine(self) -> EngineRecord:
         """The training system that the plan is for."""
         return ENGINES[self.spec.engine]
+
+    @property
+    def one_bit(self) -> bool:
+        """Whether the optimizer exchanges one bit per parameter, which needs whole copies of the training state."""
+        return bool(OPTIMIZERS[self.spec.optimizer.name].whole_steps)
 
     @cached_property
     def granted(self) -> frozenset[str]:

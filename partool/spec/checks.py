@@ -16,6 +16,7 @@ from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.targets import TARGETS
 
 _ATTENTION = ("model", "attention")
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from partool.spec.spec import Spec
 
 Path = tuple[str | int, ...]
-_SETTINGS = ("betas", "momentum", "eps", "newton_schulz")
+_SETTINGS = ("betas", "momentum", "eps", "newton_schulz", "one_bit")
 """Settings that not every optimizer reads."""
 
 
@@ -63,9 +64,46 @@ def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
         message = f"{optimizer.name} knows the matrices of partool's own decoder, and transformers builds this model"
         help = "use adamw, or give the model's configuration as model.config, which partool's decoder reads"
         yield Diagnostic("PT241", message, path=("optimizer", "name"), help=help)
+    if OPTIMIZERS[optimizer.name].whole_steps:
+        yield from _one_bit(spec)
     yield from _settings(optimizer.name, optimizer, ("optimizer",))
     for pattern, group in optimizer.groups.items():
         yield from _settings(optimizer.name, group, ("optimizer", "groups", pattern))
+
+
+def _one_bit(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield an error for each choice that is not built for ranks that keep whole, differing copies of the weights."""
+    name, parallel = spec.optimizer.name, spec.parallel
+    sequence, schedule = parallel.sequence, parallel.pipeline.schedule
+    choices = (
+        (
+            parallel.data.zero not in ("auto", 0),
+            ("parallel", "data", "zero"),
+            f"zero: {parallel.data.zero} shards state that every rank of {name} needs between exchanges",
+            "set zero: 0; the errors of averages are shared out in any case",
+        ),
+        (
+            sequence.degree not in ("auto", 1) or sequence.method != "auto",
+            ("parallel", "sequence"),
+            f"ranks that share sequences need equal weights in every step, those of {name} differ between exchanges",
+            "drop the sequence section, or use adamw",
+        ),
+        (
+            schedule in MOVING_WEIGHTS,
+            ("parallel", "pipeline", "schedule"),
+            f"{schedule} sums gradients as it sends weights around, and {name} sums those of few steps",
+            "use 1f1b, or adamw",
+        ),
+        (
+            spec.model.moe is not None,
+            ("optimizer", "name"),
+            f"the experts of a layer are balanced by the loads of all ranks in every step, which {name} does not send",
+            "use adamw",
+        ),
+    )
+    for wrong, path, message, help in choices:
+        if wrong:
+            yield Diagnostic("PT242", message, path=path, help=help)
 
 
 def _settings(name: OptimizerName, settings: OptimizerSpec | OptimizerGroup, path: Path) -> Iterator[Diagnostic]:

@@ -91,6 +91,25 @@ class OptimizerGroup(Section):
     """Momentum, as in ``optimizer.momentum``."""
 
 
+class OneBit(Section):
+    """When zero_one_adam averages gradients in full precision, moves with one bit per element, and nothing.
+
+    DeepSpeed's names: var_update_scaler, var_freeze_step, local_step_scaler and local_step_clipper.
+    """
+
+    variance_doubling: StepsOrNone = 16
+    """Updates of the variance after which the number of steps between two updates doubles; 0: an update in every step
+    before ``freeze_step``."""
+    freeze_step: Steps | None = None
+    """First step, counted from 0, with a constant variance; default: the warm-up or 15 % of the steps, whichever is
+    longer."""
+    local_doubling: Steps | None = None
+    """Steps after ``freeze_step`` after which the number of steps between two exchanges doubles; default: a tenth of
+    the steps."""
+    local_most: Steps = 16
+    """Largest number of steps between two exchanges; 1: ranks exchange in every step, as in 1-bit Adam."""
+
+
 def _from_pairs(value: Any) -> Any:
     """Return [[pattern, settings], ...] as a mapping from pattern to settings; other values are unchanged."""
     if isinstance(value, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
@@ -116,24 +135,28 @@ class OptimizerSpec(Section):
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
     12 (2011); sgd: with momentum; muon: Jordan et al., scaled as in Liu et al., arXiv 2502.16982, for matrices of
-    layers, and adamw for all other parameters. Weight decay is decoupled from the gradient in all of them."""
+    layers, and adamw for all other parameters; zero_one_adam: Lu et al., arXiv 2202.06009, which exchanges one bit per
+    parameter or nothing in most steps. Weight decay is decoupled from the gradient in all of them."""
     lr: Factor = 3e-4
     """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
-    """adamw, also that of muon: decay rates of its two moments; lion: weight of the momentum in a step, and decay rate
-    of the momentum."""
+    """adamw, also that of muon, and zero_one_adam: decay rates of its two moments; lion: weight of the momentum in a
+    step, and decay rate of the momentum."""
     momentum: Momentum = 0.9
     """Share of the last step's direction that sgd keeps, and decay rate of muon's momentum; 0 keeps nothing."""
     newton_schulz: NewtonSchulz = "bf16"
     """Type in which muon orthogonalises matrices; working: the type of the master weights."""
     eps: Factor = 1e-8
-    """Term that adamw, also that of muon, and adagrad add to the denominator."""
+    """Term that adamw, also that of muon, zero_one_adam and adagrad add to the denominator."""
+    one_bit: OneBit = OneBit()
+    """Exchanges of zero_one_adam."""
     weight_decay: FactorOrNone = 0.1
     """Weight decay of matrices; norms and biases have none."""
     groups: Groups = {}
     """Settings by glob pattern of parameters, such as ``embed.*``; the first that matches a parameter counts."""
     clip: FactorOrNone = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Largest global gradient norm; 0 switches clipping off. zero_one_adam clips each rank's own gradients, except in
+    steps whose gradients are averaged in full precision."""
     schedule: LrSchedule = LrSchedule()
 
 

@@ -24,6 +24,9 @@ class OptimizerRecord:
     rest: str = ""
     """If the optimizer updates only whole matrices of layers (:mod:`partool.layout.matrices`), the optimizer of all
     other parameters; else empty."""
+    whole_steps: str = ""
+    """If data-parallel ranks exchange moves with one bit per element (:mod:`partool.layout.one_bit`), the optimizer of
+    the steps whose gradients are averaged in full precision; else empty."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {
@@ -38,6 +41,14 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         test="tests/unit/test_muon.py::test_steps_are_those_of_torch_bit_for_bit",
         host=False,
         rest="adamw",
+    ),
+    "zero_one_adam": OptimizerRecord(
+        "Lu et al., arXiv 2202.06009; with other settings 1-bit Adam: Tang et al., arXiv 2102.02888",
+        ("exp_avg", "exp_avg_sq"),
+        ("betas", "eps", "one_bit"),
+        test="tests/unit/test_one_bit.py::test_full_steps_are_those_of_adamw_bit_for_bit",
+        host=False,
+        whole_steps="adamw",
     ),
 }
 """Name of an optimizer in specs → facts about the optimizer."""

@@ -19,6 +19,8 @@ FaultKind = Literal[
 ]
 Shape = tuple[int, ...]
 _MODEL = "model."
+_OF_EACH_RANK = ("worker_error.", "server_error.")
+"""Beginnings of the keys of state that differs between data-parallel ranks, of which there are few traces."""
 
 
 class CheckpointFault(NamedTuple):
@@ -48,7 +50,8 @@ def checkpoint_faults(plan: Plan, traces: Sequence[RankTrace]) -> list[Checkpoin
     held: dict[str, list[_Held]] = defaultdict(list)
     for trace in traces:
         for block in () if trace.checkpoint is None else trace.checkpoint.blocks:
-            held[block.key].append(_Held(trace.rank, block))
+            if not block.key.startswith(_OF_EACH_RANK):
+                held[block.key].append(_Held(trace.rank, block))
     expected = _expected(plan, held)
     faults = [
         CheckpointFault("missing", key, (), f"no rank has {key}, of {list(shape)}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.exchanges import Exchanges
 from partool_runtime.groups import Groups, Parts
 from partool_runtime.torch_internals.collectives import in_memory_store
 
@@ -61,6 +62,8 @@ class Ranks:
     """The outer axis of the tensor ranks; without two-dimensional tensor parallelism it covers all of them."""
     tp1: MeshAxis
     """The inner axis of the tensor ranks; without two-dimensional tensor parallelism it has one rank."""
+    replica: MeshAxis
+    """The ranks that together hold this rank's copy of the training state."""
     expert: MeshAxis | None = None
     """The ranks that share the experts of a layer, of which neighbours hold parts of the same experts; None if each
     rank, or team of tensor ranks, has all experts."""
@@ -68,6 +71,8 @@ class Ranks:
     """The copies of the training state of this rank's experts."""
     expert_shard: MeshAxis | None = None
     """The ranks that share one copy of the training state of the same experts."""
+    exchanges: Exchanges | None = None
+    """What copies exchange in which step; None if they average gradients in every step."""
     groups: Groups = field(default_factory=Groups)
     """Opens the process groups of axes and of other parts of the world."""
     tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -145,6 +150,8 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
         expert_replicate=expert_axes[0],
         expert_shard=expert_axes[1],
         expert=expert_axes[2],
+        replica=_together((mesh.pp, copies, sharers * mesh.tp)),
+        exchanges=Exchanges.of(plan),
         groups=Groups(in_order=device.type == "cuda"),
     )
 
@@ -156,6 +163,13 @@ def _axis(sizes: tuple[int, ...], axis: int) -> MeshAxis:
     parts = tuple(map(tuple, numbers.tolist()))
     before, place = divmod(dist.get_rank() // inside, sizes[axis])
     return MeshAxis(parts, parts[before * inside + dist.get_rank() % inside], place)
+
+
+def _together(sizes: tuple[int, int, int]) -> MeshAxis:
+    """Return, as an axis, the ranks that differ only in their places on the outer and inner axes."""
+    parts = tuple(map(tuple, torch.arange(math.prod(sizes)).view(sizes).movedim(1, 0).flatten(1).tolist()))
+    mine = next(part for part in parts if dist.get_rank() in part)
+    return MeshAxis(parts, mine, mine.index(dist.get_rank()))
 
 
 def close_ranks(ranks: Ranks | None = None) -> None:

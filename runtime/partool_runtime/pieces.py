@@ -6,8 +6,9 @@ part are sharded over data-parallel ranks (FSDP2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,59 @@ class Placed:
     def pieces(self) -> list[TensorBlock]:
         """Return the blocks of the whole tensor that this rank holds."""
         return pieces(self.tensor, self.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlaced(Placed):
+    """A range of consecutive elements of a rank's part of a larger tensor; ``tensor`` is flat and on no mesh."""
+
+    first: int = 0
+    """First element of the range in the rank's part."""
+
+    def pieces(self) -> list[TensorBlock]:
+        """See :meth:`Placed.pieces`."""
+        shape, found, at = self.placement.local_shape, [], 0
+        for block in _rectangles(shape, self.first, self.first + self.tensor.numel()):
+            sizes = [each.stop - each.start for each in block]
+            values = self.tensor.detach()[at : at + prod(sizes)].view(sizes)
+            at += prod(sizes)
+            for box in self.placement.boxes():
+                common = [_common(*both) for both in zip(block, box.local, strict=True)]
+                if all(each.start < each.stop for each in common):
+                    inside = tuple(_moved(each, -b.start) for each, b in zip(common, block, strict=True))
+                    moved = zip(common, box.local, box.offsets, strict=True)
+                    offsets = tuple(each.start - b.start + offset for each, b, offset in moved)
+                    found.append(TensorBlock(values[inside], offsets))
+        return found
+
+
+def _rectangles(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Yield, in order, blocks of consecutive elements: together the elements ``first`` to ``stop`` of a tensor."""
+    if len(shape) == 1:
+        yield (slice(first, stop),)
+        return
+    row = prod(shape[1:])
+    whole_rows = slice(-(-first // row), stop // row)
+    if whole_rows.start > whole_rows.stop:  # within one row
+        for inner in _rectangles(shape[1:], first % row, stop - first // row * row):
+            yield (slice(first // row, first // row + 1), *inner)
+        return
+    if first % row:
+        for inner in _rectangles(shape[1:], first % row, row):
+            yield (slice(first // row, first // row + 1), *inner)
+    if whole_rows.start < whole_rows.stop:
+        yield (whole_rows, *(slice(0, size) for size in shape[1:]))
+    if stop % row:
+        for inner in _rectangles(shape[1:], 0, stop % row):
+            yield (slice(stop // row, stop // row + 1), *inner)
+
+
+def _common(one: slice, other: slice) -> slice:
+    return slice(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _moved(one: slice, by: int) -> slice:
+    return slice(one.start + by, one.stop + by)
 
 
 def in_matrices(first: int, stop: int, rows: int) -> Iterator[tuple[int, slice]]:

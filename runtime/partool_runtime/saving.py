@@ -79,13 +79,18 @@ class Saver:
         step = self._checkpointer.latest()
         if step is None:
             return 0
-        extra = self._checkpointer.load(step, self._state, lambda extra: self._accept(step, extra))
+        state = dict(self._state)
+
+        def accept(extra: dict[str, Any]) -> None:
+            self._accept(step, extra)
+            state.update(self._optimizer.expect(extra))
+
+        extra = self._checkpointer.load(step, state, accept)
         if extra["model"] != self._plan.model.model_dump(mode="json"):
             raise ConfigurationError("PT612", f"the checkpoint of step {step} is of another model", _same_help("model"))
         if extra["data"] != self._fingerprint:
             message = f"the checkpoint of step {step} was trained on other data, or on the same in another order"
             raise ConfigurationError("PT616", message, _same_help("data, training.seed and training.global_batch"))
-        self._optimizer.updates = extra["updates"]
         self._scaler.load(extra["scaler"])
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
         self._saved_step = step
@@ -137,7 +142,7 @@ class Saver:
             "model": self._plan.model.model_dump(mode="json"),
             "data": self._fingerprint,
             "optimizer": self._plan.optimizer.name,
-            "updates": self._optimizer.updates,
+            **self._optimizer.numbers(),
             "scaler": self._scaler.state(),
             "nonfinite_in_row": self._stepper.nonfinite_in_row,
         }
@@ -167,7 +172,8 @@ def state_of(model: AnyDecoder, optimizer: Optimizer) -> dict[str, Value]:
     masters = optimizer.masters()
     tensors = {f"model.{name}": masters.get(name, p).detach() for name, p in model.named_parameters()}
     tensors |= optimizer.state()
-    return {key: placed(tensor, model.placements.get(key.partition(".")[2])) for key, tensor in tensors.items()}
+    values = {key: placed(tensor, model.placements.get(key.partition(".")[2])) for key, tensor in tensors.items()}
+    return values | optimizer.placed_state()
 
 
 def _same_help(what: str) -> str:

@@ -15,7 +15,8 @@ from partool.spec.training import LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
-from partool_runtime.optim.grad_norm import GradientCheck, Mode, check_gradients, clip_factor
+from partool_runtime.optim.agreement import agreement
+from partool_runtime.optim.grad_norm import GradientCheck, Mode, clip_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.expert.load import ExpertLoads
@@ -64,6 +65,9 @@ class StepResult:
     """True if the weights were not updated because a gradient was not finite."""
     flags: tuple[float, ...] = ()
     """Sums of the ranks' flags."""
+    local: bool = False
+    """True if data-parallel ranks exchanged nothing: loss, norm and tokens are those of this rank's copy of the model,
+    and flags are those of nobody."""
 
 
 class Passes(Protocol):
@@ -160,6 +164,7 @@ class Stepper:
         self._training = training
         self._spec = spec
         self._kernels = kernels
+        self._agreement = agreement(ranks)
         self.nonfinite_in_row = 0
         """Number of skipped steps since the last step that updated the weights."""
 
@@ -173,7 +178,8 @@ class Stepper:
         not finite; a restart would only lead to the same state.
         """
         with timer("overhead"):
-            tokens = sum_over(self._count(batch), self._ranks.world) / self._sharers
+            self._agreement.begin(step)
+            tokens = self._agreement.tokens(self._count(batch)) / self._sharers
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
             if self.loads is not None:
@@ -184,13 +190,13 @@ class Stepper:
         with timer(self.optimizer.term):
             sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
-            check = check_gradients(sums, loss_sum, self._ranks, flags())
+            check = self._agreement.check(sums, loss_sum, flags)
             count = int(tokens)  # read here, where the host waits anyway, and not after the update
         with timer(self.optimizer.term):
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
         loss, norm = check.loss_sum / max(count, 1), check.norm / scale
-        return StepResult(loss, norm, lr, count, not check.finite, check.flags)
+        return StepResult(loss, norm, lr, count, not check.finite, check.flags, local=self._agreement.local)
 
     def _end(self, check: GradientCheck, lr: float, scale: float) -> None:
         """Apply the update, or skip it if gradients are not finite."""
@@ -200,7 +206,8 @@ class Stepper:
             self.optimizer.skip()
         if self.loads is not None:
             self.loads.end(updated=check.finite)
-        self._scaler.update(check.finite)
+        if not self._agreement.local:
+            self._scaler.update(check.finite and not self._agreement.skipped)
 
     @torch.no_grad()
     def validate(
@@ -236,8 +243,8 @@ class Stepper:
         return torch.full((), count, dtype=torch.float64, device=self._ranks.device)
 
     def _count_nonfinite(self, step: int, finite: bool) -> None:
-        self.nonfinite_in_row = 0 if finite else self.nonfinite_in_row + 1
-        if self.nonfinite_in_row >= self._training.max_nonfinite_steps:
+        self.nonfinite_in_row = self._agreement.most(0 if finite else self.nonfinite_in_row + 1)
+        if not self._agreement.local and self.nonfinite_in_row >= self._training.max_nonfinite_steps:
             raise ConfigurationError(
                 "PT630",
                 f"gradients were not finite in {self.nonfinite_in_row} steps in a row, the last is step {step}",

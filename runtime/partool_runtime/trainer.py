@@ -96,8 +96,9 @@ class _Run:
             result = self.stepper.step(step, batch, recorder.timer, self.stop.flags)
             done = step + 1
             with recorder.timer("overhead"):
-                stopping = self.stop.heard(result.flags, done)
-                due = self.saver.due(done)
+                # In a local step ranks agree on nothing: stop requests and checkpoints wait for the next exchange.
+                stopping = not result.local and self.stop.heard(result.flags, done)
+                due = not result.local and self.saver.due(done)
                 if stopping or done == steps or due:
                     self.saver.save(done, wait=stopping)
             self._record(done, result)

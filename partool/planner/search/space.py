@@ -227,6 +227,8 @@ class _Builder:
     @cached_property
     def _sequence_axis(self) -> list[int]:
         asked = self.problem.spec.parallel.sequence
+        if self.problem.one_bit and asked.degree == "auto":
+            return [1]
         found = self._axis(asked.degree, self.problem.spec.training.sequence_length)
         # A spec that pins a sequence method gets sequence parallelism, even if it is slower.
         several = [ranks for ranks in found if ranks > 1] if asked.method != "auto" else []
@@ -329,7 +331,9 @@ class _Builder:
         data, inside = self.problem.spec.parallel.data, max(1, self.problem.domain // (cp * tp))
         # Parameters are offloaded as ZeRO-3 shards, even on a single rank.
         to_host = self.problem.spec.parallel.offload.parameters in ("cpu", "nvme")
-        zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
+        zeros = (
+            (data.zero,) if data.zero != "auto" else (3,) if to_host else (0,) if self.problem.one_bit else (0, 1, 2, 3)
+        )
         # ZeRO-3 helps even a single rank: compute-precision copies exist for one layer at a time.
         alone = self.problem.world_size == 1 and self.problem.host_link
         found = []

@@ -18,6 +18,7 @@ from partool_runtime.model import Decoder
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.muon import open_matrices
+from partool_runtime.optim.one_bit import OneBitOptimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
@@ -38,6 +39,16 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
         ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         trained = trained_parameters(model)
+        if ranks.exchanges is not None:
+            return OneBitOptimizer(
+                trained,
+                plan.optimizer,
+                model.copies,
+                exchanges=ranks.exchanges,
+                group=ranks.groups.of(ranks.replicate.parts),
+                placements=model.placements,
+                kernels=kernels,
+            )
         whole = open_matrices(plan, trained, ranks) if OPTIMIZERS[plan.optimizer.name].rest else None
         return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=whole)
     optimizer = _on_host(plan, prepared, ranks)

@@ -24,6 +24,7 @@ from partool_runtime.offload.store import MemoryStore, StateStore
 from partool_runtime.offload.worker import PassWorker, SerialWorker
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
 from partool_runtime.optim.groups import grouped
+from partool_runtime.pieces import Value
 from partool_runtime.torch_internals.tensors import local, placed_like
 
 
@@ -194,6 +195,19 @@ class HostOptimizer:
         """See ``Optimizer``."""
         kinds = enumerate(self._groups.moments, start=1)
         return {f"{kind}.{name}": self._placed(name, place) for place, kind in kinds for name in self._parameters}
+
+    def placed_state(self) -> dict[str, Value]:
+        """See ``Optimizer``."""
+        return {}
+
+    def numbers(self) -> dict[str, int]:
+        """See ``Optimizer``."""
+        return {"updates": self.updates}
+
+    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
+        """See ``Optimizer``."""
+        self.updates = numbers["updates"]
+        return {}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from partool_kernels.reductions import block_sums, total
 from partool_runtime.mesh import Ranks
@@ -38,23 +39,30 @@ class LocalSums(NamedTuple):
 
 
 def check_gradients(
-    sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks, flags: Sequence[float] = ()
+    sums: LocalSums,
+    loss_sum: torch.Tensor,
+    ranks: Ranks,
+    flags: Sequence[float] = (),
+    *,
+    copies: int | None = None,
+    over: dist.ProcessGroup | None = None,
 ) -> GradientCheck:
     """Return the norm over all ranks, with every element counted once, and the sums of the ranks' losses and flags.
 
     One all-reduce adds three float64 and the flags over all ranks; the host waits for it once. Replicas hold equal
     gradients, so the sum of squares is divided by the number of replicas. Tensor ranks see equal losses, so the loss
-    sum is divided by the number of tensor ranks.
+    sum is divided by the number of tensor ranks. ``copies`` of 1 restricts all of this to the ranks ``over``, which
+    together hold one copy; None is the group of one rank.
     """
     squares, finite = sums
     # Values are filled in on the device: a copy from the host would wait for all earlier work.
     flagged = [torch.full((), flag, dtype=torch.float64, device=squares.device) for flag in flags]
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double(), *flagged])
-    total, nonfinite, loss, *flagged_sums = sum_over(packed, ranks.world).tolist()
+    total, nonfinite, loss, *flagged_sums = sum_over(packed, ranks.world if copies is None else over).tolist()
     loss /= ranks.tp.size
     # A sum of finite squares may overflow, or a shard may hold an infinity: clipping is impossible in both cases.
     good = nonfinite == 0 and math.isfinite(total) and math.isfinite(loss)
-    norm = math.sqrt(total / ranks.replicate.size) if good else math.nan
+    norm = math.sqrt(total / (copies or ranks.replicate.size)) if good else math.nan
     return GradientCheck(norm, good, loss, tuple(flagged_sums))
 
 

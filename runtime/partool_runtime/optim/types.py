@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from partool_runtime.optim.grad_norm import LocalSums, Mode
+from partool_runtime.pieces import Value
 
 
 class Optimizer(Protocol):
@@ -18,7 +19,7 @@ class Optimizer(Protocol):
     notes: tuple[str, ...]
     """Notes for the user, shown when training begins."""
     updates: int
-    """Number of steps made, without skipped steps; checkpoints hold it."""
+    """Number of steps made, without skipped steps."""
 
     def begin(self, lr: float, scale: float) -> None:
         """Drop all gradients and prepare for a step, whose :meth:`step` is expected to get the same arguments."""
@@ -34,6 +35,18 @@ class Optimizer(Protocol):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of the moments by ``<kind>.<parameter>``; each has its parameter's placement."""
+
+    def placed_state(self) -> dict[str, Value]:
+        """Return further live tensors by ``<kind>.<parameter>``, each with a place of its own."""
+
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers that checkpoints hold beside the state, such as ``updates``."""
+
+    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
+        """Take the numbers of a checkpoint whose tensors are then loaded, before :meth:`loaded`.
+
+        Return values to fill instead of those of :meth:`placed_state` with the same names.
+        """
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         """Return the master weights by parameter, if they differ from the weights that compute reads."""

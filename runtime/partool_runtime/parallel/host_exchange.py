@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from partool_runtime.exchanges import Exchanges
 from partool_runtime.parallel.comm import counted_as
 from partool_runtime.torch_internals.collectives import gather_into, waiting
 
@@ -83,14 +84,19 @@ class ScatterSum(HostSum):
 
 
 class ReplicaSum(HostSum):
-    """An all-reduce of replicas' gradients for :func:`~partool_runtime.torch_internals.fsdp.sum_replicas_by`."""
+    """An all-reduce of replicas' gradients for :func:`~partool_runtime.torch_internals.fsdp.sum_replicas_by`.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    ``exchanges`` says in which steps replicas sum gradients; None means in every step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchanges: Exchanges | None = None) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._exchanges = group, exchanges
 
     def __call__(self, gradients: torch.Tensor) -> None:
         """Start to sum ``gradients`` [N] over the replicas, in place."""
+        if self._exchanges is not None and not self._exchanges.sums_gradients:
+            return
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         self._start(work, lambda: gradients)
 

@@ -98,7 +98,7 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     """
     leaves = _leaves(parts, layout, everywhere=False)
     # FSDP2 itself sums over replicas here, because a pipeline delays that sum by ``set_requires_all_reduce``.
-    sums = _host_sums(layout, ranks) if layout.data.zero else None
+    sums = _host_sums(layout, ranks) if layout.data.zero or ranks.exchanges is not None else None
     sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums, _expert_mesh(ranks))
     units = []
     for number, stage in parts.stages.items():
@@ -240,16 +240,17 @@ _LEAF_HELP = "name the module inside of a layer that calls the experts, such as 
 def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
     """Return the object that sums gradients over CPU ranks; None where FSDP2 sums all gradients.
 
-    FSDP2 sums all gradients on GPUs. On CPUs FSDP2 sums gradients only over replicas, and with ZeRO-0 it sums none.
+    FSDP2 sums all gradients on GPUs, unless the optimizer averages only those of some steps. On CPUs FSDP2 sums
+    gradients only over replicas, and with ZeRO-0 it sums none.
     """
-    if ranks.device.type != "cpu":
+    if ranks.device.type != "cpu" and ranks.exchanges is None:
         return None
     if ranks.shard.size > 1:
         return ScatterSum()
     # Other stages delay the sum over replicas to the last micro-batch, by ``set_requires_all_reduce``.
     alone = layout.data.zero == 0 and ranks.replicate.size > 1
     replicas = ranks.groups.of(ranks.replicate.parts)
-    return ReplicaSum(replicas) if alone and replicas is not None else None
+    return ReplicaSum(replicas, ranks.exchanges) if alone and replicas is not None else None
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
