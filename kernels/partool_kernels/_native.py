@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISA_VARIABLE = "PARTOOL_ISA"
 """Environment variable that names the instruction set to use."""
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -17,6 +17,8 @@ _POINTER, _COUNT, _CODE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES: dict[str, list[type]] = {
     "partool_set_isa": [ctypes.c_char_p],
     "partool_finite_sum_squares": [_POINTER, _COUNT, _CODE, _POINTER, _POINTER],
+    "partool_onebit_pack": [_POINTER, _CODE, _POINTER, _CODE, _COUNT, _COUNT, _CODE, _POINTER, _POINTER],
+    "partool_onebit_unpack": [_POINTER, _POINTER, _CODE, _COUNT, _COUNT, _COUNT, _COUNT, _POINTER, _CODE],
     "partool_update": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _CODE, _CODE],
     "partool_sums": [_POINTER, _POINTER, _COUNT],
     "partool_convert": [_POINTER, _POINTER, _COUNT],

@@ -21,6 +21,10 @@ struct Builds {
     void (*sums)(const void* from, int64_t count, int32_t type, double* sum, int32_t* finite);
     void (*convert)(void* to, int32_t to_type, const void* from, int32_t from_type, int64_t count);
     void (*accumulate)(void* to, int32_t to_type, const void* from, int32_t from_type, int64_t count);
+    void (*pack)(const void* x, int32_t x_type, void* error, int32_t error_type, int64_t count, int64_t chunk,
+                 bool squared, uint8_t* bits, void* scales);
+    void (*unpack)(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t senders, int64_t chunks,
+                   int64_t chunk, int64_t count, void* out, int32_t out_type);
 };
 
 static inline int64_t size_of(int32_t type) { return type == PARTOOL_F64 ? 8 : type == PARTOOL_F32 ? 4 : 2; }

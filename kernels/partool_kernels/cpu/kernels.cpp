@@ -1,6 +1,7 @@
 // Work on one block. Compiled once per instruction set (PARTOOL_ISA).
 #include "block.h"
 #include "formats.h"
+#include "onebit.h"
 #include "rules.h"
 #include "squares.h"
 
@@ -253,9 +254,24 @@ void update(const partool_part& part, int64_t first, int64_t count, const Step* 
     update_as<float>(part, first, count, commit, step, keep);
 }
 
+void pack(const void* x, int32_t x_type, void* error, int32_t error_type, int64_t count, int64_t chunk, bool squared,
+          uint8_t* bits, void* scales) {
+    if (error_type == PARTOOL_F64)
+        return pack_real(x, x_type, static_cast<double*>(error), count, chunk, squared, bits,
+                         static_cast<double*>(scales));
+    pack_real(x, x_type, static_cast<float*>(error), count, chunk, squared, bits, static_cast<float*>(scales));
+}
+
+void unpack(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t senders, int64_t chunks, int64_t chunk,
+            int64_t count, void* out, int32_t out_type) {
+    if (scale_type == PARTOOL_F64)
+        return unpack_real(bits, static_cast<const double*>(scales), senders, chunks, chunk, count, out, out_type);
+    unpack_real(bits, static_cast<const float*>(scales), senders, chunks, chunk, count, out, out_type);
+}
+
 }  // namespace
 
 extern const Builds PASTE(builds_, PARTOOL_ISA);
-const Builds PASTE(builds_, PARTOOL_ISA) = {update, sums, convert_any, accumulate_any};
+const Builds PASTE(builds_, PARTOOL_ISA) = {update, sums, convert_any, accumulate_any, pack, unpack};
 
 }  // namespace partool

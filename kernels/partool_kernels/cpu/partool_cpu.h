@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define PARTOOL_ABI_VERSION 2
+#define PARTOOL_ABI_VERSION 3
 #define PARTOOL_BLOCK 65536  // elements whose squares are summed together, and the unit of work of a thread
 
 enum partool_dtype : int32_t { PARTOOL_NONE = -1, PARTOOL_F32 = 0, PARTOOL_F64 = 1, PARTOOL_BF16 = 2, PARTOOL_F16 = 3 };
@@ -54,6 +54,14 @@ int32_t partool_set_isa(const char* name);
 
 // Sum of squares of `count` contiguous elements, accumulated in double, and whether all of them are finite.
 int32_t partool_finite_sum_squares(const void* data, int64_t count, int32_t dtype, double* sum, int32_t* finite);
+
+// x + error, in chunks of `chunk` elements (a multiple of 8), becomes a sign bit per element and a scale per chunk: the
+// root mean square if `squared`, else the mean magnitude. `error`, F32 or F64 like the scales, becomes what they lack.
+int32_t partool_onebit_pack(const void* x, int32_t x_type, void* error, int32_t error_type, int64_t count, int64_t chunk,
+                            int32_t squared, uint8_t* bits, void* scales);
+// The mean of the senders' compressed arrays of `count` elements; each sender has `chunks` chunks.
+int32_t partool_onebit_unpack(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t senders,
+                              int64_t chunks, int64_t chunk, int64_t count, void* out, int32_t out_type);
 
 // Start threads, each pinned to one of `cores` unless `core_count` is 0. Returns null, errno in `error`, on failure.
 void* partool_pool_open(int32_t threads, const int32_t* cores, int32_t core_count, int32_t* error);

@@ -155,3 +155,33 @@ extern "C" int32_t partool_finite_sum_squares(const void* data, int64_t count, i
         &told, 1);
     return PARTOOL_OK;
 }
+
+namespace {
+
+// Runs `work` in the calling thread, in the floating-point environment of all passes.
+template <class Work>
+void run_here(Work& work) {
+    run(nullptr, [](void* context, int64_t) { (*static_cast<Work*>(context))(); }, &work, 1);
+}
+
+bool is_wide(int32_t type) { return type == PARTOOL_F32 || type == PARTOOL_F64; }
+bool is_known(int32_t type) { return type >= PARTOOL_F32 && type <= PARTOOL_F16; }
+
+}  // namespace
+
+extern "C" int32_t partool_onebit_pack(const void* x, int32_t x_type, void* error, int32_t error_type, int64_t count,
+                                       int64_t chunk, int32_t squared, uint8_t* bits, void* scales) {
+    if (!is_known(x_type) || !is_wide(error_type) || count < 0 || chunk <= 0 || chunk % 8) return PARTOOL_INVALID;
+    auto work = [&] { builds().pack(x, x_type, error, error_type, count, chunk, squared != 0, bits, scales); };
+    run_here(work);
+    return PARTOOL_OK;
+}
+
+extern "C" int32_t partool_onebit_unpack(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t senders,
+                                         int64_t chunks, int64_t chunk, int64_t count, void* out, int32_t out_type) {
+    if (!is_wide(scale_type) || !is_known(out_type) || senders <= 0 || chunk <= 0 || chunk % 8) return PARTOOL_INVALID;
+    if (count < 0 || count > chunks * chunk) return PARTOOL_INVALID;
+    auto work = [&] { builds().unpack(bits, scales, scale_type, senders, chunks, chunk, count, out, out_type); };
+    run_here(work);
+    return PARTOOL_OK;
+}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
+from partool_kernels.onebit import native
 from partool_kernels.onebit.describe import CHUNKS, NORMS
 from partool_kernels.registry import Config
 
@@ -97,6 +98,10 @@ def _pack(
     x: torch.Tensor, error: torch.Tensor, chunk: int, norm: str, kernels: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not uses_triton(kernels, x, error):
+        if native.takes(kernels, x, error):
+            bits, scales = _empty(x, error, chunk)
+            native.pack(x.contiguous(), error, bits, scales, norm)
+            return bits, scales
         bits, scales, lost = reference_pack(x, error, chunk, norm)
         error.view(-1).copy_(lost)
         return bits, scales
@@ -123,6 +128,9 @@ def _empty(x: torch.Tensor, error: torch.Tensor, chunk: int) -> tuple[torch.Tens
 def _unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype: torch.dtype, mode: str) -> torch.Tensor:
     out = scales.new_empty(size, dtype=dtype)
     if not uses_triton(mode, bits, scales, out):
+        if native.takes(mode, bits, scales, out):
+            native.unpack(bits.contiguous(), scales.contiguous(), out)
+            return out
         return reference_unpack(bits, scales, size, dtype)
     launch_unpack(OneBitTensor(bits.contiguous(), scales.contiguous()), out)
     return out
