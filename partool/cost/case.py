@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.one_bit import OneBitUpdates
 from partool.cost.stacks import PARTOOL, Stack
 from partool.cost.traffic.gathers import COALESCED, Controls
 from partool.plan.layout import OffloadLayout
@@ -138,6 +139,8 @@ class TrainingJob:
     updates only matrices as wholes, those of the other parameters."""
     matrices: MatrixUpdates | None = None
     """None if the optimizer updates no matrices as wholes."""
+    one_bit: OneBitUpdates | None = None
+    """None if data-parallel ranks average gradients in every step."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

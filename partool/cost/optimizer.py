@@ -10,6 +10,7 @@ import numpy as np
 
 from partool.cost import collective
 from partool.cost.case import MASTER_BYTES, Column, Layouts, MatrixUpdates, TrainingJob
+from partool.cost.one_bit import traffic_per_element
 from partool.cost.time.gemm import matmul_s
 from partool.layout.matrices import NEWTON_SCHULZ_STEPS, MatrixStack, matrix_stacks
 from partool.layout.parameters import is_frozen, parameters
@@ -67,7 +68,7 @@ def device_update_s(job: TrainingJob, elements: Column) -> Column:
         moments -= _matrix_share(job.model, job.frozen) * (job.moments - job.matrices.moments)
     # Each moment is read and written.
     fewer = 2.0 * 4.0 * (2 - moments)
-    traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer)
+    traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer) + traffic_per_element(job)
     return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 

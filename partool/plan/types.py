@@ -32,6 +32,7 @@ from partool.spec.numbers import (
     Ranks,
     Rate,
     Share,
+    StepsOrNone,
 )
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, RunName, Sha256, VariableName, VariableValue
@@ -82,6 +83,15 @@ class MemoryPrediction(Record):
     """Bytes of pinned host memory of one rank."""
 
 
+class ExchangePart(Record):
+    """Steps of one kind of an optimizer that does not average gradients in every step."""
+
+    steps: StepsOrNone
+    """Number of such steps in the run."""
+    sent_bytes: Predicted
+    """Bytes that a rank sends to data-parallel ranks in one of them, for gradients or moves."""
+
+
 class TimePrediction(Record):
     """Predicted time and traffic of one optimizer step."""
 
@@ -101,6 +111,8 @@ class TimePrediction(Record):
     device_hours: Rate
     traffic_bytes: dict[str, Predicted]
     """Bytes sent per rank and step, for each term in :data:`partool.plan.terms.TRAFFIC_TERMS`."""
+    exchanges: dict[str, ExchangePart] = {}
+    """By kind, the steps of an optimizer that does not average gradients in every step; empty for other optimizers."""
 
 
 class Prediction(Record):

@@ -1,4 +1,4 @@
-"""Exchanges of one bit per element on 1 to 4 ranks: nothing is lost, all ranks get the same bits, and as many as planned.
+"""Exchanges of one bit per element on 1 to 4 ranks: nothing is lost, ranks get equal bits, and as many as planned.
 
 The optimizer's weights are those of the algorithm written out for all ranks in one process.
 """

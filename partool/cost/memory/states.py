@@ -10,6 +10,7 @@ from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.cost.memory.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.memory.rank_parameters import DENSE, MOE, GatherGroups, RankLoad, model_groups
 from partool.cost.memory.stacks import MemoryStack
+from partool.cost.one_bit import kept_bytes
 from partool.cost.tensor_shares import share_columns
 from partool.cost.traffic.gathers import kept_elements
 
@@ -112,7 +113,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
     leaving = _leaving(job, layouts, sizes)
     gradients = ended + leaving, before + leaving, stepping
-    moments = job.moments * master * trained
+    moments = job.moments * master * trained + kept_bytes(job, layouts, trained)
     if job.matrices is not None:
         whole = sharded(1, (sizes.matrices, sizes.matrices_expert))
         moments = moments - (job.moments - job.matrices.moments) * master * whole

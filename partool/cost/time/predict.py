@@ -27,7 +27,7 @@ from partool.cost.time.pipeline import (
 from partool.cost.time.slowest import RankWork, slowest
 from partool.cost.time.step import StepParts, step
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
-from partool.cost.traffic.total import traffic_bytes
+from partool.cost.traffic.total import exchanges, traffic_bytes
 from partool.layout.parameters import parameters
 from partool.plan.layout import Layout
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
@@ -125,6 +125,7 @@ def predict_time(
         total_s=total_s,
         device_hours=total_s * world / 3600.0,
         traffic_bytes=traffic_bytes(job, layout),
+        exchanges=exchanges(job, layout),
     )
 
 

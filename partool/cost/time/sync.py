@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.collective import RankGroup
+from partool.cost.one_bit import OneBitUpdates, message_bytes
 from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
 
@@ -66,7 +67,7 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
     around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
     rounds = np.where(zero >= 2, m, 1)
-    gradient = np.where(zero == 0, around, rounds * scatter + between)
+    gradient: Column = np.where(zero == 0, around, rounds * scatter + between)
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
     refresh = _refresh_s(job, held, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
@@ -86,11 +87,37 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     gathered = gathered + refresh
     at_sums, at_gathers = _wait_shares(job, layouts)
     forward, backward = m * passes.forward_s, m * passes.backward_s
-    exposed = exposed + at_sums * np.where(zero == 0, forward + backward, backward)
+    waits = at_sums * np.where(zero == 0, forward + backward, backward)
+    if job.one_bit is None:
+        exposed = exposed + waits
+    else:
+        averaged: tuple[Column, Column, Column] = (gradient, exposed, waits)
+        gradient, exposed = _one_bit(job, held, whole, job.one_bit, averaged)
     shown = shown + at_gathers * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     slowdown = np.maximum(hidden, 0.0) * (stack.contention - 1.0)
     return Sync(gradient, exposed, gathered, shown, slowdown, refresh)
+
+
+def _one_bit(
+    job: TrainingJob,
+    held: RankParameters,
+    ranks: RankGroup,
+    updates: OneBitUpdates,
+    averaged: tuple[Column, Column, Column],
+) -> tuple[Column, Column]:
+    """Return the mean seconds of reductions, and the exposed part, over the kinds of steps.
+
+    ``averaged`` are the seconds, the exposed ones and the waits of a step whose gradients are averaged. Exchanges of
+    bits come after the passes, which hide nothing of them.
+    """
+    full, one_bit = updates.share("full"), updates.share("one_bit")
+    message = message_bytes(job, held.dense * trained_share(job.model, job.frozen))
+    exchange = np.where(
+        ranks.size > 1, collective.all_to_all_s(job, message, ranks) + collective.gather_s(job, message, ranks), 0.0
+    )
+    gradient, exposed, waits = averaged
+    return full * gradient + one_bit * exchange, full * (exposed + waits) + one_bit * (exchange + waits)
 
 
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
+from partool.cost.one_bit import exchange_bytes
 from partool.cost.optimizer import matrix_bytes
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
@@ -17,6 +18,7 @@ from partool.cost.traffic.sequence import sequence_bytes
 from partool.cost.traffic.tensor import tensor_bytes
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.layout import Layout
+from partool.plan.types import ExchangePart
 from partool.spec.model import ModelConfig
 
 
@@ -37,8 +39,11 @@ class ZeroTraffic:
 def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
     found = traffic(job, layout)
+    reduced = found.scatter_bytes + found.replica_bytes
+    if job.one_bit is not None:
+        reduced = sum(part.steps * part.sent_bytes for part in exchanges(job, layout).values()) / job.one_bit.total
     return {
-        "gradient_sync": int(found.scatter_bytes + found.replica_bytes),
+        "gradient_sync": int(reduced),
         "parameter_gather": int(found.gather_bytes),
         "pipeline": sent_bytes(job, layout),
         "tensor": tensor_bytes(job, layout),
@@ -46,6 +51,16 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
         "expert": expert_bytes(job, layout),
         "optimizer": int(matrix_bytes(job, encode(layout))),
     }
+
+
+def exchanges(job: TrainingJob, layout: Layout) -> dict[str, ExchangePart]:
+    """Return how many steps are of each kind and what a rank sends in one; empty if all steps average gradients."""
+    if job.one_bit is None:
+        return {}
+    found = traffic(job, layout)
+    bits = max(exchange_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
+    sent = {"full": int(found.scatter_bytes + found.replica_bytes), "one_bit": bits, "local": 0}
+    return {kind: ExchangePart(steps=steps, sent_bytes=sent[kind]) for kind, steps in job.one_bit.steps}
 
 
 def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:

@@ -12,6 +12,7 @@ from partool.cost.time.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.planner.evidence import margin, tier_of
 from partool.planner.explain.expert import expert_reasons
+from partool.planner.explain.one_bit import one_bit_reasons
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
 from partool.planner.explain.summary import TIE, recompute, summary
@@ -58,6 +59,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += sequence_reasons(solution.problem, best)
     found += expert_reasons(best)
     found += pipeline_reasons(solution, best)
+    found += one_bit_reasons(solution.problem, best)
     found.append(_recompute(solution, best))
     found += tiles.sentences(solution.problem, layout)
     found += fused.words(solution.problem, layout)

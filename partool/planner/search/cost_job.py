@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
+from partool.cost.one_bit import one_bit_updates
 from partool.cost.optimizer import matrix_updates, moments_of
 from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
@@ -45,5 +46,8 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         expert_imbalance=problem.spec.limits.expert_imbalance,
         moments=moments_of(problem.spec.optimizer),
         matrices=matrix_updates(problem.spec.optimizer, training.precision),
+        one_bit=one_bit_updates(
+            problem.spec.optimizer, training, problem.spec.checkpoint, problem.spec.data.validation
+        ),
         offload=problem.offload,
     )

@@ -1,0 +1,75 @@
+"""What an optimizer exchanges in its steps, and what 0/1 Adam would gain where the network is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.traffic.total import exchanges
+from partool.layout.parameters import count, parameters
+from partool.planner.explain.summary import summary
+from partool.planner.problem import Problem
+from partool.planner.search.price import Priced
+from partool.planner.search.solve import solve
+from partool.spec.checks import check_optimizer
+
+NAME = "zero_one_adam"
+LEAST_GAIN = 0.25
+"""Share of the step from which the plan names what 0/1 Adam would save: less is within a prediction's error."""
+_STATE = 7
+"""Numbers of a master's size that a rank keeps per parameter at least: weight, gradient, two moments, error, moves, and
+the weight of the last exchange. Tensor and pipeline ranks of a node may share them."""
+_MIB = 2**20
+
+
+def one_bit_reasons(problem: Problem, best: Priced) -> list[str]:
+    """Return a sentence on the exchanges of 0/1 Adam, or on what it would gain in place of AdamW."""
+    return list(_kinds(best) if problem.one_bit else _gain(problem, best))
+
+
+def _kinds(best: Priced) -> Iterator[str]:
+    found = exchanges(best.job, best.layout)
+    full, bits, local = (found[kind] for kind in ("full", "one_bit", "local"))
+    yield (
+        f"Exchanges: {full.steps:,} steps average gradients ({full.sent_bytes / _MIB:,.1f} MiB sent by a rank), "
+        f"{bits.steps:,} send one bit per parameter ({bits.sent_bytes / _MIB:,.1f} MiB), {local.steps:,} send nothing; "
+        "times and bytes per step are means over the run."
+    )
+
+
+def _gain(problem: Problem, best: Priced) -> Iterator[str]:
+    found = None if not _may_gain(problem, best) else solve(_with_bits(problem)).chosen
+    if found is None or not found.fits:
+        return
+    gain = 1.0 - found.step_time_s / best.step_time_s
+    if gain < LEAST_GAIN:
+        return
+    sent = found.time.traffic_bytes["gradient_sync"] / _MIB
+    yield (
+        f"Slow links: optimizer: {{name: {NAME}}} would take {found.step_time_s:.3g} s a step on average, {gain:.0%} "
+        f"less, as {summary(found.layout)}; a rank would send {sent:,.1f} MiB a step to data-parallel ranks. The plan "
+        "keeps adamw: fewer bits change how a model learns."
+    )
+
+
+def _may_gain(problem: Problem, best: Priced) -> bool:
+    """Return False where a search for layouts of 0/1 Adam cannot find one that takes much less time and fits."""
+    spec, job = problem.spec, best.job
+    if spec.optimizer.name != "adamw" or spec.engine != "partool" or job.stack.name != "partool":
+        return False
+    if any(True for _ in check_optimizer(_with_bits(problem).spec)):
+        return False
+    elements = count(parameters(problem.model))
+    whole_s = collective.all_reduce_s(
+        job, np.float64(elements * job.master_bytes), collective.group(job, problem.world_size, 1)
+    )
+    state_bytes = _STATE * job.master_bytes * elements / problem.devices.per_node
+    return bool(whole_s >= LEAST_GAIN * best.step_time_s and state_bytes < problem.devices.memory_bytes)
+
+
+def _with_bits(problem: Problem) -> Problem:
+    optimizer = problem.spec.optimizer.model_copy(update={"name": NAME})
+    return replace(problem, spec=problem.spec.model_copy(update={"optimizer": optimizer}))
