@@ -49,10 +49,9 @@ class ExchangeSchedule:
         """Return the kind of step ``step``, counted from 0."""
         if step < self.freeze_step:
             return "full" if self._updates_variance(step) else "one_bit"
-        interval, within = self._interval(step - self.freeze_step)
         done = step + 1
         together = done >= self.steps or any(done % period == 0 for period in self.periods)
-        return "one_bit" if together or (within + 1) % interval == 0 else "local"
+        return "one_bit" if together or self._exchanges(step - self.freeze_step) else "local"
 
     @cached_property
     def counts(self) -> dict[ExchangeKind, int]:
@@ -67,11 +66,12 @@ class ExchangeSchedule:
         block = (step // self.variance_doubling + 1).bit_length() - 1
         return (step - self.variance_doubling * ((1 << block) - 1)) % (1 << block) == 0
 
-    def _interval(self, after: int) -> tuple[int, int]:
-        """Return the interval of exchanges ``after`` steps after the freeze, and the step's place in its block."""
-        longest = (self.local_most - 1).bit_length()
-        block = min(after // self.local_doubling, longest)
-        return min(1 << block, self.local_most), after - block * self.local_doubling
+    def _exchanges(self, after: int) -> bool:
+        """Return whether the step ``after`` steps after the freeze ends an interval; each block ends with an exchange."""
+        last = (self.local_most - 1).bit_length()
+        block = min(after // self.local_doubling, last)
+        done = after - block * self.local_doubling + 1
+        return done % min(1 << block, self.local_most) == 0 or (block < last and done == self.local_doubling)
 
 
 def exchange_schedule(
