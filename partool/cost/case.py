@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.one_bit import OneBitUpdates
 from partool.cost.stacks import PARTOOL, Stack
 from partool.cost.traffic.gathers import COALESCED, Controls
+from partool.layout.one_bit import ExchangeKind
 from partool.plan.layout import OffloadLayout
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices
@@ -95,6 +95,25 @@ class MatrixUpdates:
     """Number of tensors that it keeps per parameter."""
     direction_bytes: int
     """Bytes of an element of a matrix that is sent and orthogonalised."""
+
+
+@dataclass(frozen=True)
+class OneBitUpdates:
+    """Kinds of exchanges of a run."""
+
+    steps: tuple[tuple[ExchangeKind, int], ...]
+    """Number of steps of each kind."""
+    local: bool
+    """Whether a rank keeps the moves since the last exchange, and the weights there."""
+
+    @property
+    def total(self) -> int:
+        """Number of steps."""
+        return sum(count for _, count in self.steps)
+
+    def share(self, kind: ExchangeKind) -> float:
+        """Return the share of the steps that are of a kind."""
+        return dict(self.steps)[kind] / self.total
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from partool.layout.one_bit import CHUNK, ROW_BYTES, ExchangeKind, exchange_schedule, one_bit_bytes
+from partool.cost.case import Column, Layouts, OneBitUpdates, TrainingJob
+from partool.layout.one_bit import CHUNK, ROW_BYTES, exchange_schedule, one_bit_bytes
 from partool.layout.parameters import groups, is_frozen
 from partool.layout.tensor import own_partition
 from partool.layout.tensor.cutting import by_name
@@ -18,33 +17,11 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
 from partool.strategies.optimizers import OPTIMIZERS
 
-if TYPE_CHECKING:
-    from partool.cost.case import Column, Layouts, TrainingJob
-
 _MOVE_BYTES = 52.0
 """Bytes of memory traffic per parameter of a step without averaged gradients, beside those of an update of AdamW, with
 masters of four bytes: the sum of moves, and a denominator by operators of torch."""
 _EXCHANGE_BYTES = 48.0
 """The same for an exchange: compressing and opening the moves, and momenta and weights of the last exchange."""
-
-
-@dataclass(frozen=True)
-class OneBitUpdates:
-    """Kinds of exchanges of a run."""
-
-    steps: tuple[tuple[ExchangeKind, int], ...]
-    """Number of steps of each kind."""
-    local: bool
-    """Whether a rank keeps the moves since the last exchange, and the weights there."""
-
-    @property
-    def total(self) -> int:
-        """Number of steps."""
-        return sum(count for _, count in self.steps)
-
-    def share(self, kind: ExchangeKind) -> float:
-        """Return the share of the steps that are of a kind."""
-        return dict(self.steps)[kind] / self.total
 
 
 def one_bit_updates(

@@ -67,7 +67,7 @@ class ExchangeSchedule:
         return (step - self.variance_doubling * ((1 << block) - 1)) % (1 << block) == 0
 
     def _exchanges(self, after: int) -> bool:
-        """Return whether the step ``after`` steps after the freeze ends an interval; each block ends with an exchange."""
+        """Return whether the step ``after`` steps after the freeze ends an interval; blocks end with an exchange."""
         last = (self.local_most - 1).bit_length()
         block = min(after // self.local_doubling, last)
         done = after - block * self.local_doubling + 1
@@ -89,7 +89,7 @@ def exchange_schedule(
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class MessageBucket:
     """Tensors that are exchanged in one message."""
 
     sizes: tuple[int, ...]
@@ -116,16 +116,16 @@ class Bucket:
         return 2 * (ranks - 1) * self.share(ranks) * (ROW_BYTES + scale_bytes)
 
 
-def buckets(sizes: Sequence[int]) -> list[Bucket]:
+def buckets(sizes: Sequence[int]) -> list[MessageBucket]:
     """Return the buckets of tensors with these numbers of elements, in the same order."""
-    found: list[Bucket] = []
+    found: list[MessageBucket] = []
     taken: list[int] = []
     for size in sizes:
-        if taken and Bucket((*taken, size)).chunks > BUCKET_CHUNKS:
-            found.append(Bucket(tuple(taken)))
+        if taken and MessageBucket((*taken, size)).chunks > BUCKET_CHUNKS:
+            found.append(MessageBucket(tuple(taken)))
             taken = []
         taken.append(size)
-    return [*found, Bucket(tuple(taken))] if taken else found
+    return [*found, MessageBucket(tuple(taken))] if taken else found
 
 
 def one_bit_bytes(sizes: Sequence[int], ranks: int, scale_bytes: int) -> int:

@@ -97,7 +97,7 @@ class Fakes:
     def step(self, step: int, batch: Any, timer: Any, flags: Any = tuple) -> Any:
         self.log.append(f"step {step + 1}")
         self.done = step + 1
-        return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False, flags=flags())
+        return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False, flags=flags(), local=False)
 
     def validate(self, batches: Any, stopping: Any) -> Any:
         for micro in batches:
@@ -177,7 +177,7 @@ def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:
         optimizer=SimpleNamespace(name="adamw"),
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=1)
-    optimizer: Any = SimpleNamespace(masters=dict, state=dict, settle=lambda: None, updates=0)
+    optimizer: Any = SimpleNamespace(masters=dict, state=dict, settle=lambda: None, numbers=dict, placed_state=dict)
     parts: dict[str, Any] = {
         "model": nn.Linear(2, 1), "optimizer": optimizer, "scaler": LossScaler(False), "fingerprint": "f",
         "stepper": SimpleNamespace(nonfinite_in_row=0),

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts, OneBitUpdates, TrainingJob
 from partool.cost.collective import RankGroup
-from partool.cost.one_bit import OneBitUpdates, message_bytes
+from partool.cost.one_bit import message_bytes
 from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from partool.layout.one_bit import CHUNK, ROW_BYTES, Bucket
+from partool.layout.one_bit import CHUNK, ROW_BYTES, MessageBucket
 from partool_kernels.onebit import op
 from partool_runtime.torch_internals.collectives import gather_into
 
 
-class Segment(NamedTuple):
+class BucketPart(NamedTuple):
     """A part of a tensor of a bucket that begins with a chunk."""
 
     tensor: int
@@ -52,7 +52,7 @@ class OneBitMean:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[MessageBucket],
         group: dist.ProcessGroup | None,
         *,
         device: torch.device,
@@ -70,11 +70,11 @@ class OneBitMean:
         ]
         """What compression has lost of the means that this rank computes, by bucket."""
 
-    def elements(self, bucket: Bucket) -> int:
+    def elements(self, bucket: MessageBucket) -> int:
         """Return the number of elements of a bucket, those that fill up chunks and shares included."""
         return bucket.share(self.ranks) * self.ranks * CHUNK
 
-    def segments(self, bucket: Bucket) -> list[Segment]:
+    def segments(self, bucket: MessageBucket) -> list[BucketPart]:
         """Return the parts of tensors that this rank averages; ``at`` counts from the rank's first element."""
         length = bucket.share(self.ranks) * CHUNK
         first = self.rank * length
@@ -82,7 +82,7 @@ class OneBitMean:
         for number, (at, size) in enumerate(bucket.places()):
             start, stop = max(at, first), min(at + size, first + length)
             if start < stop:
-                found.append(Segment(number, start - first, start - at, stop - start))
+                found.append(BucketPart(number, start - first, start - at, stop - start))
         return found
 
     @torch.no_grad()
@@ -106,13 +106,13 @@ class OneBitMean:
             for error in errors:
                 error.zero_()
 
-    def _scatter(self, bucket: Bucket, values: torch.Tensor, errors: torch.Tensor) -> _InFlight:
+    def _scatter(self, bucket: MessageBucket, values: torch.Tensor, errors: torch.Tensor) -> _InFlight:
         rows = self._closed(values, errors, list(bucket.places()))
         received = torch.empty_like(rows)
         work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
         return _InFlight(work, received, rows)
 
-    def _gather(self, bucket: Bucket, away: _InFlight, errors: torch.Tensor) -> _InFlight:
+    def _gather(self, bucket: MessageBucket, away: _InFlight, errors: torch.Tensor) -> _InFlight:
         rows = away.wait().view(self.ranks, bucket.share(self.ranks), self._row_bytes)
         mean = op.unpack(self._opened(rows), len(errors), self._dtype, self._kernels)
         mine = self._closed(mean, errors, [(each.at, each.size) for each in self.segments(bucket)])
