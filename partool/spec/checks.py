@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from partool.spec.spec import Spec
 
 Path = tuple[str | int, ...]
-_SETTINGS = ("betas", "momentum", "eps", "newton_schulz")
+_SETTINGS = ("betas", "momentum", "eps", "newton_schulz", "adapt", "norm_bounds")
 """Settings that not every optimizer reads."""
 
 

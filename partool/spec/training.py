@@ -74,6 +74,17 @@ OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 Betas = Annotated[list[Share], Field(min_length=2, max_length=2)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 NewtonSchulz = Literal["bf16", "working"]
+Adapt = Literal["matrices", "all"]
+
+
+def _ordered(bounds: list[float]) -> list[float]:
+    """Return the bounds; raises ValueError if the first exceeds the second."""
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"the lower bound {bounds[0]:g} is larger than the upper bound {bounds[1]:g}")
+    return bounds
+
+
+NormBounds = Annotated[list[FactorOrNone], Field(min_length=2, max_length=2), AfterValidator(_ordered)]
 
 
 class OptimizerGroup(Section):
@@ -116,18 +127,23 @@ class OptimizerSpec(Section):
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
     12 (2011); sgd: with momentum; muon: Jordan et al., scaled as in Liu et al., arXiv 2502.16982, for matrices of
-    layers, and adamw for all other parameters. Weight decay is decoupled from the gradient in all of them."""
+    layers, and adamw for all other parameters; lamb: You et al., arXiv 1904.00962. Weight decay is decoupled from the
+    gradient in all of them, and a part of the step that lamb scales."""
     lr: Factor = 3e-4
     """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
-    """adamw, also that of muon: decay rates of its two moments; lion: weight of the momentum in a step, and decay rate
-    of the momentum."""
+    """adamw, also that of muon, and lamb: decay rates of the two moments; lion: weight of the momentum in a step, and
+    decay rate of the momentum."""
     momentum: Momentum = 0.9
     """Share of the last step's direction that sgd keeps, and decay rate of muon's momentum; 0 keeps nothing."""
     newton_schulz: NewtonSchulz = "bf16"
     """Type in which muon orthogonalises matrices; working: the type of the master weights."""
     eps: Factor = 1e-8
-    """Term that adamw, also that of muon, and adagrad add to the denominator."""
+    """Term that adamw, also that of muon, lamb and adagrad add to the denominator."""
+    adapt: Adapt = "matrices"
+    """Parameters whose steps lamb scales by the ratio of norms; those of norms and biases only with ``all``."""
+    norm_bounds: NormBounds | None = None
+    """Lowest and highest norm of weights that lamb scales steps by; default: the norm as it is."""
     weight_decay: FactorOrNone = 0.1
     """Weight decay of matrices; norms and biases have none."""
     groups: Groups = {}

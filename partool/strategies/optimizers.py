@@ -24,6 +24,8 @@ class OptimizerRecord:
     rest: str = ""
     """If the optimizer updates only whole matrices of layers (:mod:`partool.layout.matrices`), the optimizer of all
     other parameters; else empty."""
+    norms: bool = False
+    """True: steps depend on norms of whole parameters, of which ranks may hold parts."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {
@@ -38,6 +40,14 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         test="tests/unit/test_muon.py::test_steps_are_those_of_torch_bit_for_bit",
         host=False,
         rest="adamw",
+    ),
+    "lamb": OptimizerRecord(
+        "You et al., arXiv 1904.00962",
+        ("exp_avg", "exp_avg_sq"),
+        ("betas", "eps", "adapt", "norm_bounds"),
+        test="tests/unit/test_lamb.py::test_steps_are_those_of_the_paper",
+        host=False,
+        norms=True,
     ),
 }
 """Name of an optimizer in specs → facts about the optimizer."""

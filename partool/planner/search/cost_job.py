@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
-from partool.cost.optimizer import matrix_updates, moments_of
+from partool.cost.optimizer import adapted, matrix_updates, moments_of
 from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
@@ -45,5 +45,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         expert_imbalance=problem.spec.limits.expert_imbalance,
         moments=moments_of(problem.spec.optimizer),
         matrices=matrix_updates(problem.spec.optimizer, training.precision),
+        adapt=adapted(problem.spec.optimizer),
         offload=problem.offload,
     )
