@@ -63,6 +63,10 @@ def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
         message = f"{optimizer.name} knows the matrices of partool's own decoder, and transformers builds this model"
         help = "use adamw, or give the model's configuration as model.config, which partool's decoder reads"
         yield Diagnostic("PT241", message, path=("optimizer", "name"), help=help)
+    if optimizer.norm_bounds is not None and optimizer.norm_bounds[0] > optimizer.norm_bounds[1]:
+        low, high = optimizer.norm_bounds
+        message = f"the lowest norm, {low:g}, is larger than the highest, {high:g}"
+        yield Diagnostic("PT244", message, path=("optimizer", "norm_bounds"), help=f"use [{high:g}, {low:g}]")
     yield from _settings(optimizer.name, optimizer, ("optimizer",))
     for pattern, group in optimizer.groups.items():
         yield from _settings(optimizer.name, group, ("optimizer", "groups", pattern))

@@ -76,15 +76,7 @@ Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 NewtonSchulz = Literal["bf16", "working"]
 Adapt = Literal["matrices", "all"]
 
-
-def _ordered(bounds: list[float]) -> list[float]:
-    """Return the bounds; raises ValueError if the first exceeds the second."""
-    if bounds[0] > bounds[1]:
-        raise ValueError(f"the lower bound {bounds[0]:g} is larger than the upper bound {bounds[1]:g}")
-    return bounds
-
-
-NormBounds = Annotated[list[FactorOrNone], Field(min_length=2, max_length=2), AfterValidator(_ordered)]
+NormBounds = Annotated[list[FactorOrNone], Field(min_length=2, max_length=2)]
 
 
 class OptimizerGroup(Section):
