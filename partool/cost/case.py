@@ -22,7 +22,7 @@ from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Offload
-from partool.spec.training import Precision
+from partool.spec.training import Adapt, Precision
 from partool.strategies import schedules, sequence
 from partool.strategies.schedules import ScheduleRecord
 
@@ -160,6 +160,8 @@ class TrainingJob:
     """None if the optimizer updates no matrices as wholes."""
     one_bit: OneBitUpdates | None = None
     """None if data-parallel ranks average gradients in every step."""
+    adapt: Adapt | None = None
+    """Parameters whose steps the optimizer scales by norms of whole parameters (LAMB); None if it scales none so."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

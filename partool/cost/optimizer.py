@@ -1,4 +1,4 @@
-"""Costs of an optimizer that updates matrices of layers as wholes: seconds, bytes on the wire and memory of a step."""
+"""Costs of an optimizer's step, also of one that treats matrices as wholes: seconds, bytes on the wire and memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from partool.cost import collective
 from partool.cost.case import MASTER_BYTES, Column, Layouts, MatrixUpdates, TrainingJob
 from partool.cost.one_bit import traffic_per_element
 from partool.cost.time.gemm import matmul_s
-from partool.layout.matrices import NEWTON_SCHULZ_STEPS, MatrixStack, matrix_stacks
+from partool.layout.matrices import NEWTON_SCHULZ_STEPS, MatrixStack, matrix_stacks, scaled_matrices
 from partool.layout.parameters import is_frozen, parameters
 from partool.spec.model import ModelConfig
-from partool.spec.training import OptimizerSpec, Precision
+from partool.spec.training import Adapt, OptimizerSpec, Precision
 from partool.strategies.optimizers import OPTIMIZERS
 
 _STREAM_SHARE = 0.80
@@ -30,6 +30,13 @@ _RETURNED = 2.0
 """Largest matrices of results that are sent and received, for each copy of the training state."""
 _ALONE = 2.0
 """The same where a rank holds whole matrices."""
+_LAMB_MORE_BYTES = 104.0
+"""Bytes of memory traffic per parameter of LAMB's two passes by torch's operators, beyond those of AdamW's one pass:
+they read and write 33 elements of four bytes, not 7."""
+_LAMB_PIECE = 2**24
+"""Most elements that LAMB updates at once; it has two temporaries of this size."""
+_NORM_BYTES = 16
+"""Bytes that ranks sum for each matrix: two squares of norms in float64."""
 
 
 def moments_of(spec: OptimizerSpec) -> int:
@@ -45,6 +52,11 @@ def matrix_updates(spec: OptimizerSpec, precision: Precision) -> MatrixUpdates |
     return MatrixUpdates(len(record.moments), 2 if spec.newton_schulz == "bf16" else MASTER_BYTES[precision])
 
 
+def adapted(spec: OptimizerSpec) -> Adapt | None:
+    """Return which parameters' steps are scaled by norms of whole parameters; None if the optimizer scales none so."""
+    return spec.adapt if OPTIMIZERS[spec.name].norms else None
+
+
 @lru_cache(maxsize=16)
 def _stacks(model: ModelConfig, frozen: tuple[str, ...]) -> tuple[MatrixStack, ...]:
     return tuple(matrix_stacks(model, frozen))
@@ -52,13 +64,17 @@ def _stacks(model: ModelConfig, frozen: tuple[str, ...]) -> tuple[MatrixStack, .
 
 @lru_cache(maxsize=16)
 def _matrix_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
-    trained = sum(info.elements for info in parameters(model) if not is_frozen(info.name, frozen))
-    return sum(stack.elements for stack in _stacks(model, frozen)) / max(trained, 1)
+    return sum(stack.elements for stack in _stacks(model, frozen)) / max(_trained(model, frozen), 1)
+
+
+@lru_cache(maxsize=16)
+def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> int:
+    return sum(info.elements for info in parameters(model) if not is_frozen(info.name, frozen))
 
 
 def update_s(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
     """Return the seconds of norm, clipping and update on the device of a rank that owns ``elements`` parameters."""
-    return device_update_s(job, elements) + matrices_s(job, layouts)
+    return device_update_s(job, elements) + matrices_s(job, layouts) + norms_s(job, layouts)
 
 
 def device_update_s(job: TrainingJob, elements: Column) -> Column:
@@ -68,7 +84,8 @@ def device_update_s(job: TrainingJob, elements: Column) -> Column:
         moments -= _matrix_share(job.model, job.frozen) * (job.moments - job.matrices.moments)
     # Each moment is read and written.
     fewer = 2.0 * 4.0 * (2 - moments)
-    traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer) + traffic_per_element(job)
+    more = 0.0 if job.adapt is None else _LAMB_MORE_BYTES
+    traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer + more) + traffic_per_element(job)
     return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 
@@ -128,8 +145,39 @@ def matrix_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     return elements * ((of_copy - 1) / of_copy + copies - 1 / of_copy) * job.matrices.direction_bytes
 
 
+@lru_cache(maxsize=16)
+def _packed_bytes(model: ModelConfig, adapt: Adapt, frozen: tuple[str, ...]) -> float:
+    return float(_NORM_BYTES * sum(scaled_matrices(model, adapt, frozen).values()))
+
+
+def _norm_ranks(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the number of ranks that sum norms: all of them, or one if each holds all of every parameter."""
+    if job.adapt is None:
+        return 1.0
+    return np.where(layouts.world > _copies(layouts), layouts.world, 1.0)
+
+
+def norms_s(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the seconds of the all-reduce of norms of whole parameters; 0 if no steps are scaled by them."""
+    if job.adapt is None:
+        return 0.0
+    ranks = collective.group(job, _norm_ranks(job, layouts), 1)
+    return collective.all_reduce_s(job, _packed_bytes(job.model, job.adapt, job.frozen), ranks)
+
+
+def norm_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the bytes that a rank sends to sum norms of whole parameters."""
+    if job.adapt is None:
+        return 0.0
+    ranks = _norm_ranks(job, layouts)
+    return 2.0 * (ranks - 1) / ranks * _packed_bytes(job.model, job.adapt, job.frozen)
+
+
 def working_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of the temporaries with which a rank updates matrices as wholes; 0 if it updates none so."""
+    """Return the bytes of the temporaries of an optimizer that treats matrices as wholes; 0 for any other."""
+    if job.adapt is not None:
+        held = _trained(job.model, job.frozen) * _copies(layouts) / layouts.world
+        return 2.0 * np.minimum(held, _LAMB_PIECE) * job.master_bytes
     stacks: Iterable[MatrixStack] = () if job.matrices is None else _stacks(job.model, job.frozen)
     shapes = Counter((stack.rows, stack.columns) for stack in stacks)
     if job.matrices is None or not shapes:

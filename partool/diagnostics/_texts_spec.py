@@ -262,8 +262,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT226",
         "A setting that the optimizer does not read",
-        "adamw reads betas and eps, lion betas, adagrad eps, sgd momentum, and muon newton_schulz and what sgd and "
-        "adamw read; the same holds for their groups.",
+        "adamw reads betas and eps, lion betas, adagrad eps, sgd momentum, muon newton_schulz and what sgd and adamw "
+        "read, and lamb adapt, norm_bounds and what adamw reads; the same holds for their groups.",
         BASE + "optimizer: {name: sgd, betas: [0.8, 0.9]}\n",
         BASE + "optimizer: {name: sgd, momentum: 0.8}\n",
     ),
@@ -282,6 +282,13 @@ RULES: tuple[Rule, ...] = (
         "schedules that move weights and experts are not built for that.",
         BASE + "optimizer: {name: zero_one_adam}\nparallel: {data: {zero: 1}}\n",
         BASE + "optimizer: {name: zero_one_adam}\nparallel: {data: {zero: 0}}\n",
+    ),
+    Rule(
+        "PT244",
+        "Bounds of norms in the wrong order",
+        "LAMB scales a step by the norm of the weights, limited to norm_bounds: the lowest norm and the highest one.",
+        BASE + "optimizer: {name: lamb, norm_bounds: [10, 0]}\n",
+        BASE + "optimizer: {name: lamb, norm_bounds: [0, 10]}\n",
     ),
     Rule(
         "PT236",

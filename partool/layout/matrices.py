@@ -1,4 +1,4 @@
-"""The matrices that an optimizer of whole matrices (Muon) updates, and the work to orthogonalise them."""
+"""The matrices that an optimizer treats as wholes: those that Muon orthogonalises, and those whose norms LAMB reads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from partool.layout.parameters import ParameterInfo, is_frozen, parameters
 from partool.spec.model import ModelConfig
+from partool.spec.training import Adapt
 
 _KINDS = ("attention", "ffn", "expert")
 NEWTON_SCHULZ_STEPS = 5
@@ -41,8 +42,12 @@ def takes_whole_matrices(info: ParameterInfo) -> bool:
 def stack_of(model: ModelConfig, info: ParameterInfo) -> MatrixStack:
     """Return the matrices of a parameter; experts are stacked row under row."""
     rows, columns = info.shape
-    count = model.moe.experts if info.kind == "expert" and model.moe is not None else 1
+    count = _count(model, info)
     return MatrixStack(info.name, count, rows // count, columns)
+
+
+def _count(model: ModelConfig, info: ParameterInfo) -> int:
+    return model.moe.experts if info.kind == "expert" and model.moe is not None else 1
 
 
 def matrix_stacks(model: ModelConfig, frozen: Iterable[str] = ()) -> list[MatrixStack]:
@@ -50,6 +55,21 @@ def matrix_stacks(model: ModelConfig, frozen: Iterable[str] = ()) -> list[Matrix
     frozen = tuple(frozen)
     infos = (info for info in parameters(model) if takes_whole_matrices(info) and not is_frozen(info.name, frozen))
     return [stack_of(model, info) for info in infos]
+
+
+def is_scaled(adapt: Adapt, dimensions: int) -> bool:
+    """Return True if LAMB scales the steps of a parameter with this number of dimensions by norms."""
+    return adapt == "all" or dimensions >= 2
+
+
+def scaled_matrices(model: ModelConfig, adapt: Adapt, frozen: Iterable[str] = ()) -> dict[str, int]:
+    """Return the trained parameters whose steps LAMB scales by norms, each with the number of its matrices.
+
+    Each expert has matrices of its own; any other parameter is one matrix, as the model names it.
+    """
+    frozen = tuple(frozen)
+    infos = [info for info in parameters(model) if not is_frozen(info.name, frozen)]
+    return {info.name: _count(model, info) for info in infos if is_scaled(adapt, len(info.shape))}
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:

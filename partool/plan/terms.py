@@ -49,7 +49,7 @@ TRAFFIC_TERMS: dict[str, str] = {
     "tensor": "bytes this rank sends to the ranks that share its matrices",
     "sequence": "bytes this rank sends to the ranks that share its sequences",
     "expert": "bytes this rank sends to the ranks that share its experts, if tokens are spread evenly",
-    "optimizer": "bytes this rank sends to gather matrices whole on the ranks that update them, and to return updates",
+    "optimizer": "bytes this rank sends to update matrices as wholes: parts of them and of results, or sums for norms",
     "pipeline": "bytes this rank sends to other ranks of its pipeline: activations, or weights where these travel",
 }
 """Traffic terms in bytes per rank and optimizer step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.memory.peak import host_bytes, predict_memory
 from partool.cost.one_bit import one_bit_updates
-from partool.cost.optimizer import matrix_updates, moments_of
+from partool.cost.optimizer import adapted, matrix_updates, moments_of
 from partool.cost.stacks import stack_of
 from partool.cost.time.predict import predict_time
 from partool.cost.traffic.gathers import controls_of_layout
@@ -172,6 +172,7 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         moments=moments_of(plan.optimizer),
         matrices=matrix_updates(plan.optimizer, plan.training.precision),
         one_bit=one_bit_updates(plan.optimizer, plan.training, plan.checkpoint, plan.data.validation),
+        adapt=adapted(plan.optimizer),
         offload=plan.layout.offload,
         usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
         expert_imbalance=_limits(plan).expert_imbalance,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from partool.spec.spec import Spec
 
 Path = tuple[str | int, ...]
-_SETTINGS = ("betas", "momentum", "eps", "newton_schulz", "one_bit")
+_SETTINGS = ("betas", "momentum", "eps", "newton_schulz", "one_bit", "adapt", "norm_bounds")
 """Settings that not every optimizer reads."""
 
 
@@ -66,6 +66,10 @@ def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT241", message, path=("optimizer", "name"), help=help)
     if OPTIMIZERS[optimizer.name].whole_steps:
         yield from _one_bit(spec)
+    if optimizer.norm_bounds is not None and optimizer.norm_bounds[0] > optimizer.norm_bounds[1]:
+        low, high = optimizer.norm_bounds
+        message = f"the lowest norm, {low:g}, is larger than the highest, {high:g}"
+        yield Diagnostic("PT244", message, path=("optimizer", "norm_bounds"), help=f"use [{high:g}, {low:g}]")
     yield from _settings(optimizer.name, optimizer, ("optimizer",))
     for pattern, group in optimizer.groups.items():
         yield from _settings(optimizer.name, group, ("optimizer", "groups", pattern))

@@ -74,6 +74,9 @@ OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 Betas = Annotated[list[Share], Field(min_length=2, max_length=2)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 NewtonSchulz = Literal["bf16", "working"]
+Adapt = Literal["matrices", "all"]
+
+NormBounds = Annotated[list[FactorOrNone], Field(min_length=2, max_length=2)]
 
 
 class OptimizerGroup(Section):
@@ -136,20 +139,25 @@ class OptimizerSpec(Section):
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
     12 (2011); sgd: with momentum; muon: Jordan et al., scaled as in Liu et al., arXiv 2502.16982, for matrices of
     layers, and adamw for all other parameters; zero_one_adam: Lu et al., arXiv 2202.06009, which exchanges one bit per
-    parameter or nothing in most steps. Weight decay is decoupled from the gradient in all of them."""
+    parameter or nothing in most steps; lamb: You et al., arXiv 1904.00962. Weight decay is decoupled from the gradient
+    in all of them, and a part of the step that lamb scales."""
     lr: Factor = 3e-4
     """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
-    """adamw, also that of muon, and zero_one_adam: decay rates of its two moments; lion: weight of the momentum in a
-    step, and decay rate of the momentum."""
+    """adamw, also that of muon, zero_one_adam and lamb: decay rates of the two moments; lion: weight of the momentum in
+    a step, and decay rate of the momentum."""
     momentum: Momentum = 0.9
     """Share of the last step's direction that sgd keeps, and decay rate of muon's momentum; 0 keeps nothing."""
     newton_schulz: NewtonSchulz = "bf16"
     """Type in which muon orthogonalises matrices; working: the type of the master weights."""
     eps: Factor = 1e-8
-    """Term that adamw, also that of muon, zero_one_adam and adagrad add to the denominator."""
+    """Term that adamw, also that of muon, zero_one_adam, lamb and adagrad add to the denominator."""
     one_bit: OneBit = OneBit()
     """Exchanges of zero_one_adam."""
+    adapt: Adapt = "matrices"
+    """Parameters whose steps lamb scales by the ratio of norms; those of norms and biases only with ``all``."""
+    norm_bounds: NormBounds | None = None
+    """Lowest and highest norm of weights that lamb scales steps by; default: the norm as it is."""
     weight_decay: FactorOrNone = 0.1
     """Weight decay of matrices; norms and biases have none."""
     groups: Groups = {}

@@ -27,6 +27,8 @@ class OptimizerRecord:
     whole_steps: str = ""
     """If data-parallel ranks exchange moves with one bit per element (:mod:`partool.layout.one_bit`), the optimizer of
     the steps whose gradients are averaged in full precision; else empty."""
+    norms: bool = False
+    """True: steps depend on norms of whole parameters, of which ranks may hold parts."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {
@@ -49,6 +51,14 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         test="tests/unit/test_one_bit.py::test_full_steps_are_those_of_adamw_bit_for_bit",
         host=False,
         whole_steps="adamw",
+    ),
+    "lamb": OptimizerRecord(
+        "You et al., arXiv 1904.00962",
+        ("exp_avg", "exp_avg_sq"),
+        ("betas", "eps", "adapt", "norm_bounds"),
+        test="tests/unit/test_lamb.py::test_steps_are_those_of_the_paper",
+        host=False,
+        norms=True,
     ),
 }
 """Name of an optimizer in specs → facts about the optimizer."""

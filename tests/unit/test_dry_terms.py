@@ -209,6 +209,21 @@ def test_terms_of_a_spec_agree_with_its_execution(name: str, tmp_path: Path) -> 
     assert not any(found), found
 
 
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_the_temporaries_of_lamb_are_those_of_its_execution(tmp_path: Path) -> None:
+    """The update of this large model with short sequences is the fullest moment of a step."""
+    made = yaml.safe_load(random_spec_of_one())
+    made["model"] = {"layers": 2, "hidden": 1024, "heads": 8, "ffn_hidden": 4096, "vocab": 32000}
+    made["training"] = {"global_batch": 1, "sequence_length": 64, "steps": 2}
+    made["parallel"] |= {"tensor": {"degree": 2, "sequence_norms": False}}
+    made |= {"hardware": {"accelerator": "h100-sxm", "per_node": 2}, "optimizer": {"name": "lamb"}}
+    (case,) = cases_of(yaml.safe_dump(made))
+    fullest = max(case.moments, key=lambda moment: float(moment.total))
+    assert (fullest.name, float(fullest.communication)) == ("update", 2 * 4 * 2**24)
+    assert disagreements(case, *executed([case], tmp_path)) == []
+
+
 def test_the_comparison_finds_a_term_that_is_wrong() -> None:
     """A moment that nearly is the fullest counts, one that is far from it does not; each term is compared."""
     (case,) = cases_of(random_spec_of_one())

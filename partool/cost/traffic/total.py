@@ -9,7 +9,7 @@ from functools import lru_cache
 from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.one_bit import exchange_bytes
-from partool.cost.optimizer import matrix_bytes
+from partool.cost.optimizer import matrix_bytes, norm_bytes
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.traffic.expert import expert_bytes
@@ -49,7 +49,7 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
         "tensor": tensor_bytes(job, layout),
         "sequence": sequence_bytes(job, layout),
         "expert": expert_bytes(job, layout),
-        "optimizer": int(matrix_bytes(job, encode(layout))),
+        "optimizer": int(matrix_bytes(job, encode(layout)) + norm_bytes(job, encode(layout))),
     }
 
 

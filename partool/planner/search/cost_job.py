@@ -5,7 +5,7 @@ from __future__ import annotations
 from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
 from partool.cost.one_bit import one_bit_updates
-from partool.cost.optimizer import matrix_updates, moments_of
+from partool.cost.optimizer import adapted, matrix_updates, moments_of
 from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
@@ -49,5 +49,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         one_bit=one_bit_updates(
             problem.spec.optimizer, training, problem.spec.checkpoint, problem.spec.data.validation
         ),
+        adapt=adapted(problem.spec.optimizer),
         offload=problem.offload,
     )

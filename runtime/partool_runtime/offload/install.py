@@ -20,6 +20,7 @@ from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.muon import open_matrices
 from partool_runtime.optim.one_bit import OneBitOptimizer
 from partool_runtime.optim.types import Optimizer
+from partool_runtime.optim.whole_norms import open_norms
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
@@ -38,7 +39,7 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
         # ``kernels.fused`` applies to accelerators only; on a CPU only the mode selects the compiled pass.
         ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
-        trained = trained_parameters(model)
+        trained, record = trained_parameters(model), OPTIMIZERS[plan.optimizer.name]
         if ranks.exchanges is not None:
             return OneBitOptimizer(
                 trained,
@@ -49,8 +50,9 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
                 placements=model.placements,
                 kernels=kernels,
             )
-        whole = open_matrices(plan, trained, ranks) if OPTIMIZERS[plan.optimizer.name].rest else None
-        return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=whole)
+        whole = open_matrices(plan, trained, ranks) if record.rest else None
+        norms = open_norms(plan, model, trained, ranks) if record.norms else None
+        return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=whole, norms=norms)
     optimizer = _on_host(plan, prepared, ranks)
     prepared.memory.freeze()
     return optimizer

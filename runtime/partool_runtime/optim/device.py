@@ -8,14 +8,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from partool.layout.matrices import is_scaled
 from partool.spec.training import OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool_kernels.adamw.op import Tensors, Update, adamw, takes
 from partool_kernels.host import Part, Pool, StepRule, UpdatePass, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.optim.groups import ParameterGroup, grouped
+from partool_runtime.optim.lamb import LambSteps
 from partool_runtime.optim.muon import MatrixShard, WholeMatrices
 from partool_runtime.optim.steps import Shards, step
+from partool_runtime.optim.whole_norms import WholeNorms, alone
 from partool_runtime.pieces import Value
 from partool_runtime.torch_internals.tensors import local, local_bytes
 
@@ -33,7 +36,8 @@ class DeviceOptimizer:
     ``kernels`` is the mode of partool's own kernels. On GPUs one of these kernels makes a step of adamw in one launch
     if parameters and moments are float32; the default is torch's fused kernel. On CPUs ``native`` is the compiled pass
     that offloaded states also use, so that steps have the same bits with and without offload; other modes use torch's
-    operators. ``matrices`` makes the steps of parameters that the optimizer updates as whole matrices.
+    operators. ``matrices`` makes the steps of parameters that the optimizer updates as whole matrices. ``norms``
+    adds up norms of parameters of which other ranks hold parts; None means that this rank holds all of each.
     """
 
     term = "optimizer"
@@ -49,6 +53,7 @@ class DeviceOptimizer:
         *,
         kernels: str = "torch",
         matrices: WholeMatrices | None = None,
+        norms: WholeNorms | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._copies = frozenset(copies)
@@ -66,8 +71,13 @@ class DeviceOptimizer:
         steps = {
             place: group
             for place, group in enumerate(self._groups.groups)
-            if self._held[place] and not OPTIMIZERS[group.kind].rest
+            if self._held[place] and not (OPTIMIZERS[group.kind].rest or OPTIMIZERS[group.kind].norms)
         }
+        self._lamb: LambSteps | None = None
+        if OPTIMIZERS[spec.name].norms:
+            names = (name for held in self._held for name in held)
+            scaled = [name for name in names if is_scaled(spec.adapt, parameters[name].ndim)]
+            self._lamb = LambSteps(spec, self._groups, self._held, norms or alone(scaled, self._device))
         self._launches = _alike(steps)
         self.updates = 0
         """Number of steps made, without skipped steps."""
@@ -159,6 +169,8 @@ class DeviceOptimizer:
         self.updates += 1
         rules = self._groups.rules(lr, self.updates, scale)
         self._step_matrices(rules)
+        if self._lamb is not None:
+            self._lamb.step(self._shards, rules)
         kinds = {rules[place].kind for places in self._launches for place in places}
         if self._kernels == "native" and self._device.type == "cpu" and all(OPTIMIZERS[kind].host for kind in kinds):
             self._in_one_pass(rules)

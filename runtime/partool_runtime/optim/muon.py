@@ -19,7 +19,7 @@ from partool_kernels.host import StepRule
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.newton_schulz import direction_type, orthogonalised, scaled_rate
 from partool_runtime.optim.owners import HeldBlock, Holders, Round, rounds
-from partool_runtime.parallel.comm import MATRICES, counted_as
+from partool_runtime.parallel.comm import UPDATES, counted_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _exchange(
     flat = [block.reshape(-1) for blocks in sent for block in blocks]
     payload = torch.cat(flat) if flat else like.new_empty(0)
     received = like.new_empty(sum(sizes))
-    with counted_as(purpose=MATRICES):
+    with counted_as(purpose=UPDATES):
         work = dist.all_to_all_single(received, payload, sizes, splits, group=group, async_op=True)
     return _Exchange(work, received, sizes, payload)
 

@@ -27,10 +27,8 @@ class Shards:
         """Yield parts of at most :data:`PIECE_ELEMENTS` elements in total; non-contiguous tensors are not cut."""
         rows: list[tuple[torch.Tensor, ...]] = []
         room = PIECE_ELEMENTS
-        for row in zip(self.weights, self.gradients, *self.moments, strict=True):
-            whole = not all(tensor.is_contiguous() for tensor in row)
-            cuts = [row] if whole else zip(*(t.view(-1).split(PIECE_ELEMENTS) for t in row), strict=True)
-            for piece in cuts:
+        for row in self._rows():
+            for piece in _cut(row):
                 if rows and piece[0].numel() > room:
                     yield _from_rows(rows)
                     rows, room = [], PIECE_ELEMENTS
@@ -38,6 +36,19 @@ class Shards:
                 room -= piece[0].numel()
         if rows:
             yield _from_rows(rows)
+
+    def cuts(self) -> list[int]:
+        """Return the number of pieces into which :meth:`pieces` cuts each of the tensors."""
+        return [len(_cut(row)) for row in self._rows()]
+
+    def _rows(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return zip(self.weights, self.gradients, *self.moments, strict=True)
+
+
+def _cut(row: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+    if not all(tensor.is_contiguous() for tensor in row):
+        return [row]
+    return list(zip(*(torch.split(tensor.view(-1), PIECE_ELEMENTS) for tensor in row), strict=True))
 
 
 def _from_rows(rows: Sequence[tuple[torch.Tensor, ...]]) -> Shards:

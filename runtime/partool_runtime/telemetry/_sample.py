@@ -8,7 +8,7 @@ from collections.abc import Callable
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
 from partool.strategies.optimizers import OPTIMIZERS
-from partool_runtime.parallel.comm import EXPERT, LOADS, MATRICES, SEQUENCE, CollectiveTraffic, CommCounter
+from partool_runtime.parallel.comm import EXPERT, LOADS, SEQUENCE, UPDATES, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
@@ -52,8 +52,9 @@ class StepSampler:
         self._probed: dict[str, int] = {}
         self._counter: CommCounter | None = None
         self._counting = False
-        self._updates = CommCounter() if OPTIMIZERS[plan.optimizer.name].rest else None
-        """Counts what updates of whole matrices send, which comes after the end of the other count."""
+        record = OPTIMIZERS[plan.optimizer.name]
+        self._updates = CommCounter() if record.rest or record.norms else None
+        """Counts what updates of whole matrices, or by their norms, send after the end of the other count."""
         self._seen_forward = False
         self._pipeline = plan.layout.mesh.pp > 1
         self._watching = False
@@ -95,7 +96,7 @@ class StepSampler:
             "parameter_gather": others["all_gather"],
         }
         if self._updates is not None:
-            sent["optimizer"] = _sent(self._updates.snapshot(described=MATRICES)).total()
+            sent["optimizer"] = _sent(self._updates.snapshot(described=UPDATES)).total()
         sent |= {"tensor": self._tensor.total()} if len(self._tensor_ranks) > 1 else {}
         sent |= {"expert": expert.total()} if self._shares_experts else {}
         return sent | ({"sequence": sequence.total()} if self._shares_sequences else {})
