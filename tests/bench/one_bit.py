@@ -31,7 +31,7 @@ name: one-bit
 model: {{layers: 8, hidden: 384, ffn_hidden: 1024, heads: 6, kv_heads: 6, vocab: 8192, max_position: 64}}
 hardware: {{accelerator: cpu, per_node: {RANKS}}}
 training: {{sequence_length: 64, global_batch: {RANKS}, steps: {STEPS}, precision: fp32, log_every: 1000}}
-optimizer: {{lr: 3.0e-4, schedule: {{kind: cosine, warmup_steps: 10}}}}
+optimizer: {{lr: 3.0e-4, schedule: {{kind: cosine, warmup_steps: 5}}}}
 data: {{source: python-stdlib}}
 parallel: {{data: {{zero: 0}}, recompute: none, compile: none, micro_batch: 1, tensor: 1, pipeline: {{stages: 1}}}}
 limits: {{max_devices: {RANKS}}}
