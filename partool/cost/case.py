@@ -138,6 +138,8 @@ class TrainingJob:
     updates only matrices as wholes, those of the other parameters."""
     matrices: MatrixUpdates | None = None
     """None if the optimizer updates no matrices as wholes."""
+    perturbed: float = 0.0
+    """Share of the steps whose micro-batches run once more before, to find perturbations of embeddings."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -170,6 +170,7 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         memory_scalar=plan.prediction.memory_scalar,
         moments=moments_of(plan.optimizer),
         matrices=matrix_updates(plan.optimizer, plan.training.precision),
+        perturbed=plan.training.adversarial.share(plan.training.steps),
         offload=plan.layout.offload,
         usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
         expert_imbalance=_limits(plan).expert_imbalance,

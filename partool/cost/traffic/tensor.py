@@ -180,6 +180,9 @@ def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
     found = []
     for stages in stages_of_ranks(layout):
         passes = sum(call.sent_bytes for call in _passes(job, layout, stages))
+        if job.perturbed:
+            ascent = _passes(job, layout, stages, ascent=True)
+            passes += round(job.perturbed * sum(call.sent_bytes for call in ascent))
         sums = (_sync(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
         found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
     return max(found)
@@ -198,8 +201,10 @@ def tensor_calls(
     return [*_passes(job, layout, stages), *_sync(job, layout, stages, rank, shard)]
 
 
-def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator[CollectiveCall]:
-    """Yield the collectives of all passes over all micro-batches."""
+def _passes(
+    job: TrainingJob, layout: Layout, stages: Sequence[int], *, ascent: bool = False
+) -> Iterator[CollectiveCall]:
+    """Yield the collectives of all passes over all micro-batches, or those of the passes that find perturbations."""
     held = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
     layouts, one = encode(layout), layout.tensor.inner == 1
     for there, lister in (
@@ -207,7 +212,9 @@ def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator
         (len(layout.pipeline.bounds) - 1 in stages, head_moves if one else two_dim.head_moves),
     ):
         moves = lister(job, layouts) if there else Moves([], [], [])
-        for move in (*moves.forward, *moves.backward):
+        # The ascent's backward pass ends at the embeddings.
+        ends = ascent and lister is not head_moves
+        for move in (*moves.forward, *(() if ends else moves.backward)):
             yield from _counted(job, layout, move, 1)
     found = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in held)
     for (kind, again), times in found.items():

@@ -45,5 +45,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         expert_imbalance=problem.spec.limits.expert_imbalance,
         moments=moments_of(problem.spec.optimizer),
         matrices=matrix_updates(problem.spec.optimizer, training.precision),
+        perturbed=training.adversarial.share(training.steps),
         offload=problem.offload,
     )
