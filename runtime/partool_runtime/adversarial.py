@@ -1,4 +1,4 @@
-"""Adversarial training on perturbed embeddings (``training.adversarial``; docs/design/adversarial.md).
+"""Adversarial training on perturbed embeddings (``training.adversarial``; docs/guide/adversarial.md).
 
 From step ``start_step`` on, each micro-batch runs twice. The first pass finds the perturbation: a random one takes one
 step in which the loss grows. No parameter requires gradients in this pass, so its backward pass computes no gradients
@@ -30,11 +30,11 @@ class Perturbed:
     """Finds the perturbation of a micro-batch, and adds it to the embeddings in the next forward pass."""
 
     def __init__(self, model: Decoder | HfDecoder, sync: GradSync, plan: Plan, ranks: Ranks) -> None:
-        """``model`` is complete: later wrappers of its embedding would not see perturbations."""
+        """Call it within the ranks' context of tensors, when the model is complete."""
         self._model, self._sync, self._device = model, sync, ranks.device
         self._spec, self._seed = plan.training.adversarial, plan.training.seed
         self._first_sequence = self._spec.start_step * plan.training.global_batch
-        self._positions_S = torch.tensor(positions(plan, ranks), dtype=torch.int64)
+        self._positions_S = torch.tensor(positions(plan, ranks), dtype=torch.int64, device=ranks.device)
         self._sequences_B: torch.Tensor | None = None
         """Sequences whose perturbation is to be drawn in the forward pass that runs."""
         self._perturbation_BSH: torch.Tensor | None = None
@@ -78,7 +78,6 @@ class Perturbed:
         return (x_BSH + found_BSH).to(x_BSH.dtype)
 
     def _drawn(self, sequences_B: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
-        self._positions_S = self._positions_S.to(self._device)
         dtype = working_dtype(x_BSH.dtype)
         return first_values(self._spec, drawn(self._seed, sequences_B, self._positions_S, x_BSH.shape[2], dtype))
 

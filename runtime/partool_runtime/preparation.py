@@ -107,7 +107,7 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         _widen(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
         loads = ExpertLoads.of(model, plan, ranks)
-    perturb = Perturbed(model, sync, plan, ranks).find if plan.training.adversarial.epsilon else None
+        perturb = Perturbed(model, sync, plan, ranks).find if plan.training.adversarial.epsilon else None
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb), plan, ranks)
     late = TensorGradients.names(model)
     return Prepared.sharded(model, passes, memory, sync, late, shards=shards, host=host, loads=loads)

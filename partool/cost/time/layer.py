@@ -126,6 +126,7 @@ def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
     if job.perturbed:
+        sent = tensor_time.layer_seconds(job, layouts, kind, weights=False)
         inputs = _pass(job, layouts, kind, sent, backward=True, weights=False)
         more = job.perturbed
         return Layer(forward.plus(forward, more), backward.plus(inputs, more), again.plus(again, more))

@@ -64,13 +64,19 @@ def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
 
 
-def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
-    """Return the collectives of one layer of a kind: those of attention and those of its network or experts."""
-    moves, experts = _pair_moves(job, layouts, kind), _expert_moves(job, layouts) if kind.moe else Moves([], [], [])
+def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool = True) -> Moves:
+    """Return the collectives of one layer of a kind: those of attention and those of its network or experts.
+
+    Without ``weights``, its backward pass computes no gradients of weights.
+    """
+    moves, experts = (
+        _pair_moves(job, layouts, kind, weights=weights),
+        _expert_moves(job, layouts) if kind.moe else Moves([], [], []),
+    )
     return Moves(*(one + other for one, other in zip(moves, experts, strict=True)))
 
 
-def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
+def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
     """Return the collectives of pairs of matrices, the first sharded by columns, the second by rows.
 
     Attention is one pair, the network another one. Of a layer of experts only the shared experts are a pair, and only
@@ -84,7 +90,7 @@ def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
     padded = padded_tokens(job, layouts) * shares
-    twice, network = 1 - keeps_gathered(job, layouts), _network_pairs(job, layouts, kind)
+    twice, network = int(weights) * (1 - keeps_gathered(job, layouts)), _network_pairs(job, layouts, kind)
     mla = job.model.mla
     latents = Counter([] if mla is None else [*([mla.q_rank] if mla.q_rank else []), mla.kv_rank])
     shared = Counter([] if mla is None else [mla.rope_head_dim])
@@ -218,7 +224,7 @@ def _passes(
             yield from _counted(job, layout, move, 1)
     found = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in held)
     for (kind, again), times in found.items():
-        moves = layer_moves(job, layouts, kind) if one else two_dim.layer_moves(job, layouts)
+        moves = layer_moves(job, layouts, kind, weights=not ascent) if one else two_dim.layer_moves(job, layouts)
         for move in (*moves.forward, *moves.backward, *(moves.again if again else ())):
             yield from _counted(job, layout, move, times)
 
