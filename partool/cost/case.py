@@ -162,6 +162,8 @@ class TrainingJob:
     """None if data-parallel ranks average gradients in every step."""
     adapt: Adapt | None = None
     """Parameters whose steps the optimizer scales by norms of whole parameters (LAMB); None if it scales none so."""
+    perturbed: float = 0.0
+    """Share of the steps whose micro-batches run once more before, to find perturbations of embeddings."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

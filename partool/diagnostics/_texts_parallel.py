@@ -189,4 +189,20 @@ RULES: tuple[Rule, ...] = (
         + _FOUR_GPUS
         + "parallel: {tensor: 2, pipeline: {stages: 2, schedule: 1f1b}}\n",
     ),
+    Rule(
+        "PT498",
+        "Perturbed embeddings do not run with this",
+        "A perturbation's gradient goes through the whole model before the passes of training begin. Pipelines have no "
+        "such pass, tensor ranks in two dimensions hold parts of each embedding, and the loads of experts would count "
+        "twice. Where pipeline.stages is auto, it is 1.",
+        _FOUR + "training: {adversarial: {epsilon: 0.1}}\nparallel: {pipeline: 2}\n",
+        _FOUR + "training: {adversarial: {epsilon: 0.1}}\nparallel: {pipeline: 1}\n",
+    ),
+    Rule(
+        "PT499",
+        "Perturbations that begin after the last step",
+        "Embeddings are perturbed from step start_step on, counted from 0; training ends before.",
+        _FOUR + "training: {steps: 100, adversarial: {epsilon: 0.1, start_step: 100}}\n",
+        _FOUR + "training: {steps: 100, adversarial: {epsilon: 0.1, start_step: 50}}\n",
+    ),
 )

@@ -173,6 +173,7 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         matrices=matrix_updates(plan.optimizer, plan.training.precision),
         one_bit=one_bit_updates(plan.optimizer, plan.training, plan.checkpoint, plan.data.validation),
         adapt=adapted(plan.optimizer),
+        perturbed=plan.training.adversarial.share(plan.training.steps),
         offload=plan.layout.offload,
         usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
         expert_imbalance=_limits(plan).expert_imbalance,

@@ -19,7 +19,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Generation, Plan, Prediction
-from partool.planner.checks import fp8
+from partool.planner.checks import adversarial, fp8
 from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.data import resolve_data
 from partool.planner.checks.engine import settled
@@ -103,7 +103,7 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
     if described is not None:
         narrow, left_out = without_tensor(narrow, described)
         found += [*left_out, *unused_weights(spec, base_dir)]
-    narrow = settled(narrow)
+    narrow = adversarial.whole_models(settled(narrow))
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described, work=work or Work())
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
     found += check_weights(spec, launching.launch, model.config, base_dir)

@@ -95,6 +95,7 @@ def _job(plan: Plan) -> TrainingJob:
         precision=plan.training.precision,
         stack=stack_of(plan.engine, plan.devices.backend, plan.layout.compile, plan.layout.derived.fused),
         frozen=plan.frozen,
+        perturbed=plan.training.adversarial.share(plan.training.steps),
         time_scalar=plan.prediction.time_scalar,
     )
 

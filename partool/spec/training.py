@@ -30,6 +30,29 @@ class Validation(Section):
     """Sequences per validation, over all ranks."""
 
 
+class AdversarialSpec(Section):
+    """Training on embeddings to which the perturbation is added that raises the loss most (docs/guide/adversarial.md).
+
+    Our reading of ScaLA (Zhang et al.): a small random perturbation takes one step of projected gradient ascent before
+    every micro-batch's passes.
+    """
+
+    epsilon: FactorOrNone = 0.0
+    """Longest perturbation of one token's embedding, in ``norm``; 0 switches adversarial training off."""
+    norm: Literal["l2", "linf"] = "l2"
+    """Length of a perturbation: root of the sum of squares, or the largest absolute number."""
+    step_size: Factor | None = None
+    """Length of the ascent step, in ``norm``; default: ``epsilon``."""
+    noise: Share = 0.1
+    """Length of the random perturbation before the ascent, at most, as a share of ``epsilon``."""
+    start_step: StepsOrNone = 0
+    """Optimizer steps of plain training before the first perturbation."""
+
+    def share(self, steps: int) -> float:
+        """Return the share of ``steps`` optimizer steps in which embeddings are perturbed."""
+        return max(0, steps - self.start_step) / steps if self.epsilon else 0.0
+
+
 class TrainingSpec(Section):
     """Length, batch and precision of the training."""
 
@@ -48,6 +71,7 @@ class TrainingSpec(Section):
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Reported losses, on held-out data too, include it."""
+    adversarial: AdversarialSpec = AdversarialSpec()
     deterministic: bool = False
     """Use only algorithms with bitwise equal results every time; slower on accelerators."""
     validation: Validation = Validation()

@@ -10,6 +10,7 @@ from torch import nn
 
 from partool.plan.types import Plan
 from partool.schedule import Schedule
+from partool_runtime.adversarial import Perturbed, check_perturbable
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.fused import fuse
@@ -82,9 +83,12 @@ class Prepared:
 def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
     """Return this rank's part of the plan's model, without weights, and its passes; a collective of all ranks.
 
-    With a pipeline, ``report`` is called after every training step with the actions of the step.
+    With a pipeline, ``report`` is called after every training step with the actions of the step. Raises
+    ConfigurationError PT498 for perturbed embeddings where they do not run.
     """
     host = host or HostParts()
+    if plan.training.adversarial.epsilon:
+        check_perturbable(plan)
     if plan.layout.mesh.pp == 1:
         return _plain(plan, ranks, host)
     schedule = trained_schedule(plan)
@@ -103,7 +107,8 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         _widen(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
         loads = ExpertLoads.of(model, plan, ranks)
-    passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
+        perturb = Perturbed(model, sync, plan, ranks).find if plan.training.adversarial.epsilon else None
+    passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb), plan, ranks)
     late = TensorGradients.names(model)
     return Prepared.sharded(model, passes, memory, sync, late, shards=shards, host=host, loads=loads)
 

@@ -50,6 +50,13 @@ Timer = Callable[[str], AbstractContextManager[object]]
 """Returns a context manager that adds its time to a term of :data:`partool.plan.terms.TIME_TERMS`."""
 
 
+LossOf = Callable[[MicroBatch], torch.Tensor]
+"""Function that runs a forward pass over a micro-batch and returns the sum of its token losses."""
+Perturb = Callable[[MicroBatch, LossOf, torch.Tensor, Timer], None]
+"""Function that finds what to add to a micro-batch's embeddings in its next forward pass; its last arguments are those
+of :meth:`Passes.step`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step, equal on all ranks."""
@@ -96,31 +103,44 @@ class PlainPasses:
 
     ``model(tokens_BS, labels_BS)`` must return the sum of the token losses. If a micro-batch numbers its documents, the
     call is ``model(tokens_BS, labels_BS, documents_BL)``. If tensor ranks hold only parts of some gradients,
-    ``tensor`` sums these parts.
+    ``tensor`` sums these parts. ``perturb`` is called before the passes of each micro-batch.
     """
 
     def __init__(
-        self, model: nn.Module, sync: GradSync, device: torch.device, tensor: TensorGradients | None = None
+        self,
+        model: nn.Module,
+        sync: GradSync,
+        device: torch.device,
+        tensor: TensorGradients | None = None,
+        perturb: Perturb | None = None,
     ) -> None:
         self._model, self._sync, self._device, self._tensor = model, sync, device, tensor
+        self._perturb = perturb
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See :class:`Passes`."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro in enumerate(batch):
+            if self._perturb is not None:
+                self._perturb(micro, self._loss, weight, timer)
             self._sync.before_micro_batch(last=index == len(batch) - 1)
             with timer("forward"):
-                tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
-                labels_BS = micro.labels_BS.to(self._device, non_blocking=True)
-                loss = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device))
+                loss = self._loss(micro)
                 loss_sum += loss.detach()
             with timer("backward"):
-                (loss * weight.to(loss.dtype)).backward()
+                torch.autograd.backward(loss * weight.to(loss.dtype))
                 self._sync.after_micro_batch()
         if self._tensor is not None:
             with timer("tensor_parallel"):
                 self._tensor.add_up()
         return loss_sum
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the sum of a micro-batch's token losses."""
+        tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
+        labels_BS = micro.labels_BS.to(self._device, non_blocking=True)
+        loss: torch.Tensor = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device))
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def with_parallel(parallel: str) -> str:
     return SPEC.replace("nodes: 2, ", "").replace(SPEC[SPEC.index("{tensor") :], parallel)
 
 
+PERTURBED = with_parallel("{tensor: 1, sequence: 1, pipeline: 1, data: {zero: 3}, micro_batch: 1, compile: none}")
+
+
 @pytest.fixture(scope="module")
 def small() -> dict[str, Recorded]:
     """Plans and the traces of all their ranks, from one process."""
@@ -46,9 +50,20 @@ def small() -> dict[str, Recorded]:
         {
             "ring": with_parallel(RING),
             "grid": with_parallel(DSP).replace("tied_embeddings: true", GRID),
+            "plain": PERTURBED,
+            "perturbed": PERTURBED.replace("steps: 3", "steps: 3, adversarial: {epsilon: 0.1, start_step: 1}"),
             "offloaded": with_parallel(OFFLOADED).replace("per_node: 4", "per_node: 1").replace("h: 64", "h: 8192"),
         }
     )
+
+
+def test_perturbed_embeddings_only_gather_more(small: dict[str, Recorded]) -> None:
+    """With ZeRO-3 each pass has its gathers twice; nothing else is exchanged."""
+    counts = [Counter(each[0] for each in small[name][1][0].collectives) for name in ("plain", "perturbed")]
+    more = counts[1] - counts[0]
+    assert not counts[0] - counts[1]
+    assert set(more) == {"_allgather_base_"}
+    assert more["_allgather_base_"] == counts[0]["_allgather_base_"]
 
 
 def dry(plan: Plan, folder: Path, *ranks: int, **environment: str) -> tuple[int, list[dict[str, Any]]]:

@@ -163,6 +163,21 @@ def test_real_text_on_two_ranks_then_three(tmp_path: Path) -> None:
     assert seen[:109] != rows
 
 
+def test_sequences_have_the_same_numbers_in_every_layout() -> None:
+    def numbers(size: int, micro: int) -> list[tuple[int, int]]:
+        """Return the number and the token of each sequence of two steps."""
+        found = []
+        for rank in range(size):
+            with batches_of(70, rank=rank, size=size, micro=micro, accumulation=2 // micro) as data:
+                for batch in (*data.step(1), *data.step(2)):
+                    found += [(batch.first + place, int(row[0])) for place, row in enumerate(batch.tokens_BS)]
+        return sorted(found)
+
+    whole = numbers(1, 2)
+    assert [number for number, _ in whole] == list(range(24, 72))
+    assert numbers(3, 1) == numbers(2, 2) == whole
+
+
 def test_pinned_memory_is_taken_once_and_holds_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinning is emulated. The batches equal those without pinning; a step's memory serves every second step."""
     real, taken = torch.empty, []
@@ -185,6 +200,7 @@ def test_pinned_memory_is_taken_once_and_holds_two_steps(monkeypatch: pytest.Mon
             for one, other in zip(found, plain.step(step), strict=True):
                 assert torch.equal(one.tokens_BS, other.tokens_BS)
                 assert torch.equal(one.labels_BS, other.labels_BS)
+                assert one.first == other.first
         held = [micro.tokens_BS.data_ptr() for micro in pinned.validation()]
     assert places[0] == places[2] != places[1] == places[3] == places[4]
     assert not set(held) & {place for step in places for place in step}, (

@@ -36,7 +36,7 @@ class PassBytes:
     """Bytes that a rank's passes hold; each field is a column."""
 
     saved: Column
-    """Bytes of saved activations on the device, of all micro-batches in flight."""
+    """Bytes of saved activations on the device, of all micro-batches in flight, and of the embeddings' perturbation."""
     at_work: Column
     """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment."""
     of_layer: Column
@@ -89,8 +89,9 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     result = held.last * np.where(early_loss(job, layouts), stream, 0.0)
     inputs, buffers = (count * stream for count in _received(layouts, held))
+    perturbation = stream * max(job.compute_bytes, 4) / job.compute_bytes if job.perturbed else 0.0
     return PassBytes(
-        saved=saved - on_host,
+        saved=saved - on_host + perturbation,
         at_work=at_work,
         of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.larger * held.layer_count, 1.0),
         of_norm=of_norm,

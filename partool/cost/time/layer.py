@@ -43,6 +43,11 @@ _GROUPED_SHARE = 0.85
 models with experts are slower by more (docs/results/predictions.md)."""
 
 
+_PERTURBATION_BYTES = 350.0
+"""Bytes that are read and written per number of a perturbation: 20 operators on 8-byte integers draw it, and about as
+many on float32 move it and add it (``partool_runtime/model/perturbation.py``)."""
+
+
 @dataclass
 class LayerPass:
     """Seconds of one pass of one layer (or of the head) over one micro-batch, by kind of work."""
@@ -59,6 +64,13 @@ class LayerPass:
     """Seconds that the host needs to start the pass's operators."""
     exposed: dict[str, Column] = field(default_factory=dict)
     """Exposed seconds of tensor, sequence and expert communication, by time term."""
+
+    def plus(self, other: LayerPass, share: float) -> LayerPass:
+        """Return the pass with another one beside it in a share of the steps."""
+        names = ("matmul_s", "attention_s", "elementwise_s", "tensor_s", "sequence_s", "expert_s", "host_s")
+        sums = {name: getattr(self, name) + share * getattr(other, name) for name in names}
+        exposed = {name: value + share * other.exposed[name] for name, value in self.exposed.items()}
+        return replace(self, **sums, exposed=exposed)
 
     @property
     def compute_s(self) -> Column:
@@ -113,6 +125,11 @@ def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
         # Policies that recompute everything include tiled networks; under other policies tiles add their recomputation.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
+    if job.perturbed:
+        sent = tensor_time.layer_seconds(job, layouts, kind, weights=False)
+        inputs = _pass(job, layouts, kind, sent, backward=True, weights=False)
+        more = job.perturbed
+        return Layer(forward.plus(forward, more), backward.plus(inputs, more), again.plus(again, more))
     return Layer(forward, backward, again)
 
 
@@ -122,8 +139,15 @@ def tokens(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _pass(
-    job: TrainingJob, layouts: Layouts, kind: Kind, sent: tensor_time.TensorSeconds, *, backward: bool
+    job: TrainingJob,
+    layouts: Layouts,
+    kind: Kind,
+    sent: tensor_time.TensorSeconds,
+    *,
+    backward: bool,
+    weights: bool = True,
 ) -> LayerPass:
+    """Return one pass of a layer; without ``weights``, a backward pass that computes no gradients of weights."""
     stack = job.stack
     operators: Column = stack.operators_backward if backward else stack.operators_forward
     passes = 2.0 if backward else 1.0
@@ -134,8 +158,9 @@ def _pass(
     operators = operators + np.where(np.asarray(layouts.tp) > 1, passes * stack.tensor_operators, 0.0)
     derate = stack.derate
     if backward:
-        inputs, weights, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
-        matmul, first = inputs + weights, np.where(np.asarray(layouts.tensor_inner) > 1, weights, first)
+        inputs, others, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
+        others, first = (others, first) if weights else (0.0 * others, 0.0 * first)
+        matmul, first = inputs + others, np.where(np.asarray(layouts.tensor_inner) > 1, others, first)
         tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
     else:
         matmul, second = (derate * each for each in _matmul_s(job, layouts, kind))
@@ -367,8 +392,11 @@ def _expert_s(job: TrainingJob, layouts: Layouts) -> Column:
     return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
 
 
-def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
-    """Return the seconds of the head and the loss for one micro-batch on the last stage."""
+def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool, weights: bool = True) -> Column:
+    """Return the seconds of the head and the loss for one micro-batch on the last stage.
+
+    Without ``weights``, a backward pass computes no gradients of weights.
+    """
     model, stack = job.model, job.stack
     rows = tokens(job, layouts)
     vocab = tensor_shares.width(job.padded_vocab or model.vocab, layouts.tp if stack.vocab_parallel else 1)
@@ -376,7 +404,7 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
     if backward:
         again = _logits_again(stack, layouts, rows, vocab) * product
         product = again + matmul_s(job, rows, model.hidden, vocab, wide=True)
-        product = product + matmul_s(job, vocab, model.hidden, rows, wide=True)
+        product = product + (matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
     moved = rows * vocab * stack.logit_bytes / _stream(job)
     device = stack.derate * (product + 0.5 * moved) + stack.operators_head * _gap_s(job)
     host = stack.operators_head * job.devices.operator_s * stack.host_slowdown
@@ -400,6 +428,12 @@ def computes_late(layouts: Layouts) -> Mask:
     """Return True where the last stage's gradients wait for other micro-batches, which rules out a fused loss."""
     late: Mask = (np.asarray(layouts.pp) > 1) & np.logical_not(among(layouts.schedule, ONE_AT_THE_END))
     return late
+
+
+def perturbation_s(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the seconds in which a micro-batch's perturbation is drawn, moved and added to the embeddings."""
+    elements = tokens(job, layouts) * job.model.hidden / tensor_shares.stream(job, layouts)
+    return _PERTURBATION_BYTES * elements / _stream(job)
 
 
 def embedding_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:

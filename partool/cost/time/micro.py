@@ -16,7 +16,7 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, layer
+from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, layer, perturbation_s
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
@@ -193,7 +193,11 @@ def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitS
 def _first(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
     shares = share_columns(job, layouts)
-    return replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
+    found = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
+    # Embeddings are looked up again, but the pass that finds perturbations has no gradients of them.
+    return (
+        _again(found, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed) if job.perturbed else found
+    )
 
 
 def _last(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
@@ -203,8 +207,28 @@ def _last(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
         # The last stage has its own copy of a tied embedding.
         head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
         elements = elements + np.where(layouts.pp > 1, head, 0)
-    found = _end(job, layouts, head_s, tensor_time.head_seconds(job, layouts), elements)
-    return replace(found, summed=shares.summed[2])
+    sent = tensor_time.head_seconds(job, layouts)
+    found = replace(_end(job, layouts, head_s, sent, elements), summed=shares.summed[2])
+    if not job.perturbed:
+        return found
+    backward = head_s(job, layouts, backward=True, weights=False) + sent.backward.total
+    return _again(found, 0.0, backward, sent.forward.total + sent.backward.total, job.perturbed)
+
+
+def _again(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Column, share: float) -> UnitSeconds:
+    """Return the embedding or the head with a second forward and backward pass in a share of the steps.
+
+    ``more_s`` are further seconds of that forward pass, ``backward_s`` those of its backward pass, and ``exposed_s``
+    those of its communication.
+    """
+    exposed = unit.exposed | {"tensor_parallel": unit.exposed["tensor_parallel"] + share * exposed_s}
+    return replace(
+        unit,
+        forward_s=unit.forward_s + share * (unit.forward_s + more_s),
+        backward_s=unit.backward_s + share * backward_s,
+        exposed=exposed,
+        exposed_forward_s=unit.exposed_forward_s + share * unit.exposed_forward_s,
+    )
 
 
 def _end(

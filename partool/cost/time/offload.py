@@ -75,8 +75,10 @@ def offload(
     if not devices.host_link_bytes_per_s:
         return OffloadTime(nothing, nothing, nothing)
     link = link_rate(job)
-    weights = layouts.offload_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes
-    activations = layouts.offload_activations * layouts.accumulation * 2.0 * saved_bytes / link
+    # Passes that find perturbations use parameters and activations, too, but have no gradients for the host.
+    turns, last_s = layouts.accumulation * (1.0 + job.perturbed), last_s / (1.0 + job.perturbed)
+    weights = layouts.offload_parameters * 2.0 * turns * elements * job.compute_bytes
+    activations = layouts.offload_activations * turns * 2.0 * saved_bytes / link
     early = weights / link + activations
     if job.stack.name != "partool":
         return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)

@@ -54,6 +54,8 @@ class RankParameters:
 def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
     """Return the seconds of collectives of a rank's parameters and gradients among data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
+    # With ZeRO-3, passes that find perturbations gather once more; they reduce nothing.
+    turns = m * (1.0 + job.perturbed)
     if stack.pipeline_keeps_whole:
         zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
@@ -68,20 +70,23 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient: Column = np.where(zero == 0, around, rounds * scatter + between)
-    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
+    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * turns * gather, gather))
     refresh = _refresh_s(job, held, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
-    ahead = np.where(zero == 3, m * gather, np.where(zero > 0, gather, 0.0))
+    ahead = np.where(zero == 3, turns * gather, np.where(zero > 0, gather, 0.0))
     behind = gathered - ahead
     # Without prefetching, ZeRO-3 waits for each gather.
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
     forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
     backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
     most = held.groups if held.most_groups is None else held.most_groups
-    first = np.where(zero == 3, m, 1) * gather / np.maximum(most, 1)
+    first = np.where(zero == 3, turns, 1) * gather / np.maximum(most, 1)
     before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
     hideable = gradient + looks * behind
-    after = np.maximum(hideable - backward_room, _ALWAYS_EXPOSED * gradient) + (1.0 - looks) * behind
+    after = np.maximum(hideable - backward_room, _ALWAYS_EXPOSED * gradient)
+    if job.perturbed:
+        after = np.maximum(after, gradient - backward_room / (1.0 + job.perturbed))
+    after = after + (1.0 - looks) * behind
     part = gradient / np.maximum(gradient + behind, 1e-30)
     exposed, shown = part * after, before + (1.0 - part) * after + refresh
     gathered = gathered + refresh

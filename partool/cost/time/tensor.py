@@ -83,9 +83,12 @@ def move_s(job: TrainingJob, layouts: Layouts, move: Move) -> Column:
     return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
 
 
-def layer_seconds(job: TrainingJob, layouts: Layouts, kind: Kind) -> TensorSeconds:
-    """Return the seconds of the collectives of a layer of ``kind``; experts have one-dimensional parallelism only."""
-    return _passes(job, layouts, partial(layer_moves, kind=kind), two_dim.layer_moves)
+def layer_seconds(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool = True) -> TensorSeconds:
+    """Return the seconds of the collectives of a layer of ``kind``; experts have one-dimensional parallelism only.
+
+    Without ``weights``, its backward pass computes no gradients of weights.
+    """
+    return _passes(job, layouts, partial(layer_moves, kind=kind, weights=weights), two_dim.layer_moves)
 
 
 def embedding_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:

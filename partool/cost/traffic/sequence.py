@@ -29,7 +29,8 @@ def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
     """
     if layout.mesh.cp == 1:
         return 0
-    return layout.derived.accumulation * max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
+    most = max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
+    return round(layout.derived.accumulation * (1.0 + job.perturbed) * most)
 
 
 def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:

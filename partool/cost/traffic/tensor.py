@@ -64,13 +64,19 @@ def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
 
 
-def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
-    """Return the collectives of one layer of a kind: those of attention and those of its network or experts."""
-    moves, experts = _pair_moves(job, layouts, kind), _expert_moves(job, layouts) if kind.moe else Moves([], [], [])
+def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool = True) -> Moves:
+    """Return the collectives of one layer of a kind: those of attention and those of its network or experts.
+
+    Without ``weights``, its backward pass computes no gradients of weights.
+    """
+    moves, experts = (
+        _pair_moves(job, layouts, kind, weights=weights),
+        _expert_moves(job, layouts) if kind.moe else Moves([], [], []),
+    )
     return Moves(*(one + other for one, other in zip(moves, experts, strict=True)))
 
 
-def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
+def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
     """Return the collectives of pairs of matrices, the first sharded by columns, the second by rows.
 
     Attention is one pair, the network another one. Of a layer of experts only the shared experts are a pair, and only
@@ -84,7 +90,7 @@ def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind) -> Moves:
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
     padded = padded_tokens(job, layouts) * shares
-    twice, network = 1 - keeps_gathered(job, layouts), _network_pairs(job, layouts, kind)
+    twice, network = int(weights) * (1 - keeps_gathered(job, layouts)), _network_pairs(job, layouts, kind)
     mla = job.model.mla
     latents = Counter([] if mla is None else [*([mla.q_rank] if mla.q_rank else []), mla.kv_rank])
     shared = Counter([] if mla is None else [mla.rope_head_dim])
@@ -180,6 +186,9 @@ def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
     found = []
     for stages in stages_of_ranks(layout):
         passes = sum(call.sent_bytes for call in _passes(job, layout, stages))
+        if job.perturbed:
+            ascent = _passes(job, layout, stages, ascent=True)
+            passes += round(job.perturbed * sum(call.sent_bytes for call in ascent))
         sums = (_sync(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
         found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
     return max(found)
@@ -198,8 +207,10 @@ def tensor_calls(
     return [*_passes(job, layout, stages), *_sync(job, layout, stages, rank, shard)]
 
 
-def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator[CollectiveCall]:
-    """Yield the collectives of all passes over all micro-batches."""
+def _passes(
+    job: TrainingJob, layout: Layout, stages: Sequence[int], *, ascent: bool = False
+) -> Iterator[CollectiveCall]:
+    """Yield the collectives of all passes over all micro-batches, or those of the passes that find perturbations."""
     held = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
     layouts, one = encode(layout), layout.tensor.inner == 1
     for there, lister in (
@@ -207,11 +218,13 @@ def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator
         (len(layout.pipeline.bounds) - 1 in stages, head_moves if one else two_dim.head_moves),
     ):
         moves = lister(job, layouts) if there else Moves([], [], [])
-        for move in (*moves.forward, *moves.backward):
+        # The ascent's backward pass ends at the embeddings.
+        ends = ascent and lister is not head_moves
+        for move in (*moves.forward, *(() if ends else moves.backward)):
             yield from _counted(job, layout, move, 1)
     found = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in held)
     for (kind, again), times in found.items():
-        moves = layer_moves(job, layouts, kind) if one else two_dim.layer_moves(job, layouts)
+        moves = layer_moves(job, layouts, kind, weights=not ascent) if one else two_dim.layer_moves(job, layouts)
         for move in (*moves.forward, *moves.backward, *(moves.again if again else ())):
             yield from _counted(job, layout, move, times)
 

@@ -85,8 +85,9 @@ def _traffic(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTra
     elements = sum(on_rank)
     trained = elements * trained_share(job.model, job.frozen)
     ring = (shards - 1) / shards
-    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
-    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
+    turns = k * (1.0 + job.perturbed)
+    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else turns * (2.0 - on_rank[-1] / elements)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(turns * (2 * len(on_rank) - 1))
     controls = controls_of_layout(layout.data)
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0

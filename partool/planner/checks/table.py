@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.checks import engine, offload, optimizer, pipeline, tensor
+from partool.planner.checks import adversarial, engine, offload, optimizer, pipeline, tensor
 from partool.planner.checks.sequence import check_sequence
 from partool.planner.checks.tensor_cuts import check_tensor
 from partool.planner.checks.weights import check_frozen
@@ -124,7 +124,7 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
     check_sequence, experts.check, _expert_layers, check_frozen, optimizer.check, _recompute, offload.check,
-    _position, _mesh, gathers.check, tiles.check,
+    _position, _mesh, gathers.check, tiles.check, adversarial.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost.memory.fit import GREEN
 from partool.cost.time.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
+from partool.planner.checks import adversarial
 from partool.planner.evidence import margin, tier_of
 from partool.planner.explain.expert import expert_reasons
 from partool.planner.explain.one_bit import one_bit_reasons
@@ -61,6 +62,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += pipeline_reasons(solution, best)
     found += one_bit_reasons(solution.problem, best)
     found.append(_recompute(solution, best))
+    found += adversarial.sentences(solution.problem)
     found += tiles.sentences(solution.problem, layout)
     found += fused.words(solution.problem, layout)
     found += offload.sentences(solution.problem, best)

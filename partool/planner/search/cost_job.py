@@ -50,5 +50,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
             problem.spec.optimizer, training, problem.spec.checkpoint, problem.spec.data.validation
         ),
         adapt=adapted(problem.spec.optimizer),
+        perturbed=training.adversarial.share(training.steps),
         offload=problem.offload,
     )

@@ -70,7 +70,7 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
     There may be one value for large and another for small micro-batches, as latency matters for the small ones.
     """
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
-    if not able or problem.spec.parallel.tensor.patterns:
+    if not able or problem.spec.parallel.tensor.patterns or problem.spec.training.adversarial.epsilon:
         return ()
     best = []
     for micro_batch in (1, 16):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -29,6 +29,9 @@ class MicroBatch:
     documents_BL: torch.Tensor | None = None  # noqa: N815
     """Document number (int32) of each token of the whole sequences, even if the rank holds only a part of each
     sequence; None if each sequence counts as one document."""
+    first: int = 0
+    """Number of the first sequence in the run's order, in which every step follows the one before; the same number in
+    any layout. Later sequences of the micro-batch have the next numbers."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -150,7 +153,11 @@ class Batches:
     def _assemble(self, step: int) -> list[MicroBatch]:
         ids = [int(number) for number in self.sample_ids(step)]
         size = self._deal.micro_batch
-        found = [self._micro_batch(self._train, ids[first : first + size]) for first in range(0, len(ids), size)]
+        mine = step * self._deal.global_batch + self._deal.dp_rank * len(ids)
+        found = [
+            replace(self._micro_batch(self._train, ids[first : first + size]), first=mine + first)
+            for first in range(0, len(ids), size)
+        ]
         return [_moved(*pair) for pair in zip(found, self._room[step % 2], strict=True)] if self._room else found
 
     def _micro_batch(self, samples: Samples, ids: Sequence[int | None]) -> MicroBatch:
@@ -190,7 +197,7 @@ def _moved(micro: MicroBatch, room: MicroBatch) -> MicroBatch:
     room.labels_BS.copy_(micro.labels_BS)
     if room.documents_BL is not None and micro.documents_BL is not None:
         room.documents_BL.copy_(micro.documents_BL)
-    return room
+    return replace(room, first=micro.first)
 
 
 def _round_up(value: int, multiple: int) -> int:

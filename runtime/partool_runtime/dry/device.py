@@ -15,6 +15,7 @@ from partool_runtime.torch_internals.tensors import skip_first_allocation
 
 _CUDA = 1
 """Number of the device type CUDA in torch's ``c10::DeviceType``."""
+_current_stream = torch.accelerator.current_stream
 
 
 class DryStream(torch.Stream):
@@ -29,7 +30,7 @@ class DryStream(torch.Stream):
     @classmethod
     def current(cls) -> DryStream:
         """Return this thread's current stream."""
-        now = torch.accelerator.current_stream()
+        now = _current_stream()
         return cls(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
 
     def wait_stream(self, stream: torch.Stream) -> None:
@@ -109,7 +110,7 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
 
     @contextmanager
     def stream(entered: torch.Stream | None) -> Iterator[None]:
-        before = torch.accelerator.current_stream()
+        before = _current_stream()
         torch.accelerator.set_stream(entered or before)
         try:
             yield
@@ -151,6 +152,8 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
     for function, answer in answers.items():
         setattr(torch.cuda, function, answer)
     torch.Event = DryEvent  # type: ignore[misc,assignment]
+    # FSDP2 asks here for the stream that waits for gathers which no pass has used.
+    setattr(torch.accelerator, "current_stream", lambda device=None: DryStream.current())  # noqa: B010 - a function
     # Asking a real cuDNN would ask the driver.
     torch.backends.cudnn.version = lambda: None
     torch.backends.cudnn.is_available = lambda: False

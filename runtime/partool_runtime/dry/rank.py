@@ -199,10 +199,11 @@ class _Phases:
 
 
 def micro_batches(plan: Plan) -> list[MicroBatch]:
-    """Return the micro-batches of a step, whose tokens are all 0."""
+    """Return the micro-batches of a step, whose tokens are all 0; if the plan perturbs embeddings, of such a step."""
     shape = plan.layout.micro_batch, plan.training.sequence_length
     tokens_BS = torch.zeros(shape, dtype=torch.int64)
     documents_BL = None
     if plan.data.attend == "document":
         documents_BL = torch.zeros(shape, dtype=torch.int32)
-    return [MicroBatch(tokens_BS, tokens_BS, documents_BL)] * plan.layout.derived.accumulation
+    first = plan.training.adversarial.start_step * plan.training.global_batch
+    return [MicroBatch(tokens_BS, tokens_BS, documents_BL, first)] * plan.layout.derived.accumulation

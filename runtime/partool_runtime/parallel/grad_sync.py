@@ -44,6 +44,11 @@ class GradSync:
         self._release_each = zero == 3
         self._replicas = replicas
         self._last: bool | None = None
+        """What the latest call of :meth:`before_micro_batch` was told."""
+        self._set: tuple[bool, bool, bool] | None = None
+        """The flags of all modules; None if they are not known to be equal."""
+        self._refreshed = False
+        """Whether persistent parameters have the weights of this step."""
         self._overlapped = overlapped
         self._told: Callable[[bool], None] | None = None
 
@@ -64,19 +69,37 @@ class GradSync:
         if self._told is not None:
             self._told(last)
         first = self._last is not False
-        if first:
-            self._persistent.refresh()  # the optimizer has changed the weights since the last gather
+        self._refresh()
+        self._refreshed = not last
         if self._overlapped is not None:
             # FSDP2 adds later micro-batches' sums to the first when a backward pass ends: only the first overlaps.
             self._overlapped.overlap = first or not self._reduce_each
-        if last is self._last:
-            return
         self._last = last
+        self._switch(last or self._reduce_each, last, last or self._release_each)
+
+    def before_ascent(self) -> None:
+        """Prepare a forward and backward pass that computes no gradients of parameters.
+
+        Nothing is reduced. Parameters are gathered and released as in the passes of a micro-batch that is not the last.
+        """
+        self._refresh()
+        self._refreshed = True
+        self._switch(False, False, self._release_each)
+
+    def _refresh(self) -> None:
+        if not self._refreshed:
+            self._persistent.refresh()  # the optimizer has changed the weights since the last gather
+
+    def _switch(self, reduce: bool, all_reduce: bool, release: bool) -> None:
+        """Set what FSDP2 does in the next passes: reduce gradients, all-reduce them over replicas, and release."""
+        if self._set == (reduce, all_reduce, release):
+            return
+        self._set = (reduce, all_reduce, release)
         for module in self._modules:
-            module.set_requires_gradient_sync(last or self._reduce_each, recurse=False)
+            module.set_requires_gradient_sync(reduce, recurse=False)
             if self._replicas > 1:
-                module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or self._release_each, recurse=False)
+                module.set_requires_all_reduce(all_reduce, recurse=False)
+            module.set_reshard_after_backward(release, recurse=False)
 
     def after_micro_batch(self) -> None:
         """Wait for reductions that are still in flight."""

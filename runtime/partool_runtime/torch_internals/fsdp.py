@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -65,6 +66,31 @@ def gradient_bytes(model: nn.Module) -> int:
             getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
         ]
     return local_bytes(tensor for tensor in held if tensor is not None)
+
+
+@contextmanager
+def without_parameter_gradients(root: nn.Module) -> Iterator[None]:
+    """Let no parameter under ``root`` require gradients, whether it is gathered or not.
+
+    FSDP2 is initialised first, because it takes the types of reductions from the parameters that require gradients. A
+    parameter that is gathered for the first time within the context requires gradients afterwards.
+    """
+    if isinstance(root, FSDPModule):
+        root._get_fsdp_state()._lazy_init()
+    units = [each for each in _fsdp_parameters(root) if each.sharded_param.requires_grad]
+    sharded = [each.sharded_param for each in units]
+    others = [parameter for parameter in root.parameters() if parameter.requires_grad]
+
+    def require(gradients: bool) -> None:
+        gathered = [each._unsharded_param for each in units if hasattr(each, "_unsharded_param")]
+        for parameter in (*others, *sharded, *gathered):
+            parameter.requires_grad_(gradients)
+
+    require(False)
+    try:
+        yield
+    finally:
+        require(True)
 
 
 def whole_gradients(root: nn.Module) -> dict[str, torch.Tensor]:

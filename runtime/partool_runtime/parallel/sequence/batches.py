@@ -47,7 +47,8 @@ class SharedSequences:
         if micro.tokens_BS.shape[1] != self._length:
             message = f"sequences of {micro.tokens_BS.shape[1]} tokens, but the plan expects {self._length}"
             raise ConfigurationError("PT651", message, "Use sequences of training.sequence_length tokens.")
-        return MicroBatch(self._share(micro.tokens_BS), self._share(micro.labels_BS), micro.documents_BL)
+        tokens_BS, labels_BS = self._share(micro.tokens_BS), self._share(micro.labels_BS)
+        return MicroBatch(tokens_BS, labels_BS, micro.documents_BL, micro.first)
 
     def _share(self, whole_BL: torch.Tensor) -> torch.Tensor:
         share_BS = whole_BL.index_select(1, self._index_S)
