@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from thinned import thin
 
 LONGEST = (
     "test_slurm_cluster.py", "test_kill_resume.py", "test_install.py", "test_sequence_trainer.py",
@@ -20,8 +21,13 @@ SHIMS = Path(__file__).parents[1] / "build" / "dry"
 """Where libraries that stand in for CUDA are kept: by their source and torch's version, as compiling takes seconds."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and let tests that share the cores take longer."""
+    """Leave out what does not run each time, begin with the longest files, and let tests that share cores take longer.
+
+    Marks are set before pytest selects by them.
+    """
+    thin(items, config.args)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if PATIENCE == 1.0:
         return

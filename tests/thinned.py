@@ -1,0 +1,128 @@
+"""Tests of which only a part runs each time, since their cases check the same thing many times or take minutes.
+
+Of a test's cases every n-th one runs each time, the first one always; 0 stands for none. The others run with the longer
+suites (``-m long``). A test that stands here has to exist: :func:`thin` raises an error otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+THINNED: dict[str, int] = {
+    # Searches and plans.
+    "unit/test_golden_plans.py::test_a_plan_stays": 3,
+    "unit/test_golden_plans.py::test_a_layout_put_into_its_spec_gives_itself": 3,
+    "unit/test_diagnostics_rules.py::test_examples_of_the_planner": 3,
+    "unit/test_diagnostics_rules.py::test_good_examples_can_be_planned": 3,
+    "unit/test_runtime_groups.py::test_planner_counts_the_groups_that_ranks_open": 5,
+    "unit/test_practice.py::test_a_plan_of_published_training_stays": 3,
+    "unit/test_broken_specs.py::test_a_mistake_is_named_at_its_place_with_what_to_write": 2,
+    "unit/test_planner.py::test_advice_on_memory_is_true": 2,
+    "unit/test_planner_search.py::test_no_layout_is_counted_twice": 2,
+    "unit/test_planner_search.py::test_search_equals_exhaustive_enumeration": 2,
+    "unit/test_planner_search.py::test_odd_worlds_end_quickly": 2,
+    "unit/test_planner_pipeline.py::test_bounds_of_every_schedule_are_below_exact_times": 2,
+    "unit/test_planner_pipeline.py::test_ranks_of_own_lists_may_have_different_numbers_of_stages": 2,
+    "unit/test_planner_queries.py::test_the_largest_value_fits_and_a_larger_one_does_not": 3,
+    "unit/test_planner_sequence.py::test_what_if_of_lengths_tells_the_longest_of_each_method": 0,
+    "unit/test_planner_sequence.py::test_what_a_table_proposes_plans_the_same_layout": 3,
+    "unit/test_planner_tiers.py::test_what_the_spec_asks_for_counts_for_nothing": 0,
+    "unit/test_planner_bounds.py::test_the_winner_is_the_best_of_all_layouts": 2,
+    "unit/test_planner_allocator.py::test_the_allocators_setting": 3,
+    "unit/test_planner_fused.py::test_parts_follow_device_compiler_and_precision": 3,
+    "unit/test_plan_layout.py::test_what_is_printed_leaves_the_layout_and_no_finding": 2,
+    "unit/test_engine_terms.py::test_what_a_search_finds_for_an_engine_can_be_written": 3,
+    "unit/test_deploy.py::test_specs_of_the_notes_have_a_plan": 3,
+    "unit/test_planner_kernels.py::test_what_is_required_can_be_looked_at_and_tuned": 0,
+    "unit/test_trace.py::test_the_users_model_is_traced_by_a_process": 0,
+    "unit/test_calibrate.py::test_a_failed_rank_is_an_error_and_nothing_is_written": 0,
+    "unit/test_runtime_data_cache.py::test_two_processes_build_at_once_and_one_does": 0,
+    "unit/test_replay.py::test_step_times_are_as_good_as_they_were_and_err_as_printed": 0,
+    "unit/test_render_k8s_text.py::test_hostile_text_is_refused_or_kept": 4,
+    "unit/test_render_hostile.py::test_harm_in_every_field": 3,
+    "unit/test_k8s_validate_mutations.py::test_faults_are_found": 3,
+    "unit/test_schedule_validate.py::test_every_single_fault_is_found": 3,
+    "unit/test_report_html.py::test_every_kind_of_schedule_is_drawn": 3,
+    "unit/test_report_html.py::test_a_shortened_schedule_keeps_its_span_and_its_order": 2,
+    "fuzz/test_plans.py::test_edited_plans_are_shown_or_refused": 0,
+    # Ranks that are executed without devices.
+    "unit/test_verify_plan.py::test_ranks_end_with_the_command": 0,
+    "unit/test_dry.py::test_offloaded_activations_leave_the_device": 0,
+    "unit/test_dry_host.py::test_state_in_host_memory_takes_no_memory": 0,
+    "unit/test_dry_terms.py::test_terms_of_random_plans_agree_with_their_execution": 0,
+    "unit/test_verify_matching.py::test_layouts_that_train_have_no_findings": 0,
+    "unit/test_verify_ranks.py::test_the_largest_and_the_smallest_shares_are_executed": 2,
+    "unit/test_first_contact.py::test_every_case_has_a_plan": 2,
+    "unit/test_first_contact.py::test_cases_on_two_ranks_of_a_cpu_show_no_fault": 0,
+    "unit/test_dry_faults.py::test_faults_of_the_code_are_found": 0,
+    # Models, kernels and files.
+    "unit/test_catalog_models.py::test_the_built_model_has_the_presets_parameters": 3,
+    "unit/test_fused_model.py::test_equal_layers_share_one_compilation": 4,
+    "unit/test_runtime_fp8.py::test_equal_layers_share_one_compilation": 0,
+    "unit/test_runtime_checkpoint.py::test_a_crash_at_any_operation_leaves_whole_checkpoints": 3,
+    "unit/test_host_kernels_builds.py::test_thread_sanitizer_is_clean": 0,
+    "unit/test_old_runs.py::test_what_needs_the_plan_says_how_to_go_on": 6,
+    # Ranks: layers, models and whole runs.
+    "parity/test_tensor.py::test_passes_equal_one_process": 4,
+    "parity/test_tensor.py::test_training_equals_one_process": 2,
+    "parity/test_sequence_layers.py::test_layers_on_shares_equal_one_process": 4,
+    "parity/test_sequence_ring.py::test_attention_equals_one_process": 3,
+    "parity/test_sequence_hf.py::test_models_on_shares_equal_one_process": 3,
+    "parity/test_tensor_hf.py::test_models_equal_those_of_transformers": 3,
+    "parity/test_atp.py::test_every_shape_arrangement_and_combination_equals_one_process": 4,
+    "parity/test_zero_controls_ranks.py::test_equals_one_process": 3,
+    "parity/test_fused_loss_ranks.py::test_every_arrangement_of_four_ranks_equals_one_process": 4,
+    "parity/test_offload_parameters.py::test_two_ranks_get_the_same_bits": 2,
+    "parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process": 2,
+    "parity/test_sequence_trainer.py::test_training_on_shares_equals_one_process": 3,
+    "parity/test_pipeline_trainer.py::test_training_through_a_pipeline_equals_one_process": 3,
+    "parity/test_experts.py::test_training_equals_one_process": 2,
+    "parity/test_offload.py::test_steps_are_those_without_offload": 2,
+    "parity/test_offload.py::test_three_ranks_with_uneven_shards": 0,
+    "parity/test_sequence_dsp.py::test_training_equals_one_process": 2,
+    "parity/test_tiles.py::test_training_in_tiles_equals_one_process": 3,
+    "parity/test_fused_parts.py::test_fused_parts_change_nothing": 2,
+    "parity/test_fp8.py::test_losses_are_near_those_of_bf16": 2,
+    "parity/test_tensor_state.py::test_a_run_in_bf16_goes_on_where_a_rank_has_no_head": 0,
+    "parity/test_several_nodes.py::test_two_nodes_equal_one_process": 0,
+    "parity/test_dry_repeat.py::test_repeated_micro_batches_and_layers": 0,
+    "parity/test_dry_collectives.py::test_a_ring_sends_the_weights_and_gradients_of_a_real_one": 0,
+    # Commands, agents and clusters.
+    "launch/test_kill_resume.py::test_kills_change_no_bit": 3,
+    "launch/test_kill_resume.py::test_low_precision_stays_near_and_the_comparison_can_fail": 0,
+    "launch/test_slurm_cluster.py::test_to_the_end": 0,
+    "launch/test_install.py::test_core_install_plans_examples_without_torch": 0,
+    "launch/test_planted_modules.py::test_planted_modules_are_not_imported": 0,
+    "launch/test_agent_exit.py::test_folder_is_locked": 0,
+    "launch/test_agent_exit.py::test_a_full_disk": 0,
+    "launch/test_agent_signals.py::test_shutdown_timeout": 0,
+    "launch/test_agent_signals.py::test_launcher_killed_and_detached": 0,
+}
+"""File and name of a test → n."""
+
+
+def thin(items: Iterable[pytest.Item], arguments: Iterable[str]) -> None:
+    """Mark the tests that do not run each time as long.
+
+    ``arguments`` are those of the command. Raises :class:`pytest.UsageError` for a name in :data:`THINNED` that a
+    collected file does not have, unless the command names single tests.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    root = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(root):
+            name = getattr(item, "originalname", None) or item.name
+            tests[f"{item.path.relative_to(root).as_posix()}::{name}"].append(item)
+    files = {name.partition("::")[0] for name in tests}
+    whole = not any("::" in argument for argument in arguments)
+    for name, every in THINNED.items():
+        if whole and name.partition("::")[0] in files and name not in tests:
+            raise pytest.UsageError(f"tests/thinned.py: there is no test {name}")
+        usual = [item for item in tests[name] if item.get_closest_marker("long") is None]
+        for place, item in enumerate(usual):
+            if not every or place % every:
+                item.add_marker(pytest.mark.long)
