@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _atp_worker as worker
 import pytest
-from _often import often
+from often import often
 from _ranks import Pools
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import _dry_worker as worker
 import pytest
 import torch
-from _often import often
+from often import often
 from _ranks import Pools
 
 ALLOCATOR = Path(__file__).with_name("_counting_allocator.cpp")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
-from _often import chosen, often
+from often import chosen, often
 from _plans import small_plan, write_text
 from _ranks import Pools
 from _tensor_plans import LATENT

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
-from _often import chosen, often
+from often import chosen, often
 from _plans import small_plan, write_text
 from _ranks import Pools
 from layouts import laid

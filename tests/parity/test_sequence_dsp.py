@@ -9,7 +9,7 @@ from typing import Any
 import _sequence_dsp_worker as worker
 import pytest
 from _jobs import Jobs
-from _often import chosen, often
+from often import chosen, often
 from _plans import write_text
 from _ranks import Pools, named
 from _tensor_plans import HALVES, QUARTERS, tensor_plan

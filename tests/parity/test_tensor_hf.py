@@ -9,7 +9,7 @@ from typing import Any
 import _hf_memory_worker as memory
 import _hf_worker as worker
 import pytest
-from _often import beginning
+from often import beginning
 from _ranks import Pools, named
 
 CHOSEN: tuple[tuple[int, str], ...] = ((2, ""), (3, ""), (4, ""), (4, "pipelines"), (2, "layouts"))

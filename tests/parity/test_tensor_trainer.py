@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
-from _often import chosen, often
+from often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import EVEN, FIVE, HALVES, LATENT, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan

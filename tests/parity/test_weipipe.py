@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import _weipipe_worker as worker
 import pytest
-from _often import often
+from often import often
 from _ranks import Pools
 
 

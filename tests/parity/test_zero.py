@@ -10,7 +10,7 @@ from typing import Any
 import _zero_worker as worker
 import pytest
 import torch
-from _often import often
+from often import often
 from _ranks import Pools, Results
 from torch.nn.utils import clip_grad_norm_
 
