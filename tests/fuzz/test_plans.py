@@ -79,7 +79,7 @@ def test_edited_plans_are_shown_or_refused(tmp_path: Path, monkeypatch: pytest.M
     show.command()(plan_command.command)
     render.command()(render_command.command)
     known, file, readable = plans(), tmp_path / "plan.json", 0
-    attack = Attack("plans", least=60)
+    attack = Attack("plans", least=25)
     for number, rng in attack.cases():
         name, document = edited(rng, known)
         calls = [(show, [str(file), *rng.choice(SHOWN)]), (render, [str(file), "--target", rng.choice(TARGETS)])]

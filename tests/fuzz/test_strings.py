@@ -217,7 +217,7 @@ def bases(tmp_path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_strings(tmp_path: Path, bases: dict[str, dict[str, Any]]) -> None:
-    attack = Attack("strings", least=60)
+    attack = Attack("strings", least=30)
     python = str(tmp_path / "stage" / "bin" / "agent")
     ran = 0
     for number, rng in attack.cases():

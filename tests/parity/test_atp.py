@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import _atp_worker as worker
 import pytest
-from _often import often
 from _ranks import Pools
+from often import often
 
 
 @pytest.mark.timeout(170)

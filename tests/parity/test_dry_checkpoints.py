@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import _dry_checkpoint_worker as worker
 import pytest
-from _often import often
 from _ranks import Pools
+from often import often
 
 from partool.verify.checkpoint import checkpoint_faults
 

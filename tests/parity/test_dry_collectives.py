@@ -8,8 +8,8 @@ from pathlib import Path
 import _dry_worker as worker
 import pytest
 import torch
-from _often import often
 from _ranks import Pools
+from often import often
 
 ALLOCATOR = Path(__file__).with_name("_counting_allocator.cpp")
 

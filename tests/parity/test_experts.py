@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
-from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import HALVES, LATENT, ONE, QUARTERS, STEPS, tensor_plan
+from often import chosen, often
 from test_checkpoint import stored_values
 from test_tensor_trainer import assert_equal, assert_same_state
 

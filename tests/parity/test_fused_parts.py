@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
-from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _sequence_plans import sequence_plan
 from _tensor_plans import HALVES, ONE, QUARTERS
+from often import chosen, often
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

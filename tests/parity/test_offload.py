@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
-from _often import chosen, often
 from _plans import small_plan, write_text
 from _ranks import Pools
 from _tensor_plans import LATENT
 from layouts import laid
+from often import chosen, often
 
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh

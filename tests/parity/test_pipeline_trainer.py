@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
-from _often import chosen, often
 from _plans import small_plan, write_text
 from _ranks import Pools
 from layouts import laid
+from often import chosen, often
 from test_checkpoint import stored_values
 
 from partool.layout.parameters import parameters

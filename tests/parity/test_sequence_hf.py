@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import _sequence_hf_worker as worker
 import pytest
-from _often import beginning
 from _ranks import Pools, named
+from often import beginning
 
 CHOSEN: tuple[tuple[int, str], ...] = ((4, ""), (1, ""), (3, ""), (2, "all"), (4, "all"))
 """World sizes with what is chosen."""

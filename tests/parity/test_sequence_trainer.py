@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
-from _often import chosen, often
 from _plans import write_text
 from _ranks import Pools
 from _sequence_plans import LENGTH, STEPS, sequence_plan, write_short_documents
 from _tensor_plans import HALVES, ONE, QUARTERS
+from often import chosen, often
 from test_checkpoint import stored_values
 
 from partool.cost.case import TrainingJob

@@ -9,8 +9,8 @@ from typing import Any
 import _hf_memory_worker as memory
 import _hf_worker as worker
 import pytest
-from _often import beginning
 from _ranks import Pools, named
+from often import beginning
 
 CHOSEN: tuple[tuple[int, str], ...] = ((2, ""), (3, ""), (4, ""), (4, "pipelines"), (2, "layouts"))
 """World sizes with what is chosen."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import _weipipe_worker as worker
 import pytest
-from _often import often
 from _ranks import Pools
+from often import often
 
 
 @pytest.mark.timeout(180)

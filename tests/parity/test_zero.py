@@ -10,8 +10,8 @@ from typing import Any
 import _zero_worker as worker
 import pytest
 import torch
-from _often import often
 from _ranks import Pools, Results
+from often import often
 from torch.nn.utils import clip_grad_norm_
 
 from partool_runtime.stepping import lr_factor

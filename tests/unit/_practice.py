@@ -73,14 +73,14 @@ _TITAN = (
 _LLAMA3 = "tensor 8, pipeline 16, data 64 to 128 on 8,192 to 16,384 H100, 38 to 43 % MFU (arXiv 2407.21783, table 4)"
 CASES = {
     "llama3-8b on 8 H100": Case("llama3-8b", _h100(1), 8192, 64, _FSDP, _sharded),
-    "llama3-8b on 64 H100": Case("llama3-8b", _h100(8), 8192, 512, _FSDP, _sharded),
+    "llama3-8b on 64 H100": Case("llama3-8b", _h100(8), 8192, 512, _FSDP, _sharded, long=True),
     "llama3-70b on 64 H100": Case(
         "llama3-70b", _h100(8), 8192, 512, "tensor 4, pipeline 4, sequence 2 in FP8 (NVIDIA NeMo 24.07)", _megatron
     ),
-    "llama3-70b on 256 H100": Case("llama3-70b", _h100(32), 8192, 1024, _TITAN, _megatron),
+    "llama3-70b on 256 H100": Case("llama3-70b", _h100(32), 8192, 1024, _TITAN, _megatron, long=True),
     "llama3-70b on 1,024 H100": Case("llama3-70b", _h100(128), 8192, 1024, _TITAN, _megatron, long=True),
     "llama3-405b on 1,024 H100": Case(_405B, _h100(128), 8192, 2048, _LLAMA3, _megatron, long=True),
-    "llama3-405b on 16,384 H100": Case(_405B, _h100(2048), 8192, 2048, _LLAMA3, _megatron),
+    "llama3-405b on 16,384 H100": Case(_405B, _h100(2048), 8192, 2048, _LLAMA3, _megatron, long=True),
     "qwen3-32b on 8 H200": Case(
         "qwen3-32b", "{accelerator: h200}", 4096, 64, "ZeRO-3 on one node of 8 (HF TRL pull request 6846)",
         _sharded,

@@ -44,19 +44,20 @@ PERTURBED = with_parallel("{tensor: 1, sequence: 1, pipeline: 1, data: {zero: 3}
 
 
 @pytest.fixture(scope="module")
-def small() -> dict[str, Recorded]:
-    """Plans and the traces of all their ranks, from one process."""
-    return recorded(
-        {
-            "ring": with_parallel(RING),
-            "grid": with_parallel(DSP).replace("tied_embeddings: true", GRID),
-            "plain": PERTURBED,
-            "perturbed": PERTURBED.replace("steps: 3", "steps: 3, adversarial: {epsilon: 0.1, start_step: 1}"),
-            "offloaded": with_parallel(OFFLOADED).replace("per_node: 4", "per_node: 1").replace("h: 64", "h: 8192"),
-        }
-    )
+def small(request: pytest.FixtureRequest) -> dict[str, Recorded]:
+    """Plans and the traces of all their ranks, from one process; the longer suites look at more of them."""
+    every = {
+        "ring": with_parallel(RING),
+        "grid": with_parallel(DSP).replace("tied_embeddings: true", GRID),
+        "plain": PERTURBED,
+        "perturbed": PERTURBED.replace("steps: 3", "steps: 3, adversarial: {epsilon: 0.1, start_step: 1}"),
+        "offloaded": with_parallel(OFFLOADED).replace("per_node: 4", "per_node: 1").replace("h: 64", "h: 8192"),
+    }
+    more = any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path)
+    return recorded(every if more else {"offloaded": every["offloaded"]})
 
 
+@pytest.mark.long
 def test_perturbed_embeddings_only_gather_more(small: dict[str, Recorded]) -> None:
     """With ZeRO-3 each pass has its gathers twice; nothing else is exchanged."""
     counts = [Counter(each[0] for each in small[name][1][0].collectives) for name in ("plain", "perturbed")]
@@ -111,6 +112,7 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     assert answer["message"].startswith("/nowhere/c++ does not start")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_weights_that_travel_round_a_ring_of_gpus(small: dict[str, Recorded]) -> None:
     """What the ranks of a ring send is what their neighbours receive."""
@@ -134,6 +136,7 @@ def test_input_that_cannot_be_dry_run_is_named(tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)["code"]) == (2, "PT503")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_layers_along_rows_and_columns_of_a_grid(small: dict[str, Recorded]) -> None:
     """The indices of the tokens that travel are read by the host, and used on a device that does not exist."""

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from _golden import RECORD, fixed_machine, record_of, result_of
 from _golden_specs import names, text_of
+from often import often
 from planned import plan_of
 
 from partool.plan.as_spec import own_yaml
@@ -24,6 +25,15 @@ RUNNABLE = (
     "quickstart-offload", "experts", "mixtral-8x7b",
 )  # fmt: skip
 """Examples of ``specs/`` that the runtime can train as they are planned."""
+OFTEN = (
+    "cpu-open", "cpu-batch-prime", "node-short-batch", "superchip-open", "video-open", "zero-0", "zero-2",
+    "hybrid-shards", "gather-ahead", "recompute-each-layer", "tiles", "tensor-two-dims", "tensor-chunks",
+    "pipeline-interleaved", "pipeline-zb-v", "pipeline-hanayo", "pipeline-weipipe", "sequence-ring-zigzag",
+    "sequence-startrail", "sequence-dsp", "offload-fraction", "offload-parameters", "experts-pinned", "fp8",
+    "own-device", "refused-too-large", "refused-pairs", "specs/experts.yaml", "specs/llama3-8b.yaml",
+    "specs/quickstart.yaml", "specs/video-small.yaml",
+)  # fmt: skip
+"""Specs that are planned each time: of every mechanism one."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +63,7 @@ def test_every_spec_is_recorded() -> None:
     assert sum(bool(record.get("others")) for record in RECORDED.values()) >= 40
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", often(names(), OFTEN))
 def test_a_plan_stays(name: str) -> None:
     now = json.loads(json.dumps(record_of(name)))
     assert not list(differences(name, RECORDED[name], now))
@@ -71,7 +81,7 @@ def check_example(name: str, plan: Plan | None) -> None:
     assert plan.runnable == (name in RUNNABLE)
 
 
-@pytest.mark.parametrize("name", [name for name, record in RECORDED.items() if "layout" in record])
+@pytest.mark.parametrize("name", often((name for name, record in RECORDED.items() if "layout" in record), OFTEN))
 def test_a_layout_put_into_its_spec_gives_itself(name: str) -> None:
     """Planning with the lines that "use this layout" prints gives the same layout and the same predictions."""
     text, folder = text_of(name)

@@ -16,7 +16,7 @@ FAULTS = {"job": 532, "jobset": 530, "pytorchjob": 770, "trainjob": 429, "volcan
 """Kind → number of mutations of its manifest."""
 MISSED: dict[str, set[str]] = {kind: set() for kind in EVERY_KIND}
 """Kind → mutations that no level finds."""
-SAMPLE = 8
+SAMPLE = 25
 """The short run tests one of every so many mutations."""
 
 

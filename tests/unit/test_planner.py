@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import named
 from planned import plan_of, result_of
 
 from partool.layout.parameters import count, parameters
@@ -103,9 +104,20 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec.model_validate(document)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(specs())
 def test_any_spec_gives_a_sound_plan_or_findings(spec: Spec) -> None:
+    check_result(spec)
+
+
+@pytest.mark.long
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(specs())
+def test_many_specs_give_sound_plans_or_findings(spec: Spec) -> None:
+    check_result(spec)
+
+
+def check_result(spec: Spec) -> None:
     result = make_plan(spec, base_dir=ROOT, default_name="test")
     errors = [finding for finding in result.diagnostics if finding.severity == "error"]
     assert (result.plan is None) == bool(errors)
@@ -257,7 +269,7 @@ DOES_NOT_FIT = {
 }
 
 
-@pytest.mark.parametrize("text", DOES_NOT_FIT.values(), ids=DOES_NOT_FIT)
+@pytest.mark.parametrize("text", named(DOES_NOT_FIT, ["pinned micro-batch", "too few devices"]))
 def test_advice_on_memory_is_true(text: str) -> None:
     """Every change that the finding proposes, written into the spec, yields a plan with the stated step time."""
     (finding,) = (d for d in planner_says(text).diagnostics if d.code == "PT301")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ parallel: {data: {zero: 3}, micro_batch: 1, recompute: full, offload: none}
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
+@cache
 def planned(accelerator: str, **env: str) -> Any:
     text = SPEC.replace("ACCELERATOR", accelerator)
     return plan_of(text + (f"launch: {{env: {env}}}\n" if env else ""))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import named
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
@@ -90,8 +91,8 @@ LARGER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Spaces for the longer suites."""
 BOTH = [
-    *(pytest.param(document, id=name) for name, document in EXHAUSTIVE.items()),
-    *(pytest.param(document, id=name, marks=pytest.mark.long) for name, document in LARGER.items()),
+    *named(EXHAUSTIVE, ["one node", "offload", "experts"]),
+    *named(LARGER, []),
 ]
 
 
@@ -199,8 +200,8 @@ LONGER |= {"schedules of several nodes": LARGER["schedules of 64 devices"]}
 @pytest.mark.parametrize(
     "document",
     [
-        *(pytest.param(document, id=name) for name, document in COUNTED.items()),
-        *(pytest.param(document, id=name, marks=pytest.mark.long) for name, document in LONGER.items()),
+        *named(COUNTED, ["pipelines", "experts", "waves", "weights travel"]),
+        *named(LONGER, []),
     ],
 )
 def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
@@ -216,7 +217,7 @@ def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
 SIZES = (st.sampled_from([DENSE, EXPERTS]), st.sampled_from([4, 6, 8]), st.sampled_from([8, 24]), st.integers(0, 3))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(*SIZES)
 def test_more_memory_never_hurts_and_never_unfits(model: dict[str, Any], per_node: int, batch: int, zero: int) -> None:
     grows(model, per_node, batch, zero, pipeline={"schedule": "1f1b"}, compile="block")
@@ -244,7 +245,7 @@ def grows(model: dict[str, Any], per_node: int, batch: int, zero: int, **pinned:
     assert times[-1] < float("inf")
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     st.sampled_from(["link_bytes_per_s", "fabric_bytes_per_s", "host_link_bytes_per_s", "pair_bytes_per_s"]),
     st.sampled_from([DENSE, EXPERTS]),
@@ -295,7 +296,7 @@ ODD_WORLDS = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "batch"), ODD_WORLDS.values(), ids=ODD_WORLDS)
+@pytest.mark.parametrize(("nodes", "per_node", "batch"), named(ODD_WORLDS, ["a prime", "half a million"]))
 def test_odd_worlds_end_quickly(nodes: int, per_node: int, batch: int) -> None:
     document = case(DENSE, nodes, per_node, memory_gib=80, batch=batch, offload=ON_DEVICE)
     problem = problem_of(document)

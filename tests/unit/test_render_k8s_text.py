@@ -14,6 +14,7 @@ from _k8s_case import EVERY_KIND, documents, expanded, k8s_job, k8s_plan, read, 
 from _launch_case import launch_job
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from often import often
 from pydantic import ValidationError
 
 from partool.launch.k8s.validate import validate_offline
@@ -85,6 +86,11 @@ def fields(value: str) -> dict[str, dict[str, Any]]:
 
 
 FIELDS = sorted(fields("x"))
+OFTEN = (
+    "k8s.namespace", "k8s.labels, the key", "k8s.annotations", "k8s.cpu", "k8s.storage", "k8s.tolerations",
+    "env, the name", "secrets.secret", "python", "mounts.target",
+)  # fmt: skip
+"""Fields of every kind, which run each time."""
 
 
 def strings(value: Any) -> list[str]:
@@ -115,7 +121,7 @@ def check_names(value: Any) -> None:
         check_names(each)
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", often(FIELDS, OFTEN))
 @FEW
 @given(value=TEXTS, kind=st.sampled_from(EVERY_KIND))
 @example(value="a..b", kind="jobset")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from layouts import laid
+from often import often
 from planned import plan_of
 
 from partool.cli.main import run
@@ -174,7 +175,7 @@ def test_the_trace_holds_every_action_once_and_none_overlap(plan: Plan) -> None:
     assert sum(terms) == pytest.approx(1e6 * plan.prediction.time.step_time_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe", "interleaved"])
+@pytest.mark.parametrize("name", often(["1f1b", "zb-h1", "gpipe", "interleaved"], ["zb-h1"]))
 def test_a_shortened_schedule_keeps_its_span_and_its_order(name: str) -> None:
     plan = plan_of(SPEC.replace("SCHEDULE", name).replace("global_batch: 64", "global_batch: 768"))
     whole, short = planned(plan, 10**6), planned(plan, 100)
@@ -203,7 +204,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", often(PIPELINES, ["hanayo", "gpipe"]))
 def test_every_kind_of_schedule_is_drawn(name: str) -> None:
     plan = plan_of(SPEC.replace("{stages: 4, schedule: SCHEDULE}", PIPELINES[name]))
     drawing = planned(plan, 10**6)

@@ -76,9 +76,27 @@ def test_places_read_in_parts_are_the_places_read_at_once(first: int, count: int
     assert all(seen[sample] == epochs for sample in range(size))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 150), st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=6, max_size=6), st.integers(0, 3))
+RESUMED = (
+    st.integers(1, 150),
+    st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=6, max_size=6),
+    st.integers(0, 3),
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(*RESUMED)
 def test_any_ranks_at_any_step_see_each_sample_once_an_epoch(count: int, sizes: list[int], seed: int) -> None:
+    check_resumed(count, sizes, seed)
+
+
+@pytest.mark.long
+@settings(max_examples=100, deadline=None)
+@given(*RESUMED)
+def test_more_ranks_at_any_step_see_each_sample_once_an_epoch(count: int, sizes: list[int], seed: int) -> None:
+    check_resumed(count, sizes, seed)
+
+
+def check_resumed(count: int, sizes: list[int], seed: int) -> None:
     """The number of ranks changes at every step, as if the run were resumed each time."""
     seen: list[int] = []
     for step, size in enumerate(sizes):

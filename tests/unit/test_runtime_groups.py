@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from hypothesis import given
 from hypothesis import strategies as st
+from often import named, often
 from planned import FOLDER, plan_of
 
 from partool.cost.case import TrainingJob
@@ -144,20 +145,14 @@ def most(plan: Plan) -> tuple[int, int]:
     return max(collective for collective, _ in ranks), max(wires for _, wires in ranks)
 
 
-IN_CI = ("1f1b", "interleaved", "zb-v", "weipipe")
-"""Schedules of every placement of stages; the others are for the longer suites."""
+OFTEN = (
+    "hybrid shards", "tensor and data", "key heads of several ranks", "two dimensions", "two tied stages",
+    "experts of tensor ranks only", "all axes", "schedule interleaved", "schedule weipipe", "sequence ring",
+)  # fmt: skip
+"""Layouts that run each time."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=name, marks=[pytest.mark.long] if words[0] == "schedule" and words[1] not in IN_CI else []
-        )
-        for name, case in CASES.items()
-        if (words := name.split())
-    ],
-)
+@pytest.mark.parametrize("case", named(CASES, OFTEN))
 def test_planner_counts_the_groups_that_ranks_open(case: Case) -> None:
     plan = case.plan()
     assert counted(plan) == most(plan)
@@ -209,7 +204,7 @@ class Splits:
         return SimpleNamespace(ranks=mine[0]) if mine else None
 
 
-@pytest.mark.parametrize("rank", [0, 1, 13, 31])
+@pytest.mark.parametrize("rank", often([0, 1, 13, 31], [13]))
 def test_nccl_splits_the_world_once_for_all_groups_of_a_purpose(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks make the same calls; a rank gets the group that it is in; only wires have fewer channels."""
     plan = Case("tensor: 2, sequence: 1, pipeline: 4, data: {zero: 1}", nodes=8).plan()

@@ -218,6 +218,7 @@ def test_a_rank_that_takes_too_long_is_ended(sleeping: Path) -> None:
 SIGNALLED = """\
 import os, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 from partool.plan.types import Plan
 from partool.verify import execute
 execute._MODULE = "sleeping_ranks"

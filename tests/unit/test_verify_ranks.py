@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from often import often
 from planned import plan_of
 
 from partool.layout.mesh import AXES, coordinates, group_of
@@ -28,6 +29,8 @@ LAYOUTS = {
     "two dimensions": (8, 4, "tensor: {shape: [4, 2]}, sequence: 1, pipeline: 4"),
     "few key heads": (4, 2, "tensor: 8, sequence: 1, pipeline: 2"),
 }
+OFTEN = ("all axes", "startrail", "two dimensions")
+"""Layouts that run each time."""
 
 
 @cache
@@ -37,7 +40,7 @@ def case(name: str) -> tuple[Plan, tuple[int, ...]]:
     return plan, differing_ranks(plan)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, OFTEN))
 def test_each_axis_has_two_executed_ranks_at_every_pipeline_position(name: str) -> None:
     plan, ranks = case(name)
     mesh = plan.layout.mesh
@@ -55,7 +58,7 @@ def test_each_axis_has_two_executed_ranks_at_every_pipeline_position(name: str) 
         assert {group[0], group[-1]} <= set(ranks)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", often(LAYOUTS, OFTEN))
 def test_the_largest_and_the_smallest_shares_are_executed(name: str) -> None:
     plan, ranks = case(name)
     mesh = plan.layout.mesh
