@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from _jobs import Jobs
-from _often import often
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import FIVE, ONE, SHARED, TIED, tensor_plan
+from often import often
 from test_tensor_trainer import assert_same_state
 
 from partool.plan.layout import Mesh

@@ -14,10 +14,10 @@ import torch
 from _hf_models import plan_of
 from _jobs import Jobs
 from _lamb_worker import NOTED, train_and_note_blocks
-from _often import often
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import EVEN, FIVE, HALVES, ONE, QUARTERS, SHARED, TIED, tensor_plan
+from often import often
 from test_experts import SHORT
 from test_tensor_trainer import assert_same_state
 
