@@ -119,7 +119,7 @@ class OptimizerGroup(Section):
 
 
 class OneBit(Section):
-    """When zero_one_adam averages gradients in full precision, moves with one bit per element, and nothing.
+    """When zero_one_adam and zero_one_lamb average gradients in full precision, moves with one bit per element, and nothing.
 
     DeepSpeed's names: var_update_scaler, var_freeze_step, local_step_scaler and local_step_clipper.
     """
@@ -163,7 +163,8 @@ class OptimizerSpec(Section):
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
     12 (2011); sgd: with momentum; muon: Jordan et al., scaled as in Liu et al., arXiv 2502.16982, for matrices of
     layers, and adamw for all other parameters; zero_one_adam: Lu et al., arXiv 2202.06009, which exchanges one bit per
-    parameter or nothing in most steps; lamb: You et al., arXiv 1904.00962. Weight decay is decoupled from the gradient
+    parameter or nothing in most steps; zero_one_lamb: the same with lamb's scaling, as in 1-bit LAMB (Li et al., arXiv
+    2104.06069); lamb: You et al., arXiv 1904.00962. Weight decay is decoupled from the gradient
     in all of them, and a part of the step that lamb scales."""
     lr: Factor = 3e-4
     """Peak learning rate."""
@@ -177,7 +178,7 @@ class OptimizerSpec(Section):
     eps: Factor = 1e-8
     """Term that adamw, also that of muon, zero_one_adam, lamb and adagrad add to the denominator."""
     one_bit: OneBit = OneBit()
-    """Exchanges of zero_one_adam."""
+    """Exchanges of zero_one_adam and zero_one_lamb."""
     adapt: Adapt = "matrices"
     """Parameters whose steps lamb scales by the ratio of norms; those of norms and biases only with ``all``."""
     norm_bounds: NormBounds | None = None

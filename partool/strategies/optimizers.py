@@ -52,6 +52,15 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         host=False,
         whole_steps="adamw",
     ),
+    "zero_one_lamb": OptimizerRecord(
+        "1-bit LAMB: Li et al., arXiv 2104.06069, with the exchanges of zero_one_adam",
+        ("exp_avg", "exp_avg_sq"),
+        ("betas", "eps", "adapt", "norm_bounds", "one_bit"),
+        test="tests/unit/test_one_bit.py::test_steps_of_lamb_keep_the_mean_ratio_of_full_steps",
+        host=False,
+        norms=True,
+        whole_steps="lamb",
+    ),
     "lamb": OptimizerRecord(
         "You et al., arXiv 1904.00962",
         ("exp_avg", "exp_avg_sq"),

@@ -19,8 +19,8 @@ FaultKind = Literal[
 ]
 Shape = tuple[int, ...]
 _MODEL = "model."
-_OF_EACH_RANK = ("worker_error.", "server_error.")
-"""Beginnings of the keys of state that differs between data-parallel ranks, of which there are few traces."""
+_OF_EACH_RANK = ("worker_error.", "server_error.", "lamb_ratio.")
+"""Beginnings of the keys of state that is not of the parameters' shapes, or differs between data-parallel ranks."""
 
 
 class CheckpointFault(NamedTuple):

@@ -153,6 +153,46 @@ def test_full_steps_are_those_of_adamw_bit_for_bit() -> None:
     assert all(torch.equal(one.state()[key], value) for key, value in other.state().items())
 
 
+def test_steps_of_lamb_keep_the_mean_ratio_of_full_steps() -> None:
+    spec = OptimizerSpec(name="zero_one_lamb", lr=1e-2, weight_decay=0.3)
+    schedule = ExchangeSchedule(0, freeze_step=3, local_doubling=2, local_most=2, steps=9)
+    kinds = "".join(schedule.kind(step)[0] for step in range(9))
+    assert kinds == "fffoololo"
+    ours = {name: nn.Parameter(p.detach().double()) for name, p in _parameters().items()}
+    exchanges = Exchanges(schedule)
+    one = OneBitOptimizer(ours, spec, exchanges=exchanges, group=None, placements={})
+    w = {name: p.detach().clone() for name, p in ours.items()}
+    m, v = ({name: torch.zeros_like(p) for name, p in w.items()} for _ in range(2))
+    mean: dict[str, Any] = dict.fromkeys(w, 1.0)
+    (beta1, beta2), eps, lr = spec.betas, spec.eps, 1e-2
+    for step in range(9):
+        exchanges.begin(step)
+        for name, p in ours.items():
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).double()
+            p.grad = g.clone()
+            decay = 0.3 if name == "a" else 0.0
+            m[name] = beta1 * m[name] + (1.0 - beta1) * g
+            if step < 3:
+                v[name] = beta2 * v[name] + (1.0 - beta2) * g**2
+            n = min(step + 1, 3)
+            u = m[name] / (1.0 - beta1 ** (step + 1)) / (torch.sqrt(v[name] / (1.0 - beta2**n)) + eps)
+            u = u + decay * w[name]
+            ratio = w[name].norm() / u.norm() if name == "a" else 1.0
+            if step < 3:
+                mean[name] = ratio if step == 0 else 0.9 * mean[name] + 0.1 * ratio
+            w[name] = w[name] - lr * (ratio if step < 3 else mean[name]) * u
+        one.step(lr, 1.0)
+        # One rank loses nothing; only an exchange may put weight decay before the moves of its steps.
+        for name in w:
+            torch.testing.assert_close(ours[name].detach(), w[name], rtol=2e-5, atol=2e-5)
+        for name in w:
+            w[name] = ours[name].detach().clone()
+            m[name] = one.state()[f"exp_avg.{name}"].clone()
+    assert set(one.placed_state()) >= {"lamb_ratio.a", "worker_error.a", "worker_error.b"}
+    assert "lamb_ratio.b" not in one.placed_state()
+    torch.testing.assert_close(one.placed_state()["lamb_ratio.a"], mean["a"], rtol=1e-12, atol=0.0)
+
+
 def test_errors_of_other_numbers_of_ranks_become_their_mean() -> None:
     exchanges = Exchanges(ExchangeSchedule(0, 1, 1, 2, 5))
     one = OneBitOptimizer(

@@ -40,6 +40,7 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
         ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         trained, record = trained_parameters(model), OPTIMIZERS[plan.optimizer.name]
+        norms = open_norms(plan, model, trained, ranks) if record.norms else None
         if ranks.exchanges is not None:
             return OneBitOptimizer(
                 trained,
@@ -49,9 +50,9 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
                 group=ranks.groups.of(ranks.replicate.parts),
                 placements=model.placements,
                 kernels=kernels,
+                norms=norms,
             )
         whole = open_matrices(plan, trained, ranks) if record.rest else None
-        norms = open_norms(plan, model, trained, ranks) if record.norms else None
         return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=whole, norms=norms)
     optimizer = _on_host(plan, prepared, ranks)
     prepared.memory.freeze()

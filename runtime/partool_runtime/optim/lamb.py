@@ -79,6 +79,13 @@ class LambSteps:
             self._parts[groups.of[part.name]].append(part)
         scaled = {part.name for part in self._norms.parts}
         self._plain = [[name for name in names if name not in scaled] for names in held]
+        self.ratios: dict[str, torch.Tensor] = {}
+        """Ratios of the last step by parameter; of a stack of matrices that of the last one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters whose steps are scaled by norms."""
+        return tuple(dict.fromkeys(part.name for parts in self._parts for part in parts))
 
     def step(self, shards_of: Callable[[list[str]], Shards], rules: Sequence[StepRule]) -> None:
         """Update weights and moments in place; gradients are scaled in place."""
@@ -92,7 +99,10 @@ class LambSteps:
                 sums.append(_first_pass(shards, rule))
                 found.append((shards, rule))
         whole = self._norms.add_up(torch.cat(sums, dim=1))
-        each = torch.split(ratios(whole[0], whole[1], self._bounds), [len(shards.weights) for shards, _ in found])
+        by_part = ratios(whole[0], whole[1], self._bounds)
+        names = [part.name for parts in self._parts for part in parts]
+        self.ratios = dict(zip(names, by_part.unbind(), strict=True))
+        each = torch.split(by_part, [len(shards.weights) for shards, _ in found])
         for (shards, rule), of_group in zip(found, each, strict=True):
             _second_pass(shards, rule, of_group)
 

@@ -5,6 +5,9 @@ a rank's move is its momentum times the learning rate, summed since the last exc
 bit per element, and all ranks go on from the weights of the last exchange. Where it differs from the paper and from
 DeepSpeed: bias correction counts the updates of each moment, weight decay acts on the weights and never enters the
 moves, and weights whose variance is zero do not move, which needs no mask.
+
+With LAMB's steps in place of AdamW's it is 1-bit LAMB (Li et al., arXiv 2104.06069) in the same scheme: full steps are
+LAMB's, and all others scale a parameter's moves by the mean of the ratios of full steps, which all ranks have alike.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from partool_kernels.host import StepRule
 from partool_runtime.exchanges import Exchanges
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.one_bit_mean import OneBitMean
+from partool_runtime.optim.whole_norms import WholeNorms
 from partool_runtime.pieces import FlatPlaced, Placed, Value
 from partool_runtime.placement import Placement, whole
 from partool_runtime.torch_internals.tensors import local, local_bytes
 
+_RATIO_DECAY = 0.9
+"""Weight of the mean so far in the mean of LAMB's ratios (arXiv 2104.06069, section 4: the default of beta 3)."""
 _RANKS, _UPDATES = "exchange_ranks", "variance_updates"
 
 
@@ -48,9 +54,10 @@ class OneBitOptimizer(DeviceOptimizer):
         group: dist.ProcessGroup | None,
         placements: Mapping[str, Placement],
         kernels: str = "torch",
+        norms: WholeNorms | None = None,
     ) -> None:
         steps = OPTIMIZERS[spec.name].whole_steps
-        super().__init__(parameters, spec.model_copy(update={"name": steps}), copies, kernels=kernels)
+        super().__init__(parameters, spec.model_copy(update={"name": steps}), copies, kernels=kernels, norms=norms)
         self._exchanges, self._placements = exchanges, placements
         self._names = [name for name, p in parameters.items() if local(p).numel() > 0]
         self._buckets = buckets([local(parameters[name]).numel() for name in self._names])
@@ -67,8 +74,11 @@ class OneBitOptimizer(DeviceOptimizer):
         """Number of steps since the last exchange."""
         self._rates = [0.0] * len(self._groups.groups)
         """Sum of the momentum's factors in the moves since the last exchange, by group."""
-        self._decays = [1.0] * len(self._groups.groups)
-        """Product of the weights' factors by weight decay since the last exchange, by group."""
+        self._decays: list[list[float]] = [[] for _ in self._groups.groups]
+        """Learning rate times weight decay of each step since the last exchange, by group."""
+        scaled = () if self._lamb is None else self._lamb.names
+        self._ratios = {name: torch.ones((), dtype=dtype, device=self._device) for name in scaled}
+        """Mean over full steps of the factor by which LAMB scales a parameter's steps; 1 for all others."""
         self._saved_errors: dict[str, torch.Tensor] = {}
         """Errors of all ranks of a checkpoint that other numbers of ranks have saved, until :meth:`loaded`."""
 
@@ -101,10 +111,14 @@ class OneBitOptimizer(DeviceOptimizer):
             self._exchange(None)
 
     def _full(self, lr: float, scale: float) -> None:
-        """Make a step of AdamW; the variance may have had fewer updates than the momentum."""
+        """Make a step of AdamW or LAMB; the variance may have had fewer updates than the momentum.
+
+        LAMB counts the momentum's for both: a common factor of a matrix's directions changes little of its steps.
+        """
         self.variance_updates += 1
-        if self.variance_updates == self.updates + 1:
+        if self._lamb is not None or self.variance_updates == self.updates + 1:
             super().step(lr, scale)
+            self._note_ratios()
             return
         self.updates += 1
         rules = self._groups.rules(lr, self.updates, scale)
@@ -118,6 +132,12 @@ class OneBitOptimizer(DeviceOptimizer):
             weight.mul_(1.0 - rule.lr * rule.weight_decay)
             weight.addcdiv_(momentum, self._denominator(name, rule), value=-_factor(rule))
 
+    def _note_ratios(self) -> None:
+        """Take the ratios of LAMB's last step into their means; the first ones are the means so far."""
+        for name, ratio in ({} if self._lamb is None else self._lamb.ratios).items():
+            mean = self._ratios[name]
+            mean.lerp_(ratio.to(mean.dtype), 1.0 if self.variance_updates == 1 else 1.0 - _RATIO_DECAY)
+
     def _move(self, rules: Sequence[StepRule]) -> None:
         """Move this rank's weights by its own momentum."""
         for bucket, moves in enumerate(self._moves):
@@ -127,8 +147,8 @@ class OneBitOptimizer(DeviceOptimizer):
                     self._anchors[name].copy_(weight)
                 momentum = self._moment("exp_avg", name)
                 move.add_(momentum, alpha=_factor(rule))
-                weight.mul_(1.0 - rule.lr * rule.weight_decay)
-                weight.addcdiv_(momentum, self._denominator(name, rule), value=-_factor(rule))
+                weight.mul_(self._kept(name, [rule.lr * rule.weight_decay]))
+                weight.addcdiv_(self._scaled(name, momentum), self._denominator(name, rule), value=-_factor(rule))
         self._count(rules)
 
     def _exchange(self, rules: Sequence[StepRule] | None) -> None:
@@ -143,7 +163,8 @@ class OneBitOptimizer(DeviceOptimizer):
                 weight, denominator = local(self._parameters[name]), self._denominator(name, settled[group])
                 if name in self._anchors and self._pending > (rules is not None):
                     weight.copy_(self._anchors[name])
-                weight.mul_(self._decays[group]).addcdiv_(move, denominator, value=-1.0)
+                weight.mul_(self._kept(name, self._decays[group]))
+                weight.addcdiv_(self._scaled(name, move), denominator, value=-1.0)
                 momentum = self._moment("exp_avg", name)
                 rate = self._rates[group]
                 torch.mul(move, 1.0 / rate if rate else 0.0, out=momentum)
@@ -151,7 +172,7 @@ class OneBitOptimizer(DeviceOptimizer):
         for moves in self._moves:
             moves.zero_()
         self._pending = 0
-        self._rates, self._decays = [0.0] * len(self._rates), [1.0] * len(self._decays)
+        self._rates, self._decays = [0.0] * len(self._rates), [[] for _ in self._decays]
 
     def _given(self, bucket: int, rules: Sequence[StepRule] | None) -> torch.Tensor:
         """Return a bucket's moves since the last exchange; those of ``rules`` are added first."""
@@ -166,9 +187,19 @@ class OneBitOptimizer(DeviceOptimizer):
     def _count(self, rules: Sequence[StepRule]) -> None:
         self._pending += 1
         self._rates = [rate + _factor(rule) for rate, rule in zip(self._rates, rules, strict=True)]
-        self._decays = [
-            decay * (1.0 - rule.lr * rule.weight_decay) for decay, rule in zip(self._decays, rules, strict=True)
-        ]
+        for decays, rule in zip(self._decays, rules, strict=True):
+            decays.append(rule.lr * rule.weight_decay)
+
+    def _kept(self, name: str, decays: Sequence[float]) -> float | torch.Tensor:
+        """Return what weight decay leaves of a parameter's weights; LAMB scales decay as it scales the step."""
+        kept: float | torch.Tensor = 1.0
+        for decay in decays:
+            kept = kept * (1.0 - self._ratios.get(name, 1.0) * decay)
+        return kept
+
+    def _scaled(self, name: str, move: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's move as LAMB scales it."""
+        return move * self._ratios[name] if name in self._ratios else move
 
     def _denominator(self, name: str, rule: StepRule) -> torch.Tensor:
         """Return AdamW's denominator, or infinity where no gradient has ever been other than zero."""
@@ -202,7 +233,7 @@ class OneBitOptimizer(DeviceOptimizer):
         ``worker_error`` has the errors of all data-parallel ranks, one after the other; each of them also averages a
         part of the parameters, and has that part of ``server_error``.
         """
-        found: dict[str, Value] = {}
+        found: dict[str, Value] = {f"lamb_ratio.{name}": ratio for name, ratio in self._ratios.items()}
         for bucket, errors in enumerate(self._mean.worker_errors):
             for name, error in self._views(bucket, errors):
                 found[f"worker_error.{name}"] = Placed(error[None], self._by_rank(name, self._mean.ranks))
