@@ -34,7 +34,8 @@ CASES: list[Broken] = [
     # Optimizers and schedules.
     broken(
         "Megatron-LM #2164: an optimizer that does not go with the distributed optimizer",
-        "PT105", "optimizer.name", "adamw, lion, adagrad, sgd, muon, zero_one_adam or lamb", optimizer="{name: dist_muon}",
+        "PT105", "optimizer.name", "adamw, lion, adagrad, sgd, muon, zero_one_adam or lamb",
+        optimizer="{name: dist_muon}",
     ),
     broken(
         "torchtitan #1495: warm-up of 200 in 20 steps was shortened in a warning",
