@@ -119,7 +119,7 @@ class OptimizerGroup(Section):
 
 
 class OneBit(Section):
-    """When zero_one_adam and zero_one_lamb average gradients in full precision, moves with one bit per element, and nothing.
+    """When ranks average gradients in full precision, moves with one bit per element, and nothing.
 
     DeepSpeed's names: var_update_scaler, var_freeze_step, local_step_scaler and local_step_clipper.
     """

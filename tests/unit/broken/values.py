@@ -34,7 +34,7 @@ CASES: list[Broken] = [
     # Optimizers and schedules.
     broken(
         "Megatron-LM #2164: an optimizer that does not go with the distributed optimizer",
-        "PT105", "optimizer.name", "adamw, lion, adagrad, sgd, muon, zero_one_adam or lamb",
+        "PT105", "optimizer.name", "adamw, lion, adagrad, sgd, muon, zero_one_adam, zero_one_lamb or lamb",
         optimizer="{name: dist_muon}",
     ),
     broken(
