@@ -55,6 +55,8 @@ class StepSampler:
         record = OPTIMIZERS[plan.optimizer.name]
         self._updates = CommCounter() if record.rest or record.norms else None
         """Counts what updates of whole matrices, or by their norms, send after the end of the other count."""
+        self._differs = bool(plan.prediction.time.exchanges)
+        """Whether steps exchange different things, so that one step says nothing about the mean of the plan."""
         self._seen_forward = False
         self._pipeline = plan.layout.mesh.pp > 1
         self._watching = False
@@ -91,10 +93,9 @@ class StepSampler:
         others = _sent(traffic)
         for part in (self._tensor, sequence, expert, loads):
             others.subtract(part)
-        sent = {
-            "gradient_sync": others["reduce_scatter"] + others["all_reduce"],
-            "parameter_gather": others["all_gather"],
-        }
+        sent = {"parameter_gather": others["all_gather"]}
+        if not self._differs:
+            sent["gradient_sync"] = others["reduce_scatter"] + others["all_reduce"]
         if self._updates is not None:
             sent["optimizer"] = _sent(self._updates.snapshot(described=UPDATES)).total()
         sent |= {"tensor": self._tensor.total()} if len(self._tensor_ranks) > 1 else {}
