@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +16,21 @@ from torch import nn
 
 from partool.cost.one_bit import one_bit_updates
 from partool.layout.one_bit import CHUNK, ExchangeSchedule, buckets, exchange_schedule, one_bit_bytes
+from partool.layout.parameters import parameters
+from partool.layout.tensor import own_partition
+from partool.layout.tensor.cutting import by_name
 from partool.plan.types import Plan
 from partool.planner.make import make_plan
 from partool.spec import load_text
 from partool.spec.training import CheckpointSpec, LrSchedule, OneBit, OptimizerSpec, TrainingSpec
 from partool_runtime.exchanges import Exchanges
+from partool_runtime.optim.agreement import agreement
 from partool_runtime.optim.device import DeviceOptimizer
+from partool_runtime.optim.grad_norm import LocalSums
 from partool_runtime.optim.one_bit import OneBitOptimizer
 from partool_runtime.pieces import FlatPlaced
 from partool_runtime.placement import Placement, whole
+from partool_runtime.weights import build
 
 SPEC = """
 model: {layers: 3, hidden: 96, heads: 4, kv_heads: 2, vocab: 259, ffn_hidden: 200}
@@ -259,6 +267,49 @@ def test_the_plan_says_what_it_would_gain_on_a_slow_link(tmp_path: Path) -> None
     assert slow.optimizer.name == "adamw"
     fast = planned(tmp_path, *job, *plain, "hardware={accelerator: h100-sxm, per_node: 2}")
     assert not any(reason.startswith("Slow links") for reason in fast.reasons)
+
+
+def test_planned_bytes_are_those_of_the_models_parameters(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    sizes = [parameter.numel() for parameter in build(plan.model).parameters()]
+    assert plan.prediction.time.exchanges["one_bit"].sent_bytes == one_bit_bytes(sizes, 2, 4)
+    cut = planned(tmp_path, "hardware.per_node=4", "parallel.tensor.degree=2", "parallel.pipeline.stages=1")
+    rows = by_name(own_partition(cut.model, 2, 1, cut.layout.tensor.sequence_norms), [p.name for p in parameters(cut.model)])
+    held = [[prod(row.local_shape(rank)) for row in rows.values()] for rank in range(2)]
+    assert cut.prediction.time.exchanges["one_bit"].sent_bytes == max(one_bit_bytes(each, 2, 4) for each in held)
+
+
+class _Nobody:
+    """Ranks of two copies, whose world may not be asked."""
+
+    replicate, tp = SimpleNamespace(size=2), SimpleNamespace(size=1)
+    replica, groups = SimpleNamespace(parts=()), SimpleNamespace(of=lambda parts: None)
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self.exchanges = exchanges
+
+    @property
+    def world(self) -> Any:
+        raise AssertionError("a local step asks all ranks")
+
+
+def test_local_steps_ask_nobody() -> None:
+    exchanges = Exchanges(ExchangeSchedule(0, 1, 1, 4, 50))
+    ranks: Any = _Nobody(exchanges)
+    agreed = agreement(ranks)
+    step = next(step for step in range(50) if exchanges.schedule.kind(step) == "local")
+    agreed.begin(step)
+    assert agreed.local
+    assert float(agreed.tokens(torch.tensor(5.0, dtype=torch.float64))) == 10.0
+    sums = LocalSums(torch.tensor(9.0, dtype=torch.float64), torch.tensor(True))
+    checked = agreed.check(sums, torch.tensor(3.0), lambda: [1.0])
+    assert (checked.norm, checked.finite, checked.loss_sum, checked.flags) == (6.0, True, 6.0, ())
+    broken = agreed.check(sums._replace(finite=torch.tensor(False)), torch.tensor(3.0), lambda: [1.0])
+    assert not broken.finite
+    assert agreed.most(3) == 3
+    agreed.begin(0)
+    with pytest.raises(AssertionError, match="asks all ranks"):
+        agreed.tokens(torch.tensor(5.0))
 
 
 def test_only_optimizers_with_bits_have_exchanges() -> None:
