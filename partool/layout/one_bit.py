@@ -30,6 +30,8 @@ _DOUBLING_SHARE = 0.1
 ExchangeKind = Literal["full", "one_bit", "local"]
 """full: gradients are averaged in full precision and update both moments; one_bit: moves are averaged with one bit per
 element; local: each rank moves by its own gradients, without a collective among data-parallel ranks."""
+LOCAL: ExchangeKind = "local"
+"""Kind of steps without a collective."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ExchangeSchedule:
             return "full" if self._updates_variance(step) else "one_bit"
         done = step + 1
         together = done >= self.steps or any(done % period == 0 for period in self.periods)
-        return "one_bit" if together or self._exchanges(step - self.freeze_step) else "local"
+        return "one_bit" if together or self._exchanges(step - self.freeze_step) else LOCAL
 
     @cached_property
     def counts(self) -> dict[ExchangeKind, int]:

@@ -53,10 +53,16 @@ def run(kind: str, seed: int, folder: Path) -> dict[str, float | None]:
     plan = Plan.from_json(plan_file.read_text(encoding="utf-8"))
     lines = (plan_file.parent / "events" / "rank-0.jsonl").read_text(encoding="utf-8").splitlines()
     losses = {
-        event["data"]["step"]: event["data"]["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"
+        event["data"]["step"]: event["data"]["loss"]
+        for event in map(json.loads, lines)
+        if event["kind"] == "validation"
     }
     reached = next((step for step, loss in sorted(losses.items()) if loss <= GOAL), None)
-    return {"steps": reached, "bytes": None if reached is None else sent_bytes(plan, reached), "last_loss": losses[STEPS]}
+    return {
+        "steps": reached,
+        "bytes": None if reached is None else sent_bytes(plan, reached),
+        "last_loss": losses[STEPS],
+    }
 
 
 def sent_bytes(plan: Plan, steps: int) -> int:

@@ -131,6 +131,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(ran: Ran, stop_at: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mesh", "layout"), [(TWO, {}), (Mesh(dp_shard=2, tp=2), {"sequence_norms": True})])
+def test_lamb_goes_on_with_its_ratios_bit_for_bit(ran: Ran, mesh: Mesh, layout: dict[str, Any]) -> None:
+    lamb = OPTIMIZER.model_copy(update={"name": "zero_one_lamb"})
+    reference, folder = ran.run(f"lamb {mesh.tp}", mesh, lamb, **layout), f"stopped lamb {mesh.tp}"
+    plan = plan_of(ran.text, mesh, lamb, **layout)
+    ran.jobs.train(folder, plan, run=folder, stop_at=8)
+    ran.jobs.train(f"rest lamb {mesh.tp}", plan, run=folder, resume=True)
+    assert ran.jobs.ended(f"rest lamb {mesh.tp}") == "done"
+    ours, theirs = ran.jobs.state(folder, STEPS), ran.jobs.state(reference, STEPS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    scaled = {name: float(value) for name, value in ours.items() if name.startswith("lamb_ratio.")}
+    assert len(scaled) > 10
+    assert all(value != 1.0 for value in scaled.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "mesh", "model"),
     [

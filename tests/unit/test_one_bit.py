@@ -171,30 +171,37 @@ def test_steps_of_lamb_keep_the_mean_ratio_of_full_steps() -> None:
     one = OneBitOptimizer(ours, spec, exchanges=exchanges, group=None, placements={})
     w = {name: p.detach().clone() for name, p in ours.items()}
     m, v = ({name: torch.zeros_like(p) for name, p in w.items()} for _ in range(2))
+    anchor, move = dict(w), {name: torch.zeros_like(p) for name, p in w.items()}
     mean: dict[str, Any] = dict.fromkeys(w, 1.0)
-    (beta1, beta2), eps, lr = spec.betas, spec.eps, 1e-2
-    for step in range(9):
+    (beta1, beta2), eps, lr, pending = spec.betas, spec.eps, 1e-2, 0
+    for step, kind in enumerate(kinds):
         exchanges.begin(step)
+        pending += kind != "f"
         for name, p in ours.items():
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).double()
             p.grad = g.clone()
             decay = 0.3 if name == "a" else 0.0
             m[name] = beta1 * m[name] + (1.0 - beta1) * g
-            if step < 3:
+            eta = lr / (1.0 - beta1 ** (step + 1))
+            if kind == "f":
                 v[name] = beta2 * v[name] + (1.0 - beta2) * g**2
-            n = min(step + 1, 3)
-            u = m[name] / (1.0 - beta1 ** (step + 1)) / (torch.sqrt(v[name] / (1.0 - beta2**n)) + eps)
-            u = u + decay * w[name]
-            ratio = w[name].norm() / u.norm() if name == "a" else 1.0
-            if step < 3:
+            d = torch.sqrt(v[name] / (1.0 - beta2 ** min(step + 1, 3))) + eps
+            if kind == "f":
+                u = eta / lr * m[name] / d + decay * w[name]
+                ratio = w[name].norm() / u.norm() if name == "a" else 1.0
                 mean[name] = ratio if step == 0 else 0.9 * mean[name] + 0.1 * ratio
-            w[name] = w[name] - lr * (ratio if step < 3 else mean[name]) * u
+                w[name] = anchor[name] = w[name] - lr * ratio * u
+                continue
+            kept, move[name] = 1.0 - mean[name] * lr * decay, move[name] + eta * m[name]
+            if kind == "l":
+                w[name] = w[name] * kept - mean[name] * eta * m[name] / d
+            else:
+                w[name] = anchor[name] = anchor[name] * kept**pending - mean[name] * move[name] / d
+                move[name] = torch.zeros_like(p)
+        pending = 0 if kind == "o" else pending
         one.step(lr, 1.0)
-        # One rank loses nothing; only an exchange may put weight decay before the moves of its steps.
-        for name in w:
-            torch.testing.assert_close(ours[name].detach(), w[name], rtol=2e-5, atol=2e-5)
-        for name in w:
-            w[name] = ours[name].detach().clone()
+        for name, value in w.items():
+            torch.testing.assert_close(ours[name].detach(), value, rtol=1e-12, atol=1e-12)
             m[name] = one.state()[f"exp_avg.{name}"].clone()
     assert set(one.placed_state()) >= {"lamb_ratio.a", "worker_error.a", "worker_error.b"}
     assert "lamb_ratio.b" not in one.placed_state()
@@ -274,7 +281,9 @@ def test_planned_bytes_are_those_of_the_models_parameters(tmp_path: Path) -> Non
     sizes = [parameter.numel() for parameter in build(plan.model).parameters()]
     assert plan.prediction.time.exchanges["one_bit"].sent_bytes == one_bit_bytes(sizes, 2, 4)
     cut = planned(tmp_path, "hardware.per_node=4", "parallel.tensor.degree=2", "parallel.pipeline.stages=1")
-    rows = by_name(own_partition(cut.model, 2, 1, cut.layout.tensor.sequence_norms), [p.name for p in parameters(cut.model)])
+    rows = by_name(
+        own_partition(cut.model, 2, 1, cut.layout.tensor.sequence_norms), [p.name for p in parameters(cut.model)]
+    )
     held = [[prod(row.local_shape(rank)) for row in rows.values()] for rank in range(2)]
     assert cut.prediction.time.exchanges["one_bit"].sent_bytes == max(one_bit_bytes(each, 2, 4) for each in held)
 

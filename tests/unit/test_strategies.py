@@ -80,8 +80,9 @@ def test_an_optimizer_has_a_step_and_is_told(name: str) -> None:
     record = OPTIMIZERS[name]
     assert record.moments == MOMENTS.get(name, record.moments)
     assert record.host == (name in MOMENTS)
-    assert (name in STEPS) == (not record.rest and not record.norms)
+    assert (name in STEPS) == (not record.rest and not record.norms and not record.whole_steps)
     assert not record.rest or not OPTIMIZERS[record.rest].rest
+    assert not record.whole_steps or not OPTIMIZERS[record.whole_steps].whole_steps
     assert has_test(record.test, name)
     assert f"`{name}`" in page("optimizers.md")
     assert record.source
@@ -169,7 +170,8 @@ def test_names_of_open_sets_come_from_records_alone() -> None:
 def test_nothing_runs_that_has_no_record() -> None:
     assert ORDERS.keys() == SCHEDULES.keys()
     assert MOMENTS.keys() <= OPTIMIZERS.keys()
-    assert STEPS.keys() == {name for name, record in OPTIMIZERS.items() if not (record.rest or record.norms)}
+    plain = {name for name, one in OPTIMIZERS.items() if not (one.rest or one.norms or one.whole_steps)}
+    assert STEPS.keys() == plain
     ranks = sorted(record.preference for record in METHODS.values())
     assert ranks == list(range(len(METHODS))), "preferences are 0, 1, 2 and so on, each once"
     assert len(PREFERENCE) == len(METHODS)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from partool.layout.one_bit import LOCAL
 from partool_runtime.exchanges import Exchanges
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.grad_norm import GradientCheck, LocalSums, check_gradients
@@ -84,7 +85,7 @@ class _Apart:
     def begin(self, step: int) -> None:
         """See :class:`Agreement`."""
         self._exchanges.begin(step)
-        self.local = self._exchanges.kind == "local"
+        self.local = self._exchanges.kind == LOCAL
         if self._exchanges.kind == "full":
             self.skipped = self._some = False
 

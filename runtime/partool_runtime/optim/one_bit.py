@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from partool.layout.one_bit import buckets
+from partool.layout.one_bit import LOCAL, buckets
 from partool.spec.training import OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool_kernels.host import StepRule
@@ -99,7 +99,7 @@ class OneBitOptimizer(DeviceOptimizer):
             if rule.scale != 1.0:
                 gradient.mul_(rule.scale)
             self._moment("exp_avg", name).lerp_(gradient, 1.0 - rule.beta1)
-        if self._exchanges.kind == "local":
+        if self._exchanges.kind == LOCAL:
             self._move(rules)
         else:
             self._exchange(rules)
