@@ -94,7 +94,8 @@ def build(job: dict[str, Any], gather: str, depth: int) -> Any:
         micro_batch=1,
         derived=Derived(accumulation=1),
     )
-    ranks = build_ranks(SimpleNamespace(layout=layout), torch.device("cpu"))  # type: ignore[arg-type]
+    plan = SimpleNamespace(layout=layout, optimizer=SimpleNamespace(name="adamw"))
+    ranks = build_ranks(plan, torch.device("cpu"))  # type: ignore[arg-type]
     with torch.device("meta"):
         model: Any = Model()
     shard(model, layout=layout, precision="fp32", ranks=ranks)

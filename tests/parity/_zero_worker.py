@@ -140,6 +140,7 @@ def micro_batches(step: int, case: Case, ranks: Ranks) -> list[MicroBatch]:
 
 def plan_of(case: Case) -> Any:
     return SimpleNamespace(
+        optimizer=OPTIMIZER,
         layout=new_layout(
             zero=case.zero,
             mesh=Mesh(dp_replicate=case.mesh[0], dp_shard=case.mesh[1]),
