@@ -333,6 +333,8 @@ def keeps_messages() -> AbstractContextManager[Any]:
 BOTH = (0, 1)
 OFTEN: dict[str, Fault] = {
     "a rank skips the sum of norms": Fault("shards", skips_the_norm, "PT592", "skips all_reduce of 3", "parallel.data"),
+    "a tensor rank skips a sum": Fault("stages", skips_a_sum(0), "PT592", "skips all_reduce", "parallel.tensor"),
+    "crosswise sends": Fault("stages", sends_crosswise, "PT598", "is not part of group", "parallel.pipeline", BOTH),
     "sums in another type": Fault("shards", reduces_narrow, "PT593", "of bfloat16", "parallel.data"),
     "a sum on the host": Fault(
         "shards", sums_on_the_host, "PT598", "elements on cpu, in a group for cuda", "optimizer"
@@ -341,8 +343,6 @@ OFTEN: dict[str, Fault] = {
     "results stay": Fault("shards", lambda: keeps_results(1), "PT696", "layers.*", "parallel.recompute"),
 }
 LONGER: dict[str, Fault] = {
-    "crosswise sends": Fault("stages", sends_crosswise, "PT598", "is not part of group", "parallel.pipeline", BOTH),
-    "a tensor rank skips a sum": Fault("stages", skips_a_sum(0), "PT592", "skips all_reduce", "parallel.tensor"),
     "a send of half a message": Fault("stages", sends_half, "PT595", "issues send of 1048576", "parallel.pipeline"),
     "late sends": Fault("stages", sends_late, "PT597", "receive of 2097152", "parallel.pipeline"),
     "no group of tensor ranks": Fault("stages", has_no_team, "PT592", "skips all_reduce", "parallel.tensor"),

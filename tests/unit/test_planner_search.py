@@ -245,7 +245,7 @@ def grows(model: dict[str, Any], per_node: int, batch: int, zero: int, **pinned:
     assert times[-1] < float("inf")
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.sampled_from(["link_bytes_per_s", "fabric_bytes_per_s", "host_link_bytes_per_s", "pair_bytes_per_s"]),
     st.sampled_from([DENSE, EXPERTS]),
