@@ -263,7 +263,8 @@ RULES: tuple[Rule, ...] = (
         "PT226",
         "A setting that the optimizer does not read",
         "adamw reads betas and eps, lion betas, adagrad eps, sgd momentum, muon newton_schulz and what sgd and adamw "
-        "read, and lamb adapt, norm_bounds and what adamw reads; the same holds for their groups.",
+        "read, lamb adapt, norm_bounds and what adamw reads, zero_one_adam and zero_one_lamb one_bit and what adamw "
+        "and lamb read; the same holds for their groups.",
         BASE + "optimizer: {name: sgd, betas: [0.8, 0.9]}\n",
         BASE + "optimizer: {name: sgd, momentum: 0.8}\n",
     ),

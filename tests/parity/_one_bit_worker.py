@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from _ranks import joined
+from _trainer_worker import train_plan
 from torch import nn
 
 from partool.layout.one_bit import ExchangeSchedule, buckets, one_bit_bytes
@@ -15,6 +18,7 @@ from partool_runtime.exchanges import Exchanges
 from partool_runtime.optim.one_bit import OneBitOptimizer
 from partool_runtime.optim.one_bit_mean import OneBitMean
 from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.stepping import Stepper, StepResult
 
 SIZES = (5, 4099, 1, 2048, 130)
 SHAPES = {"a": (41, 53), "b": (7,), "c": (3, 1000), "d": (5, 11)}
@@ -107,3 +111,19 @@ def trained(
         state = {f"exp_avg.{name}": optimizer.state()[f"exp_avg.{name}"].clone() for name in SHAPES}
         history.append({name: p.detach().clone() for name, p in parameters.items()} | state)
     return history
+
+
+def sent_in_steps(plan_json: str, run_dir: Path) -> list[dict[str, tuple[int, int]]]:
+    """Train as one rank; return the calls and sent bytes of each step, by kind of collective."""
+    found = []
+    inner = Stepper.step
+
+    def step(self: Stepper, *arguments: Any, **named: Any) -> StepResult:
+        with CommCounter() as counter:
+            result = inner(self, *arguments, **named)
+        found.append({kind: (each.calls, each.sent_bytes) for kind, each in counter.snapshot().items()})
+        return result
+
+    with patch.object(Stepper, "step", step):
+        assert train_plan(plan_json, run_dir, False, -1) == "done"
+    return found

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from _jobs import Jobs
+from _one_bit_worker import sent_in_steps
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import FIVE, HALVES, SHARED, tensor_plan
 from test_tensor_trainer import assert_same_state
 
+from partool.cost.traffic.total import exchanges
 from partool.layout.one_bit import exchange_schedule
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.planner.elastic import job_of_plan
 from partool.spec.training import CheckpointSpec, LrSchedule, OneBit, OptimizerSpec
 
 STEPS = 13
@@ -89,6 +92,24 @@ def test_steps_are_of_all_kinds() -> None:
 
 
 @pytest.mark.timeout(200)
+def test_every_step_sends_what_is_planned_and_local_steps_nothing(ran: Ran, pools: Pools) -> None:
+    plan = plan_of(ran.text, TWO)
+    planned = exchanges(job_of_plan(plan, plan.devices), plan.layout)
+    for steps in pools.run(2, sent_in_steps, plan.to_json(), ran.jobs.folder / "counted"):
+        assert len(steps) == STEPS
+        for kind, sent in zip(KINDS, steps, strict=True):
+            among = {name: size_bytes for name, (_, size_bytes) in sent.items() if size_bytes}
+            if kind == "l":
+                assert not any(calls for name, (calls, _) in sent.items() if name != "all_gather"), sent
+                assert not among  # FSDP2 gathers within one rank
+                continue
+            # The number of tokens, and the norm with losses, votes and stop flags.
+            small = among.pop("all_reduce") - (planned["full"].sent_bytes if kind == "f" else 0)
+            assert 0 < small <= 200
+            assert sum(among.values()) == (0 if kind == "f" else planned["one_bit"].sent_bytes)
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("name", "mesh", "layout"),
     [
@@ -127,6 +148,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(ran: Ran, stop_at: int) -> None:
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
     assert any(bool(value.any()) for name, value in ours.items() if name.startswith("server_error"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_types_go_on_bit_for_bit_and_stay_near(ran: Ran, precision: str) -> None:
+    settings = {"precision": precision}
+    reference, folder = ran.run(precision, TWO, settings=settings), f"stopped {precision}"
+    plan = plan_of(ran.text, TWO, settings=settings)
+    ran.jobs.train(folder, plan, run=folder, stop_at=8)
+    ran.jobs.train(f"rest {precision}", plan, run=folder, resume=True)
+    assert ran.jobs.ended(f"rest {precision}") == "done"
+    ours, theirs = ran.jobs.state(folder, STEPS), ran.jobs.state(reference, STEPS)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    losses = [
+        [event["loss"] for event in ran.jobs.events(run, "step")] for run in (reference, ran.run("two ranks", TWO))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from partool_runtime.offload.store import MemoryStore, StateStore
 from partool_runtime.offload.worker import PassWorker, SerialWorker
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
 from partool_runtime.optim.groups import grouped
-from partool_runtime.pieces import Value
+from partool_runtime.optim.types import CountsUpdates
 from partool_runtime.torch_internals.tensors import local, placed_like
 
 
@@ -72,7 +72,7 @@ class HostSetting:
         return (self.master, *[torch.bfloat16 if self.work.moments == "bf16" else self.master] * moments)
 
 
-class HostOptimizer:
+class HostOptimizer(CountsUpdates):
     """Updates states in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
 
     ``parameters`` are sharded, have the type of computation, and are in the order in which their gradients are
@@ -130,8 +130,6 @@ class HostOptimizer:
         )
         self.figures = self._engine.figures
         """Counters of the engine."""
-        self.updates = 0
-        """See ``Optimizer``."""
 
     def _target(self, name: str) -> WeightsTarget:
         weights = local(self._parameters[name]).detach().view(-1)
@@ -195,19 +193,6 @@ class HostOptimizer:
         """See ``Optimizer``."""
         kinds = enumerate(self._groups.moments, start=1)
         return {f"{kind}.{name}": self._placed(name, place) for place, kind in kinds for name in self._parameters}
-
-    def placed_state(self) -> dict[str, Value]:
-        """See ``Optimizer``."""
-        return {}
-
-    def numbers(self) -> dict[str, int]:
-        """See ``Optimizer``."""
-        return {"updates": self.updates}
-
-    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
-        """See ``Optimizer``."""
-        self.updates = numbers["updates"]
-        return {}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""

@@ -18,12 +18,12 @@ from partool_runtime.optim.groups import ParameterGroup, grouped
 from partool_runtime.optim.lamb import LambSteps
 from partool_runtime.optim.muon import MatrixShard, WholeMatrices
 from partool_runtime.optim.steps import Shards, step
+from partool_runtime.optim.types import CountsUpdates
 from partool_runtime.optim.whole_norms import WholeNorms, alone
-from partool_runtime.pieces import Value
 from partool_runtime.torch_internals.tensors import local, local_bytes
 
 
-class DeviceOptimizer:
+class DeviceOptimizer(CountsUpdates):
     """Updates this rank's shards by the spec's optimizer; see :class:`partool_runtime.optim.types.Optimizer`.
 
     A parameter without a gradient in a step is treated as having a gradient of zero: its moments decay, so a step does
@@ -79,8 +79,6 @@ class DeviceOptimizer:
             scaled = [name for name in names if is_scaled(spec.adapt, parameters[name].ndim)]
             self._lamb = LambSteps(spec, self._groups, self._held, norms or alone(scaled, self._device))
         self._launches = _alike(steps)
-        self.updates = 0
-        """Number of steps made, without skipped steps."""
 
     @torch.no_grad()
     def _zeros(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -96,19 +94,6 @@ class DeviceOptimizer:
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of the moments by ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``."""
         return {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
-
-    def placed_state(self) -> dict[str, Value]:
-        """See :class:`partool_runtime.optim.types.Optimizer`."""
-        return {}
-
-    def numbers(self) -> dict[str, int]:
-        """See :class:`partool_runtime.optim.types.Optimizer`."""
-        return {"updates": self.updates}
-
-    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
-        """See :class:`partool_runtime.optim.types.Optimizer`."""
-        self.updates = numbers["updates"]
-        return {}
 
     def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
         """Return this rank's non-empty shards of all gradients, with or without the parameters in ``copies``."""

@@ -71,3 +71,23 @@ class Optimizer(Protocol):
 
     def close(self) -> None:
         """End background threads."""
+
+
+class CountsUpdates:
+    """What checkpoints hold of an optimizer beside its moments: the number of updates, and nothing with a place."""
+
+    updates = 0
+    """See :class:`Optimizer`."""
+
+    def placed_state(self) -> dict[str, Value]:
+        """See :class:`Optimizer`."""
+        return {}
+
+    def numbers(self) -> dict[str, int]:
+        """See :class:`Optimizer`."""
+        return {"updates": self.updates}
+
+    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
+        """See :class:`Optimizer`."""
+        self.updates = numbers["updates"]
+        return {}
