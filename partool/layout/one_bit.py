@@ -23,9 +23,9 @@ BUCKET_CHUNKS = 2048
 ROW_BYTES = CHUNK // 8
 """Bytes of the signs of a chunk."""
 _FROZEN_SHARE = 0.15
-"""Default of ``freeze_step`` as a share of the steps: 1-bit Adam takes 15 to 25 % (arXiv 2102.02888, section 7)."""
+"""Default of ``freeze_step`` as a share of the steps, a choice of partool's: both papers give steps of single runs."""
 _DOUBLING_SHARE = 0.1
-"""Default of ``local_doubling`` as a share of the steps."""
+"""Default of ``local_doubling`` as a share of the steps, a choice of partool's, too."""
 
 ExchangeKind = Literal["full", "one_bit", "local"]
 """full: gradients are averaged in full precision and update both moments; one_bit: moves are averaged with one bit per

@@ -32,7 +32,7 @@ from partool_runtime.placement import Placement, whole
 from partool_runtime.torch_internals.tensors import local, local_bytes
 
 _RATIO_DECAY = 0.9
-"""Weight of the mean so far in the mean of LAMB's ratios (arXiv 2104.06069, section 4: the default of beta 3)."""
+"""Weight of the mean so far in the mean of LAMB's ratios: the default of DeepSpeed's ``coeff_beta``."""
 _RANKS, _UPDATES = "exchange_ranks", "variance_updates"
 
 
