@@ -88,16 +88,29 @@ class HfAttention:
         tokens: Tokens | None,
     ) -> torch.Tensor:
         """Attend over whole sequences, with all or some heads; apply the layer's dropout to the weights."""
-        if self._dropout == 0.0:
-            return attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
-        places = torch.arange(q_BNSD.shape[2], device=q_BNSD.device)
-        documents = None if tokens is None or tokens.documents_BL is None else (tokens.documents_BL,) * 2
-        mask = None
-        if documents is not None or layout.window is not None:
-            mask = visible(places, places, layout, documents=documents)
-        return F.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=self._dropout, is_causal=mask is None, enable_gqa=True
-        )
+        return attend_whole(q_BNSD, k_BKSD, v_BKSD, layout, tokens, self._dropout)
+
+
+def attend_whole(  # noqa: PLR0917 - like attend, and the dropout
+    q_BNSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    layout: AttentionLayout,
+    tokens: Tokens | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend over whole sequences; ``dropout`` is the share of weights that are dropped."""
+    if dropout == 0.0:
+        return attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
+    places = torch.arange(q_BNSD.shape[2], device=q_BNSD.device)
+    documents = None if tokens is None or tokens.documents_BL is None else (tokens.documents_BL,) * 2
+    mask = None
+    if documents is not None or layout.window is not None:
+        mask = visible(places, places, layout, documents=documents)
+    return F.scaled_dot_product_attention(
+        q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=layout.scale,
+        enable_gqa=True,
+    )  # fmt: skip
 
 
 class HfBlock(NamedTuple):

@@ -1,0 +1,193 @@
+"""Attention nodes of a captured graph, and what replaces them where ranks share sequences."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from partool_runtime.graph.capture import CaptureError, where
+from partool_runtime.hf.attention import attend_whole
+from partool_runtime.model.attention import AttentionLayout, Tokens
+from partool_runtime.parallel.sequence.exchange import HeadExchange
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def attend_with(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute attention with limited scores (Gemma 2, arXiv 2408.00118, section 2) or with sinks (gpt-oss), as a node.
+
+    Arguments are those of torch's function; further, scores become ``softcap · tanh(scores / softcap)``, and ``sinks``
+    ``[N]`` is one more score of each head that takes a share of the weights but has no value. All scores of a layer,
+    ``[B, N, L, L]``, exist at once.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1, dtype=wide)[..., :-1]
+    else:
+        weights = scores.softmax(-1, dtype=wide)
+    return F.dropout(weights.to(query.dtype), dropout_p) @ value
+
+
+ATTENTION = (F.scaled_dot_product_attention, attend_with)
+"""Functions that are attention in a graph."""
+_SIGNATURES: dict[Any, tuple[str, ...]] = {
+    F.scaled_dot_product_attention: (
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ),
+    attend_with: tuple(inspect.signature(attend_with).parameters),
+}  # fmt: skip
+
+
+class AttentionNode(NamedTuple):
+    """The arguments of an attention node."""
+
+    heads: tuple[fx.Node, fx.Node, fx.Node]
+    """Queries, keys and values, ``[B, heads, S, D]``; keys and values as they were before a model repeated them."""
+    mask: fx.Node | None
+    sinks: fx.Node | None
+    causal: bool
+    dropout: float
+    scale: float | None
+    softcap: float | None
+
+
+def attention_node(node: fx.Node) -> AttentionNode | None:
+    """Return the arguments of an attention node; None for other nodes. Raises :class:`CaptureError`."""
+    if node.op != "call_function" or node.target not in ATTENTION:
+        return None
+    given = dict(zip(_SIGNATURES[node.target], node.args, strict=False)) | dict(node.kwargs)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    if query.meta["example_value"].dim() != 4:
+        raise CaptureError(f"its attention has queries of {query.meta['example_value'].dim()} dimensions{where(node)}")
+    heads = query.meta["example_value"].shape[1]
+    key, value = _few(key, value, heads)
+    keys = key.meta["example_value"].shape[1]
+    if not all(isinstance(count, int) for count in (heads, keys)) or heads % keys:
+        raise CaptureError(f"its attention has {heads} heads of queries and {keys} of keys{where(node)}")
+    return AttentionNode(
+        (query, key, value),
+        given.get("attn_mask"),
+        given.get("sinks"),
+        bool(given.get("is_causal", False)),
+        float(given.get("dropout_p", 0.0)),
+        given.get("scale"),
+        given.get("softcap"),
+    )
+
+
+def _few(key: fx.Node, value: fx.Node, heads: int) -> tuple[fx.Node, fx.Node]:
+    """Return keys and values without the copies that a model makes for each query head, so that fewer are sent."""
+    fewer = _unrepeated(key), _unrepeated(value)
+    counts = {node.meta["example_value"].shape[1] for node in fewer}
+    return fewer if len(counts) == 1 and heads % counts.pop() == 0 else (key, value)
+
+
+def _unrepeated(node: fx.Node) -> fx.Node:
+    """Return the node of the heads ``[B, K, S, D]`` that a node repeats to ``[B, K · n, S, D]``, each n times in turn.
+
+    transformers repeats heads by an index with None, ``expand`` and ``reshape``; other models by
+    ``repeat_interleave``.
+    """
+    whole = node.meta["example_value"]
+    if node.target in ("repeat_interleave", torch.repeat_interleave):
+        told = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
+        if told.get("dim") in (1, -3) and isinstance(told.get("repeats"), int):
+            return node.args[0]  # type: ignore[return-value]
+        return node
+    if node.target not in ("reshape", "view", "flatten", torch.reshape, torch.flatten):
+        return node
+    expanded = node.args[0]
+    wider = expanded.target in ("expand", torch.Tensor.expand)  # type: ignore[union-attr]
+    if not wider or expanded.meta["example_value"].dim() != 5:  # type: ignore[union-attr]
+        return node
+    narrow = expanded.args[0]  # type: ignore[union-attr]
+    shape = narrow.meta["example_value"].shape  # type: ignore[union-attr]
+    batch, keys, copies, length, width = expanded.meta["example_value"].shape  # type: ignore[union-attr]
+    origin = narrow.args[0]  # type: ignore[union-attr]
+    inserted = tuple(shape) == (batch, keys, 1, length, width) and isinstance(origin, fx.Node)
+    merged = tuple(whole.shape) == (batch, keys * copies, length, width)
+    if inserted and merged and tuple(origin.meta["example_value"].shape) == (batch, keys, length, width):
+        return origin
+    return node
+
+
+class GraphAttention:
+    """What replaces an attention node: ranks exchange tokens for heads around attention of whole sequences."""
+
+    def __init__(self, node: AttentionNode, layout: AttentionLayout | None, exchange: HeadExchange | None) -> None:
+        """``layout`` is the rule that the node's mask follows; None if the mask itself is needed, or if all attend."""
+        self._node, self._layout = node, layout
+        self.exchange = exchange
+        """Exchanges tokens for heads; None on one rank."""
+        self.core: Callable[..., torch.Tensor] = self.whole
+        """Attention of whole sequences, which recomputation wraps."""
+
+    def __call__(
+        self,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        sinks_N: torch.Tensor | None,
+        documents_BL: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the attention of this rank's tokens, ``[B, N, S, D]``; masks and documents are of all tokens."""
+        queries, keys = heads[0].shape[1], heads[1].shape[1]
+        if self.exchange is None:
+            return self.core(*heads, mask, sinks_N, documents_BL)
+        first, stop = self.exchange.ranges(queries, keys)[0][self.exchange.rank]
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] == queries:
+            mask = mask[..., first:stop, :, :]
+        mine_n = None if sinks_N is None else sinks_N[first:stop]
+
+        def of_mine(q_BnLD: torch.Tensor, k_BmLD: torch.Tensor, v_BmLD: torch.Tensor) -> torch.Tensor:
+            return self.core(q_BnLD, k_BmLD, v_BmLD, mask, mine_n, documents_BL)
+
+        return self.exchange(*heads, of_mine)
+
+    def whole(  # noqa: PLR0917 - all tensors by position, as recomputation passes them
+        self,
+        q_BnLD: torch.Tensor,
+        k_BmLD: torch.Tensor,
+        v_BmLD: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks_n: torch.Tensor | None,
+        documents_BL: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the attention of whole sequences, ``[B, n, L, D]``."""
+        node = self._node
+        if node.softcap is not None or sinks_n is not None:
+            return attend_with(
+                q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal,
+                scale=node.scale, softcap=node.softcap, sinks=sinks_n,
+            )  # fmt: skip
+        if self._layout is not None:
+            tokens = Tokens(q_BnLD.shape[2], None, documents_BL)
+            return attend_whole(q_BnLD, k_BmLD, v_BmLD, self._layout, tokens, node.dropout)
+        return F.scaled_dot_product_attention(
+            q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal, scale=node.scale, enable_gqa=True
+        )

@@ -1,0 +1,199 @@
+"""Captures the forward pass of any module as one graph of torch functions, without memory for its tensors.
+
+Dynamo records the graph before automatic differentiation, so attention is still one node on every device. Both sizes of
+the tokens ``[B, S]`` are symbols in the graph, so that each tensor's shape shows which dimension holds the tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from partool_runtime.errors import ConfigurationError
+
+_BATCH, _LENGTH = 3, 11
+"""Sizes of the example; any sizes above 1 give the same graph."""
+_HELP = (
+    "sequence: 1, or another method of sequence parallelism; or change the model's code so that one graph holds all"
+)
+
+
+class CaptureError(Exception):
+    """The forward pass cannot be captured as one graph; the text names the reason and the line of the model's code."""
+
+
+class Captured(NamedTuple):
+    """One forward pass as a graph of torch functions."""
+
+    graph: fx.Graph
+    tokens: fx.Node
+    """The input of tokens, ``[B, S]``."""
+    positions: fx.Node | None
+    """The input of positions, ``[B, S]``; None if the module takes none, or does not use them."""
+    names: Mapping[fx.Node, str]
+    """Name of the parameter or buffer that each other input of the graph stands for."""
+    batch: sympy.Symbol
+    length: sympy.Symbol
+    """Symbols of the numbers of sequences and of tokens in a sequence."""
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def call_experts(name: str, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Stand-in for the experts of the module ``name``, which map every token by itself; a single node of a graph."""
+    return torch.empty_like(x)
+
+
+def capture(
+    module: nn.Module,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    inputs: Mapping[str, str],
+    fixed: Mapping[str, Any],
+    training: bool,
+) -> Captured:
+    """Return the graph of ``module``'s forward pass with parameters of type ``dtype`` on ``device``.
+
+    ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments;
+    ``fixed`` are further arguments. The first tensor that the module returns is the graph's result. Modules with
+    three-dimensional parameters are experts: each stays one node, as its code may depend on the data. Raises
+    :class:`CaptureError`.
+    """
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    clone = _without_memory(module, mode, dtype, device).train(training)
+    seen: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def take(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        seen.append((graph, examples))
+        return cast("Callable[..., Any]", graph.forward)
+
+    with mode:
+        given = {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.long, device=device) for name in inputs}
+    for tensor in given.values():
+        torch._dynamo.mark_dynamic(tensor, (0, 1))
+    torch._dynamo.reset()
+    try:
+        with mode, torch.no_grad():
+            arguments = {inputs[name]: tensor for name, tensor in given.items()}
+            torch.compile(_First(clone), backend=take, fullgraph=True)(**arguments, **fixed)
+    except Exception as error:  # a model's own code may raise anything
+        raise CaptureError(_reason(error)) from error
+    finally:
+        torch._dynamo.reset()
+    (graph, examples) = seen[0]
+    return _named(graph, examples, clone, given)
+
+
+class _First(nn.Module):
+    """Returns the first tensor of another module's result."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **arguments: Any) -> Any:
+        out = self.inner(**arguments)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def inside(node: fx.Node) -> list[str]:
+    """Return the names of the modules whose code made a node, outer ones first; ``""`` is the captured module."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    found = [_ROOT.sub("", str(path), count=1) for path, _ in stack if _ROOT.match(str(path))]
+    return [name.lstrip(".") for name in found]
+
+
+_ROOT = re.compile(r"L\['\w+'\](\[\d+\])?\.inner(?=\.|$)")
+
+
+def line_of(node: fx.Node) -> str:
+    """Return the file, line and code of a model that made a node; empty if torch did not record them."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
+
+
+def where(node: fx.Node) -> str:
+    """Return the module and the line of code that made a node, for messages."""
+    names = [name for name in inside(node) if name]
+    place = f" in {names[-1]}" if names else ""
+    line = line_of(node)
+    return f"{place} ({line})" if line else place
+
+
+def refused(model: str, error: CaptureError) -> ConfigurationError:
+    """Return the error of a run whose model cannot be captured."""
+    return ConfigurationError("PT485", f"{model} cannot be sharded as a graph: {error}", _HELP)
+
+
+def _without_memory(
+    module: nn.Module, mode: torch._subclasses.FakeTensorMode, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Return a copy of a module whose tensors have no memory, with its class's own forward passes."""
+    clone = copy.deepcopy(module)
+    for name, each in clone.named_modules():
+        each.__dict__.pop("forward", None)
+        for own, parameter in each._parameters.items():
+            if parameter is not None:
+                with mode:
+                    made = torch.empty(parameter.shape, dtype=dtype, device=device)
+                each._parameters[own] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        for own, buffer in each._buffers.items():
+            if buffer is not None:
+                with mode:
+                    each._buffers[own] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        if is_experts(each):
+            each.__dict__["forward"] = partial(call_experts, name)
+    return clone
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return True if a module holds the matrices of several experts in one parameter, ``[E, out, in]``."""
+    return any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
+
+
+def _named(graph: fx.GraphModule, examples: list[Any], clone: nn.Module, given: Mapping[str, torch.Tensor]) -> Captured:
+    """Find out what each input of a graph stands for."""
+    known = {id(tensor): name for name, tensor in clone.named_parameters(remove_duplicate=False)}
+    known |= {id(tensor): name for name, tensor in clone.named_buffers(remove_duplicate=False)}
+    own = {id(tensor): name for name, tensor in given.items()}
+    inputs: dict[str, fx.Node] = {}
+    names: dict[fx.Node, str] = {}
+    for node, example in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True):
+        if id(example) in own:
+            inputs[own[id(example)]] = node
+        elif id(example) in known:
+            names[node] = known[id(example)]
+        elif isinstance(example, torch.Tensor):
+            raise CaptureError(f"its code reads a tensor, {node.name}, that is neither a parameter nor a buffer")
+    constant = next(iter(graph.graph.find_nodes(op="get_attr")), None)
+    if constant is not None:
+        raise CaptureError(f"its code holds a tensor, {constant.target}, that is neither a parameter nor a buffer")
+    if "tokens" not in inputs:
+        raise CaptureError("its forward pass does not read the tokens")
+    batch, length = (_symbol(size) for size in inputs["tokens"].meta["example_value"].shape)
+    return Captured(graph.graph, inputs["tokens"], inputs.get("positions"), names, batch, length)
+
+
+def _symbol(size: Any) -> sympy.Symbol:
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    if not isinstance(expression, sympy.Symbol):
+        raise CaptureError(f"its code works for one size of the tokens only ({size})")
+    return expression
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of Dynamo's message, and the line of the model's code that it names."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    places = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', text)
+    explained = re.search(r"Explanation: (.*)", text)
+    why = f"{first}: {explained[1].strip()}" if explained else first
+    return f"{why} ({places[-1][0]}:{places[-1][1]}: {places[-1][2].strip()})" if places else why

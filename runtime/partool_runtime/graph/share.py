@@ -1,0 +1,233 @@
+"""Rewrites a captured graph so that a rank computes its share of the tokens (AutoSP, arXiv 2604.27089, section 3).
+
+A value is either *whole* or a *share*. Whole values, such as positions and masks, depend on no token: every rank
+computes them for whole sequences. Shares depend on tokens, and hold the rank's tokens only. Where a share meets a whole
+value with a dimension of tokens, the rank's part of that dimension is cut out. Attention alone mixes tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from partool_runtime.graph.attention import AttentionNode, attention_node
+from partool_runtime.graph.capture import Captured, CaptureError, call_experts, where
+
+_SILENT = frozenset({"_log_api_usage_once"})
+"""Names of functions in graphs that compute nothing."""
+
+Replacement = Callable[..., torch.Tensor]
+"""Function of (heads, mask, sinks, documents) that replaces an attention node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a rank needs to rewrite a graph."""
+
+    length: int
+    """Tokens of a whole sequence."""
+    span: tuple[int, int]
+    """The rank's tokens: the first, and the one after the last."""
+    attention: Callable[[AttentionNode], tuple[Replacement, bool]]
+    """Returns what replaces an attention node, and whether it needs the node's mask."""
+    experts: Callable[[str], Callable[..., torch.Tensor]]
+    """Returns the function that computes the experts of a module."""
+
+
+@dataclass(slots=True)
+class Shared:
+    """A graph of a rank's share. Its inputs are tokens ``[B, S]`` and, if they are used, positions and documents."""
+
+    graph: fx.Graph
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    """Name of the parameter or buffer that an input stands for."""
+    attention: list[tuple[fx.Node, AttentionNode]] = field(default_factory=list)
+    """Nodes of the new graph that replaced attention, with the arguments of the nodes that they replaced."""
+
+
+def share(captured: Captured, sharing: Sharing) -> Shared:
+    """Return the graph of a rank's share of the tokens; raises :class:`CaptureError`."""
+    return _Rewriting(captured, sharing).run()
+
+
+def shares_of(captured: Captured) -> set[fx.Node]:
+    """Return the nodes of a captured graph that depend on tokens."""
+    found = {captured.tokens}
+    for node in captured.graph.nodes:
+        if any(each in found for each in node.all_input_nodes) and not _is_number(node):
+            found.add(node)
+    allocated = {_written(node) for node in found if _written(node) is not None} - found
+    # Code that fills an allocated tensor with values of tokens makes it a share from the beginning.
+    while allocated:
+        found |= {node for node in allocated if node is not None}
+        later = {n for n in captured.graph.nodes if n not in found and not _is_number(n)}
+        allocated = {n for n in later if any(each in found for each in n.all_input_nodes)}
+    return found
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """Return the node whose tensor a node changes in place, and that is no view of another; None if there is none."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    changes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    first = node.args[0] if changes and node.args else None
+    return first if isinstance(first, fx.Node) else None
+
+
+def token_dims(value: Any, length: sympy.Symbol) -> list[int]:
+    """Return the dimensions of a tensor whose size depends on the number of tokens."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return [at for at, size in enumerate(sizes) if isinstance(size, torch.SymInt) and _holds(size, length)]
+
+
+def _holds(size: torch.SymInt, length: sympy.Symbol) -> bool:
+    return length in size.node.expr.free_symbols
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymBool | torch.SymFloat | int | bool)
+
+
+class _Rewriting:
+    """One rewriting; ``whole`` and ``mine`` map nodes of the captured graph to nodes or numbers of the new one."""
+
+    def __init__(self, captured: Captured, sharing: Sharing) -> None:
+        self.captured, self.sharing = captured, sharing
+        self.out = Shared(fx.Graph())
+        self.shares = shares_of(captured)
+        self.whole: dict[fx.Node, Any] = {}
+        self.mine: dict[fx.Node, Any] = {}
+        self.documents: fx.Node | None = None
+
+    def run(self) -> Shared:
+        graph = self.out.graph
+        tokens = graph.placeholder("tokens_BS")
+        positions = graph.placeholder("positions_BL")
+        self.documents = graph.placeholder("documents_BL")
+        sizes = {
+            self.captured.batch: (graph.call_method("size", (tokens, 0)),) * 2,
+            self.captured.length: (self.sharing.length, graph.call_method("size", (tokens, 1))),
+        }
+        known = {self.captured.tokens: tokens, self.captured.positions: positions}
+        for node in self.captured.graph.nodes:
+            if node in known:
+                self.whole[node] = self.mine[node] = known[node]
+                known[node].meta = dict(node.meta)
+            elif node in self.captured.names:
+                self.whole[node] = self.mine[node] = made = graph.get_attr(self.captured.names[node])
+                made.meta = dict(node.meta)
+                self.out.names[made] = self.captured.names[node]
+            elif node.op == "placeholder":
+                self._size(node, sizes)
+            elif node.op == "output":
+                graph.output(self._result(node))
+            else:
+                self._copy(node)
+        graph.eliminate_dead_code()
+        graph.lint()
+        return self.out
+
+    def _size(self, node: fx.Node, sizes: dict[sympy.Symbol, tuple[Any, Any]]) -> None:
+        value = node.meta.get("example_value")
+        expression = value.node.expr if isinstance(value, torch.SymInt) else None
+        if expression not in sizes:
+            raise CaptureError(f"its graph has an input {node.name} that is neither a size of the tokens nor a tensor")
+        self.whole[node], self.mine[node] = sizes[expression]
+
+    def _copy(self, node: fx.Node) -> None:
+        if str(getattr(node.target, "__name__", "")) in _SILENT:
+            return
+        if _is_number(node):
+            self.whole[node] = self.out.graph.node_copy(node, self.whole.__getitem__)
+            if _in_proportion(node.meta["example_value"], self.captured.length):
+                self.mine[node] = self.out.graph.node_copy(node, self.mine.__getitem__)
+            return
+        attention = attention_node(node)
+        if attention is not None:
+            self.mine[node] = self._attention(node, attention)
+        elif node in self.shares:
+            self.mine[node] = self._mine(node)
+        else:
+            self.whole[node] = self.out.graph.node_copy(node, self.whole.__getitem__)
+
+    def _mine(self, node: fx.Node) -> fx.Node:
+        given = [self._given(each, node) for each in node.all_input_nodes]
+        found = dict(zip(node.all_input_nodes, given, strict=True))
+        if node.target is call_experts:
+            name, *tensors = fx.node.map_arg(node.args, found.__getitem__)
+            made = self.out.graph.call_function(_function(self.sharing.experts(str(name))), tuple(tensors))
+            made.meta = dict(node.meta)
+            return made
+        made = self.out.graph.node_copy(node, found.__getitem__)
+        value = made.meta.get("example_value")
+        if len(token_dims(value, self.captured.length)) > 1:
+            raise CaptureError(f"its code compares tokens with tokens outside of attention that is known{where(node)}")
+        return made
+
+    def _given(self, value: fx.Node, user: fx.Node) -> Any:
+        """Return a share's input: a share, a number for the rank's tokens, or the rank's part of a whole value."""
+        if value in self.mine:
+            return self.mine[value]
+        if _is_number(value):
+            raise CaptureError(f"its code computes with a number that follows the tokens otherwise{where(user)}")
+        example, length = value.meta.get("example_value"), self.captured.length
+        dims = token_dims(example, length)
+        if not dims:
+            return self.whole[value]
+        if len(dims) > 1 or example.shape[dims[0]].node.expr != length:  # type: ignore[union-attr]
+            raise CaptureError(f"its code meets a value of pairs of tokens outside of attention{where(user)}")
+        first, stop = self.sharing.span
+        with self.out.graph.inserting_after(self.whole[value]):
+            part = self.out.graph.call_method("narrow", (self.whole[value], dims[0], first, stop - first))
+        part.meta = dict(self.whole[value].meta)
+        self.mine[value] = part
+        return part
+
+    def _attention(self, node: fx.Node, attention: AttentionNode) -> fx.Node:
+        if not all(each in self.shares for each in attention.heads):
+            raise CaptureError(f"its attention reads heads that depend on no token{where(node)}")
+        if attention.mask is not None and attention.mask in self.shares:
+            raise CaptureError(f"its attention has a mask that depends on tokens{where(node)}")
+        for each in attention.heads:
+            shape = each.meta["example_value"].shape
+            if not isinstance(shape[2], torch.SymInt) or shape[2].node.expr != self.captured.length:
+                raise CaptureError(f"its attention has heads of {shape}, not [B, heads, tokens, width]{where(node)}")
+        replacement, needs_mask = self.sharing.attention(attention)
+        mask = self.whole[attention.mask] if attention.mask is not None and needs_mask else None
+        sinks = None if attention.sinks is None else self._given(attention.sinks, node)
+        heads = tuple(self.mine[each] for each in attention.heads)
+        made = self.out.graph.call_function(_function(replacement), (heads, mask, sinks, self.documents))
+        made.meta = dict(node.meta)
+        self.out.attention.append((made, attention))
+        return made
+
+    def _result(self, node: fx.Node) -> Any:
+        found = node.args[0]
+        result = found[0] if isinstance(found, tuple | list) else found
+        if not isinstance(result, fx.Node) or result not in self.shares:
+            raise CaptureError("its result does not depend on the tokens")
+        example = result.meta["example_value"]
+        if token_dims(example, self.captured.length) != [1]:
+            raise CaptureError(f"its result has the shape {tuple(example.shape)}, not [B, tokens, width]")
+        return self.mine[result]
+
+
+def _function(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that calls an object; nodes of a graph need names, which objects lack."""
+
+    def called(*args: Any) -> torch.Tensor:
+        return call(*args)
+
+    return called
+
+
+def _in_proportion(value: Any, length: sympy.Symbol) -> bool:
+    """Return True if a number is in proportion to the number of tokens, or does not depend on it."""
+    if not isinstance(value, torch.SymInt):
+        return not isinstance(value, torch.SymBool | torch.SymFloat)
+    expression = value.node.expr
+    return length not in expression.free_symbols or length not in sympy.simplify(expression / length).free_symbols
