@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _SHARES = "tests/parity/test_sequence_trainer.py::test_training_on_shares_equals_one_process"
+_GRAPHS = "tests/parity/test_sequence_compiled.py::test_models_on_shares_equal_one_process"
 _AXES = "tests/parity/test_sequence_dsp.py::test_training_equals_one_process"
 
 
@@ -35,6 +36,8 @@ class SequenceRecord:
     """True: if a layer attends along an axis of a grid, one rank must hold the whole axis."""
     on_grids: bool = False
     """True: the method needs layers that attend along a grid's axes; the axis that is cut sets the order of tokens."""
+    by_graph: bool = False
+    """True: the method rewrites the graph of a model of transformers, or of the user, and needs no seam in its code."""
     fields: tuple[str, ...] = ()
     """Fields of ``parallel.sequence`` that only this method reads."""
 
@@ -74,6 +77,10 @@ METHODS: dict[str, SequenceRecord] = {
         "the hidden state changes the axis that is cut, and attention itself sends nothing", "arXiv 2403.10266", 0,
         parity=_AXES, whole_axes=True, on_grids=True,
     ),
+    "compiled": SequenceRecord(
+        "like ulysses, by rewriting the graph of a model whose code partool does not know", "arXiv 2604.27089", 6,
+        heads="all", by_graph=True, parity=_GRAPHS,
+    ),
 }  # fmt: skip
 """Name of a method of sequence parallelism in specs → facts about the method."""
 
@@ -83,6 +90,7 @@ WHOLE_AXES = tuple(name for name, record in METHODS.items() if record.whole_axes
 WHOLE_SEQUENCES = tuple(name for name, record in METHODS.items() if record.whole_sequences)
 IN_GROUPS = tuple(name for name, record in METHODS.items() if record.heads == "groups")
 IN_TEAMS = tuple(name for name, record in METHODS.items() if record.keys == "teams")
+BY_GRAPH = tuple(name for name, record in METHODS.items() if record.by_graph)
 ON_GRIDS = tuple(name for name, record in METHODS.items() if record.on_grids)
 OWNERS = {
     field: tuple(name for name, record in METHODS.items() if field in record.fields)

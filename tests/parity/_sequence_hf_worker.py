@@ -58,6 +58,15 @@ FURTHER: dict[str, dict[str, Any]] = {
         "hidden_size": 24, "intermediate_size": 13, "num_attention_heads": 6, "num_key_value_heads": 3,
         "attention_multiplier": 0.3,
     },
+    "falcon": {"hidden_size": 24, "num_attention_heads": 6, "multi_query": True, "parallel_attn": True, "bias": False},
+    "gemma2": {
+        "hidden_size": 16, "intermediate_size": 13, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "sliding_window": 3, "final_logit_softcapping": None, "attn_logit_softcapping": 2.0,
+    },
+    "gpt_oss": {
+        "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+        "sliding_window": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "phi3_long": {
         **MODELS["phi3"], "original_max_position_embeddings": 8,
         "rope_parameters": {

@@ -17,13 +17,8 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from partool_runtime.errors import ConfigurationError
-
 _BATCH, _LENGTH = 3, 11
 """Sizes of the example; any sizes above 1 give the same graph."""
-_HELP = (
-    "sequence: 1, or another method of sequence parallelism; or change the model's code so that one graph holds all"
-)
 
 
 class CaptureError(Exception):
@@ -59,16 +54,18 @@ def capture(
     inputs: Mapping[str, str],
     fixed: Mapping[str, Any],
     training: bool,
+    before: Callable[[nn.Module], None] = lambda _: None,
 ) -> Captured:
     """Return the graph of ``module``'s forward pass with parameters of type ``dtype`` on ``device``.
 
     ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments;
-    ``fixed`` are further arguments. The first tensor that the module returns is the graph's result. Modules with
+    ``fixed`` are further arguments; ``before`` changes the copy of the module that is traced. The first tensor that the module returns is the graph's result. Modules with
     three-dimensional parameters are experts: each stays one node, as its code may depend on the data. Raises
     :class:`CaptureError`.
     """
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     clone = _without_memory(module, mode, dtype, device).train(training)
+    before(clone)
     seen: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def take(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -126,11 +123,6 @@ def where(node: fx.Node) -> str:
     place = f" in {names[-1]}" if names else ""
     line = line_of(node)
     return f"{place} ({line})" if line else place
-
-
-def refused(model: str, error: CaptureError) -> ConfigurationError:
-    """Return the error of a run whose model cannot be captured."""
-    return ConfigurationError("PT485", f"{model} cannot be sharded as a graph: {error}", _HELP)
 
 
 def _without_memory(

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from partool_runtime.graph.attention import AttentionNode, attention_node
-from partool_runtime.graph.capture import Captured, CaptureError, call_experts, where
+from partool_runtime.graph.capture import Captured, CaptureError, call_experts, inside, where
 
 _SILENT = frozenset({"_log_api_usage_once"})
 """Names of functions in graphs that compute nothing."""
@@ -46,8 +46,12 @@ class Shared:
     graph: fx.Graph
     names: dict[fx.Node, str] = field(default_factory=dict)
     """Name of the parameter or buffer that an input stands for."""
-    attention: list[tuple[fx.Node, AttentionNode]] = field(default_factory=list)
-    """Nodes of the new graph that replaced attention, with the arguments of the nodes that they replaced."""
+    attention: list[tuple[fx.Node, Replacement]] = field(default_factory=list)
+    """Nodes of the new graph that replaced attention, with what they call."""
+
+    def within(self, module: str) -> list[Any]:
+        """Return what replaced the attention nodes of a module, by its name."""
+        return [replacement for node, replacement in self.attention if module in inside(node)]
 
 
 def share(captured: Captured, sharing: Sharing) -> Shared:
@@ -89,7 +93,11 @@ def _holds(size: torch.SymInt, length: sympy.Symbol) -> bool:
 
 
 def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymBool | torch.SymFloat | int | bool)
+    """Return True if a node makes a number, or a shape, from numbers."""
+    numbers = torch.SymInt | torch.SymBool | torch.SymFloat | int | bool | float
+    value = node.meta.get("example_value")
+    shape = isinstance(value, tuple) and value != () and all(isinstance(each, numbers) for each in value)
+    return isinstance(value, numbers) or shape
 
 
 class _Rewriting:
@@ -202,7 +210,7 @@ class _Rewriting:
         heads = tuple(self.mine[each] for each in attention.heads)
         made = self.out.graph.call_function(_function(replacement), (heads, mask, sinks, self.documents))
         made.meta = dict(node.meta)
-        self.out.attention.append((made, attention))
+        self.out.attention.append((made, replacement))
         return made
 
     def _result(self, node: fx.Node) -> Any:
@@ -226,7 +234,9 @@ def _function(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _in_proportion(value: Any, length: sympy.Symbol) -> bool:
-    """Return True if a number is in proportion to the number of tokens, or does not depend on it."""
+    """Return True if numbers are in proportion to the number of tokens, or do not depend on it."""
+    if isinstance(value, tuple):
+        return all(_in_proportion(each, length) for each in value)
     if not isinstance(value, torch.SymInt):
         return not isinstance(value, torch.SymBool | torch.SymFloat)
     expression = value.node.expr

@@ -8,7 +8,7 @@ cores and tokens, and recomputed layers get the same tokens again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cach
 MOVING = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 _PLACE = "_partool_attention"
+_TAKEN = "_partool_taken"
 _now: ContextVar[Tokens | None] = ContextVar("tokens of the pass that runs", default=None)
 _watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who is told of masks", default=None)
 
@@ -150,6 +151,7 @@ def take(
     found = {}
     for number, layer in layers.items():
         found[number] = HfBlock(HfAttention(AttentionLayout(windows[number])))
+        keep_attention(layer, [found[number].attention])
         for module in layer.modules():
             module.__dict__[_PLACE] = found[number].attention
             _choose(getattr(module, "config", None))
@@ -162,9 +164,14 @@ def take(
     return found
 
 
-def taken(layer: nn.Module) -> HfAttention | None:
-    """Return partool's attention of a layer; None if the layer still has the attention of transformers."""
-    return layer.__dict__.get(_PLACE)
+def taken(layer: nn.Module) -> list[Any]:
+    """Return what replaced a layer's attention, with a field ``core``; empty if the layer has its own attention."""
+    return layer.__dict__.get(_TAKEN, [])
+
+
+def keep_attention(layer: nn.Module, attention: Sequence[Any]) -> None:
+    """Record what replaced a layer's attention, for :func:`taken`."""
+    layer.__dict__[_TAKEN] = list(attention)
 
 
 def place(module: nn.Module, attention: Any) -> None:

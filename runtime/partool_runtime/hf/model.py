@@ -19,6 +19,7 @@ from partool_runtime.hf.building import base_name, blocks_name, build_causal, ch
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.model.attention import Tokens
 from partool_runtime.model.decoder import Contexts, StagedDecoder, positions
 from partool_runtime.model.loss import loss
 
@@ -105,6 +106,8 @@ class HfDecoder(HfPart):
     def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
         """Build the model of ``hf.path``, with parameters on the meta device; ``wide`` means a run in float64."""
         super().__init__()
+        self.captured = False
+        """True: a graph computes this rank's share of the tokens (:mod:`partool_runtime.parallel.sequence.compiled`)."""
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
         self.config = config
@@ -180,6 +183,8 @@ class HfDecoder(HfPart):
         """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
         if self.draws and self.training != torch.is_grad_enabled():
             self.train(torch.is_grad_enabled())  # an evaluation has no dropout
+        if self.captured:
+            return graph_hidden(self.base, cast(Contexts, self.contexts), tokens_BS, documents_BL)
         return base_hidden(self.base, self.contexts, documents_BL, input_ids=tokens_BS)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -203,6 +208,17 @@ def base_hidden(
     with holding(tokens):
         out = base(**inputs, position_ids=at if at.dim() == 2 else at[None], use_cache=False, return_dict=True)
     return cast(torch.Tensor, out[0])
+
+
+def graph_hidden(
+    base: nn.Module, contexts: Contexts, tokens_BS: torch.Tensor, documents_BL: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the last hidden state ``[B, S, H]`` of a rank's tokens, by the graph of a base model."""
+    if documents_BL is None:
+        return cast(torch.Tensor, base(tokens_BS, None, None))
+    tokens = contexts.tokens(tokens_BS.shape[1], tokens_BS.device, documents_BL)
+    at_BL = positions(tokens_BS, Tokens(tokens.length, None, tokens.documents_BL))
+    return cast(torch.Tensor, base(tokens_BS, at_BL, documents_BL))
 
 
 def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any) -> torch.Tensor:

@@ -82,8 +82,9 @@ def _attention(block: nn.Module, draws: bool) -> None:
     if isinstance(block, Block):
         block.attention.core = _again(block.attention.core, None, draws=draws)
         return
-    if (attention := taken(block)) is not None:
+    for attention in taken(block):
         attention.core = _again(attention.core, None, draws=draws)
+    if taken(block):
         return
     for module in [module for module in block.modules() if "Attention" in type(module).__name__]:
         stay_wide(module)

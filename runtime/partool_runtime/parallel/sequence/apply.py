@@ -6,14 +6,15 @@ from typing import Any, cast
 
 from partool.plan.layout import Layout
 from partool.plan.types import Plan
-from partool.strategies.sequence import IN_GROUPS, ON_GRIDS
+from partool.strategies.sequence import BY_GRAPH, IN_GROUPS, ON_GRIDS
 from partool_runtime.hf.attention import HfBlock, take
-from partool_runtime.hf.model import HfPart
+from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.model.attention import attention_layout
 from partool_runtime.model.decoder import Block, Contexts
 from partool_runtime.parallel.comm import SEQUENCE
+from partool_runtime.parallel.sequence.compiled import share_graph
 from partool_runtime.parallel.sequence.dsp import turned, turns_with_tensor_ranks
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 from partool_runtime.parallel.tensor.apply import no_heads
@@ -61,6 +62,10 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
     """Apply sequence parallelism to a model of transformers; also replace its attention if documents restrict it."""
     if ranks.cp.size == 1 and plan.data.attend == "sequence":
         return None
+    if ranks.cp.size > 1 and plan.layout.sequence.method in BY_GRAPH:
+        team = open_team(plan, ranks)
+        share_graph(cast(HfDecoder, model), plan, team, ranks.device)
+        return team
     blocks = take_attention(model, plan)
     if ranks.cp.size == 1:
         return None

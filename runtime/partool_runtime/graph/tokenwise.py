@@ -1,0 +1,175 @@
+"""Checks that a model's code mixes tokens in attention only.
+
+Each node that depends on tokens runs once on tensors without memory, whose shapes hold the number of tokens as a
+symbol, and each operator of torch that it calls must be known to keep tokens apart: its reduced, sorted or sliced
+dimensions are not those of tokens. Operators without a rule are refused, so that no model is sharded by mistake.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partool_runtime.graph.attention import ATTENTION
+from partool_runtime.graph.capture import Captured, CaptureError, call_experts, where
+from partool_runtime.graph.share import shares_of, token_dims
+
+_SHAPES = frozenset({
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand",
+    "alias", "detach", "clone", "_to_copy", "copy", "lift_fresh", "zeros_like", "ones_like", "empty_like", "full_like",
+    "rand_like", "randn_like", "bernoulli", "native_dropout", "new_zeros", "new_ones", "new_empty", "new_full",
+    "embedding", "empty_permuted", "view_as_complex", "view_as_real",
+})  # fmt: skip
+"""Operators that move no value between tokens if the result has one dimension of tokens."""
+_ALONG = frozenset({
+    "_softmax", "_log_softmax", "sum", "mean", "var", "std", "var_mean", "amax", "amin", "max", "min", "topk", "sort",
+    "argmax", "argmin", "argsort", "cumsum", "cumprod", "gather", "scatter", "scatter_add", "scatter_reduce",
+    "index_select", "linalg_vector_norm", "logsumexp", "prod", "select", "split", "split_with_sizes", "unbind", "cat",
+    "stack", "flip", "any", "all", "unsafe_split",
+})  # fmt: skip
+"""Operators that work along the dimensions ``dim``, and on all dimensions if ``dim`` is not given."""
+_CONTRACTED = {"mm": ((0, 1), (1, 0)), "bmm": ((0, 2), (1, 1)), "addmm": ((1, 1), (2, 0)), "baddbmm": ((1, 2), (2, 1))}
+"""Matrix product → (argument, dimension of it) of the dimensions that are summed over."""
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
+_FREE = (operator.getitem,)
+
+
+def check_tokenwise(captured: Captured) -> None:
+    """Raise :class:`CaptureError` if a node other than attention and experts may mix tokens."""
+    for node in sorted_shares(captured):
+        if node.op == "output" or node.target in ATTENTION or node.target is call_experts:
+            continue
+        args, kwargs = (fx.node.map_arg(each, _example) for each in (node.args, node.kwargs))
+        if node.target in _FREE and not isinstance(args[0], torch.Tensor):
+            continue  # an item of a tuple
+        tensors = [each for each in _tensors((args, kwargs)) if isinstance(each, torch._subclasses.FakeTensor)]
+        if not tensors:
+            continue
+        watch = _Watch(captured.length)
+        try:
+            with tensors[0].fake_mode, torch.no_grad(), watch:
+                call: Callable[..., Any] = (
+                    getattr(args[0], str(node.target)) if node.op == "call_method" else node.target  # type: ignore[assignment]
+                )
+                call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        except _MixesError as error:
+            raise CaptureError(f"its code may mix tokens outside of attention: {error}{where(node)}") from None
+
+
+def sorted_shares(captured: Captured) -> list[fx.Node]:
+    """Return the nodes that depend on tokens, in the order of the graph, without the tokens themselves."""
+    found = shares_of(captured)
+    return [node for node in captured.graph.nodes if node in found and node is not captured.tokens]
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+class _MixesError(Exception):
+    """An operator may mix tokens; the text names it."""
+
+
+class _Watch(TorchDispatchMode):
+    """Raises :class:`_MixesError` at the first operator that may mix tokens."""
+
+    def __init__(self, length: sympy.Symbol) -> None:
+        super().__init__()
+        self.length = length
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = [token_dims(tensor, self.length) for tensor in _tensors((args, kwargs))]
+        out = func(*args, **kwargs)
+        if any(before) and any(True for _ in _tensors(out)):
+            name = func.overloadpacket.__name__.rstrip("_")
+            why = self._why(func, name, args, kwargs) or self._of_results(out)
+            if why:
+                raise _MixesError(f"{name} {why}")
+        return out
+
+    def _of_results(self, out: Any) -> str:
+        for tensor in _tensors(out):
+            count = len(token_dims(tensor, self.length))
+            if count != 1:
+                return "has a result of no token" if count == 0 else "has a result of pairs of tokens"
+        return ""
+
+    def _why(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why an operator may mix tokens; empty if it keeps them apart."""
+        if torch.Tag.pointwise in func.tags or name in _SHAPES:
+            return ""
+        if name in _CONTRACTED:
+            summed = [dim in token_dims(args[at], self.length) for at, dim in _CONTRACTED[name]]
+            return "sums over tokens" if any(summed) else ""
+        told = _named(func, args, kwargs)
+        first = next(_tensors((args, kwargs)))
+        if name in _NORMS:
+            normal = range(first.dim() - len(told["normalized_shape"]), first.dim())
+            return "normalises over tokens" if set(normal) & set(token_dims(first, self.length)) else ""
+        if name == "slice":
+            return self._of_slice(first, told)
+        if name in _ALONG:
+            return self._along(told)
+        if name == "index":
+            return self._of_index(first, told["indices"])
+        return "has no rule that says so"
+
+    def _along(self, told: dict[str, Any]) -> str:
+        dims = told.get("dim")
+        for tensor in _tensors(tuple(told.values())):
+            every = range(tensor.dim())
+            asked = every if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+            along = {dim % tensor.dim() for dim in asked} if tensor.dim() else set()
+            if along & set(token_dims(tensor, self.length)):
+                return "works along the tokens"
+        return ""
+
+    def _of_slice(self, tensor: torch.Tensor, told: dict[str, Any]) -> str:
+        dim = (told.get("dim") or 0) % tensor.dim()
+        if dim not in token_dims(tensor, self.length):
+            return ""
+        size, start, end = tensor.shape[dim], told.get("start") or 0, told.get("end")
+        whole = start == 0 and (end is None or _same(end, size) or (isinstance(end, int) and end > 2**60))
+        return "" if whole and (told.get("step") or 1) == 1 else "takes some of the tokens"
+
+    def _of_index(self, tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> str:
+        at = 0
+        for index in indices:
+            width = index.dim() if index is not None and index.dtype == torch.bool else 1
+            if index is not None and set(range(at, at + width)) & set(token_dims(tensor, self.length)):
+                return "picks tokens"
+            at += width
+        return ""
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return True if two sizes are the same expression, without deciding it for the example."""
+    expressions = [each.node.expr if isinstance(each, torch.SymInt) else each for each in (left, right)]
+    return bool(expressions[0] == expressions[1])
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operator by name, with the defaults of those that are not given."""
+    arguments = func._schema.arguments
+    usual = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return usual | dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs

@@ -1,0 +1,117 @@
+"""Ranks share the sequences of a model through the graph of its forward pass (AutoSP, arXiv 2604.27089).
+
+The graph is captured on tensors without memory, before parameters are sharded. Its attention nodes exchange tokens for
+heads as in Ulysses. The graph is cut at the modules whose parameters FSDP2 gathers, and each of them gets its part as
+its forward pass. So recomputation, offload and sharding wrap the parts as they wrap other layers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from partool.plan.types import Plan
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.graph.attention import AttentionNode, GraphAttention
+from partool_runtime.graph.capture import Captured, CaptureError
+from partool_runtime.graph.cut import cut
+from partool_runtime.graph.masks import rule_of
+from partool_runtime.graph.share import Shared, Sharing, share
+from partool_runtime.graph.tokenwise import check_tokenwise
+from partool_runtime.hf.attention import keep_attention
+from partool_runtime.hf.graph import capture_base
+from partool_runtime.hf.model import HfDecoder
+from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.decoder import Contexts
+from partool_runtime.parallel.sequence.exchange import HeadExchange
+from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.precision import COMPUTE_DTYPE
+from partool_runtime.torch_internals.tensors import without_modes
+
+
+def share_graph(model: HfDecoder, plan: Plan, team: SequenceTeam, device: torch.device) -> None:
+    """Make a model compute this rank's share of the tokens, in place; raises ConfigurationError PT455.
+
+    Call it before parameters are sharded, and before layers are recomputed. Models with dropout get two graphs, one
+    for training and one for evaluation.
+    """
+    graphs = {}
+    try:
+        with without_modes():
+            for training in (True, False) if model.draws else (True,):
+                captured = capture_base(
+                    model.base,
+                    dtype=COMPUTE_DTYPE[plan.training.precision],
+                    device=device,
+                    training=training,
+                    documents=plan.data.attend == "document",
+                )
+                check_tokenwise(captured)
+                graphs[training] = _Rank(model, captured, plan, team).share()
+    except CaptureError as error:
+        name = type(model.base).__name__
+        help = "parallel.sequence: 1, with zero: 3 or tensor; partool plan --verify lists the attention that it found"
+        raise ConfigurationError("PT455", f"{name} cannot be sharded as a graph: {error}", help) from error
+    _put(model, graphs, team, plan)
+
+
+class _Rank:
+    """What one rank puts in place of the attention and of the experts of a captured graph."""
+
+    def __init__(self, model: HfDecoder, captured: Captured, plan: Plan, team: SequenceTeam) -> None:
+        self.base, self.captured = model.base, captured
+        self.documents = plan.data.attend == "document"
+        self.team = team
+        self.exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
+        self.buffers = dict(model.base.named_buffers())
+
+    def share(self) -> Shared:
+        mine = self.team.shares[self.team.rank]
+        (span,) = mine  # whole sequences are exchanged, so each rank holds one stretch of tokens
+        return share(self.captured, Sharing(self.team.length, span, self._attention, self._experts))
+
+    def _attention(self, node: AttentionNode) -> tuple[GraphAttention, bool]:
+        rule: int | None | str = "it has none" if node.mask is None and not node.causal else None
+        if node.mask is not None:
+            rule = rule_of(node.mask, self.captured, self.buffers, self.team.length)
+        known = not isinstance(rule, str) and node.softcap is None and node.sinks is None
+        if self.documents and not known:
+            raise CaptureError(f"documents need causal attention, and its mask is another ({rule})")
+        layout = AttentionLayout(cast("int | None", rule), scale=node.scale) if known else None
+        return GraphAttention(node, layout, self.exchange), not known
+
+    def _experts(self, name: str) -> Any:
+        return partial(_call, self.base.get_submodule(name))
+
+
+def _call(module: nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, module(*tensors))
+
+
+def _put(model: HfDecoder, graphs: dict[bool, Shared], team: SequenceTeam, plan: Plan) -> None:
+    base = model.base
+    names = {module: name for name, module in base.named_modules()}
+    units = [names[module] for group in model.groups()[:-1] for module in group]
+    functions = {training: cut(graph.graph, base, units) for training, graph in graphs.items()}
+    for unit in units:
+        module = base.get_submodule(unit)
+        module.forward = _by_mode(module, {training: found[1][unit] for training, found in functions.items()})
+        stay_wide(module)
+    base.forward = _by_mode(base, {training: found[0] for training, found in functions.items()})
+    stay_wide(base)
+    for layer in model.layers:
+        keep_attention(layer, [each for each in graphs[True].within(names[layer])])
+    model.contexts = Contexts(plan.model)
+    model.contexts.share = (team.length, tuple(team.index(team.rank)))
+    model.captured = True
+
+
+def _by_mode(module: nn.Module, forwards: dict[bool, Any]) -> Any:
+    """Return a forward pass that chooses between training and evaluation, if both differ."""
+    if len(forwards) == 1:
+        return forwards[True]
+    return lambda *args: forwards[module.training](*args)
