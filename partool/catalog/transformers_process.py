@@ -23,6 +23,7 @@ from partool.spec.model_code import asked_code, code_hash
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
+_GRAPH = "partool_runtime.hf.graph"
 _FORMAT = "4"
 """Version of the answer's format; changing it makes cached answers invalid."""
 _NEEDED = ("torch", "transformers")
@@ -67,6 +68,20 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
     return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
 
+def describe_graph(folder: Path) -> dict[str, Any]:
+    """Return ``partool_runtime.hf.graph``'s description of the graph of a folder's model.
+
+    :func:`describe` must have described the model before. Raises :class:`DescriptionError`.
+    """
+    code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
+    kept = home() / "models" / f"{_key((folder / 'config.json').read_bytes(), code)}-graph.json"
+    found = _read(kept)
+    if found is None:
+        found = _asked(folder, code, _GRAPH)
+        _keep(found, kept)
+    return found
+
+
 def _key(content: bytes, code: str) -> str:
     try:
         versions = [f"{name} {version(name)}" for name in _NEEDED]
@@ -77,8 +92,8 @@ def _key(content: bytes, code: str) -> str:
     ).hexdigest()
 
 
-def _asked(folder: Path, code: str) -> dict[str, Any]:
-    command = python_command(_MODULE, str(folder.absolute()), code)
+def _asked(folder: Path, code: str, module: str = _MODULE) -> dict[str, Any]:
+    command = python_command(module, str(folder.absolute()), code)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

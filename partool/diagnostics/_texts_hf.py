@@ -19,6 +19,23 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./my-llama, weights: {source: hf}}",
     ),
     _rule(
+        "PT448",
+        "The model's graph cannot be shared by ranks",
+        "Sequence method compiled needs the whole forward pass as one graph whose attention is torch's function (or "
+        "goes through the attention interface of transformers), and in which nothing else mixes tokens. The message "
+        "names the module and the line of the model's code.",
+        "model: {hf: ./bloom}\nparallel: {sequence: {method: compiled, degree: 4}}   # its products are written out",
+        "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 4}}",
+    ),
+    _rule(
+        "PT449",
+        "A captured graph beside settings that change modules",
+        "With sequence method compiled, layers run a graph that calls no modules within them. Tensor parallelism, "
+        "pipelines, compile: block, tiles, fp8 and leaves replace such modules.",
+        "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 2}, tensor: 2}",
+        "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 4}}",
+    ),
+    _rule(
         "PT450",
         "The runtime cannot inspect the model",
         "A separate process builds the model with transformers and lists its parts. It needs torch, transformers and a "

@@ -21,6 +21,10 @@ GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "lea
 """Aspects that stand for non-default ways to all-gather parameters under ZeRO."""
 
 
+GRAPH_ALONE = "a captured graph beside others"
+"""Aspect of layouts that would change modules which a captured graph no longer calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capability:
     """An aspect of a plan (such as ``zero 3``) that the runtime supports."""
@@ -149,6 +153,10 @@ GAPS: dict[str, Gap] = {
     "experts with weights that travel": Gap("PT405", "experts with WeiPipe's weights", ("parallel", "pipeline")),
     "experts along a grid": Gap("PT405", "experts with sequence method dsp", ("parallel", "sequence")),
     "experts in fp8": Gap("PT405", "experts in fp8", _PRECISION),
+    GRAPH_ALONE: Gap(
+        "PT449", "a model's graph on tensor ranks, in stages, compiled, in tiles, in fp8 or with leaves",
+        ("parallel", "sequence", "method"),
+    ),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
     ),

@@ -7,7 +7,22 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from partool.layout.tensor import Decided, decide
 from partool.layout.tensor.patterns import Patterns
 from partool.layout.tensor.structure import Structure
-from partool.strategies.sequence import WHOLE_SEQUENCES
+from partool.strategies.sequence import BY_GRAPH, WHOLE_SEQUENCES
+
+
+class GraphAttention(BaseModel):
+    """An attention node in the graph of a model's forward pass."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+    module: str
+    line: str
+    """Line of the model's code, with its file."""
+    heads: int
+    key_heads: int
+    head_dim: int
+    sees: str
+    """Which tokens a token attends to."""
 
 
 class Description(BaseModel):
@@ -28,6 +43,11 @@ class Description(BaseModel):
     """True if the model's configuration enables a load-balancing loss for experts."""
     attention_problem: str = ""
     """Reason why the model's attention cannot be replaced by partool's attention; empty if it can."""
+    graph_problem: str | None = None
+    """Reason why the graph of the model's forward pass cannot be shared by ranks; empty if it can, None if nobody has
+    looked."""
+    graph_attention: tuple[GraphAttention, ...] = ()
+    """Attention that was found in the graph."""
     code_hash: str = ""
     """Hash of the modelling code in the model's folder; empty if the folder has none (transformers' code is used)."""
     attention_dropout: float = 0.0
@@ -43,6 +63,8 @@ class Description(BaseModel):
 
     def method_problem(self, method: str) -> str | None:
         """Return why the model cannot use a method of sequence parallelism; None if it can."""
+        if method in BY_GRAPH:
+            return self.graph_problem
         if self.attention_problem:
             return self.attention_problem
         if self.attention_dropout > 0.0 and method not in WHOLE_SEQUENCES:

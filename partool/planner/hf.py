@@ -7,15 +7,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from partool.catalog.transformers_process import describe_graph
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
 from partool.plan.types import HfModel
-from partool.planner.described import Description
+from partool.planner.described import Description, GraphAttention
 from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
 from partool.strategies.schedules import MOVING_WEIGHTS
-from partool.strategies.sequence import WHOLE_SEQUENCES
+from partool.strategies.sequence import BY_GRAPH, WHOLE_SEQUENCES
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
@@ -46,6 +47,21 @@ def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
     yield Diagnostic("PT447", message, "warning", ("model", "hf"), help=help)
 
 
+def with_graph(spec: Spec, described: Description, base_dir: Path) -> Description:
+    """Return the description with what its graph shows, if the spec may share sequences through the graph."""
+    sequence = spec.parallel.sequence
+    may = sequence.method in BY_GRAPH or (sequence.method == "auto" and bool(described.attention_problem))
+    if sequence.degree == 1 or not may or spec.model.hf is None:
+        return described
+    found = describe_graph(base_dir / spec.model.hf)
+    return described.model_copy(
+        update={
+            "graph_problem": found["problem"],
+            "graph_attention": tuple(GraphAttention.model_validate(each) for each in found["attention"]),
+        }
+    )
+
+
 def narrowed(spec: Spec, described: Description) -> Spec:
     """Return the spec with ``auto`` replaced in each field for which the model allows only one value.
 
@@ -60,7 +76,8 @@ def narrowed(spec: Spec, described: Description) -> Spec:
         changes["tensor"] = parallel.tensor.model_copy(update={"sequence_norms": False})
     if described.pipeline_problem and parallel.pipeline.stages == "auto":
         changes["pipeline"] = parallel.pipeline.model_copy(update={"stages": 1})
-    if described.attention_problem and parallel.sequence.degree == "auto":
+    nothing_shares = described.attention_problem and described.graph_problem != ""
+    if nothing_shares and parallel.sequence.degree == "auto":
         changes["sequence"] = parallel.sequence.model_copy(update={"degree": 1})
     return spec.model_copy(update={"parallel": parallel.model_copy(update=changes)})
 
@@ -95,15 +112,19 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
     """If the model's attention cannot be replaced, yield findings about settings that need partool's attention."""
     sequence, data = problem.spec.parallel.sequence, problem.spec.data
     shared = sequence.degree != 1
-    why = described.attention_problem
-    if why and shared:
+    why, left = described.attention_problem, methods_of(sequence)
+    if shared and sequence.method in BY_GRAPH and described.graph_problem:
+        help = "use sequence: 1, and tensor or zero: 3" + ("" if why else ", or method: ulysses")
+        message = f"{name} cannot be sharded as a graph: {described.graph_problem}"
+        yield Diagnostic("PT448", message, path=("parallel", "sequence", "method"), help=help)
+    elif why and shared and (described.graph_problem or not set(left) & set(BY_GRAPH)):
+        why_not = f"; as a graph neither: {described.graph_problem}" if described.graph_problem else ""
         help = "use sequence: 1, and tensor or zero: 3, or a model whose attention transformers registers"
-        message = f"{name} cannot share sequences between ranks: {why}"
+        message = f"{name} cannot share sequences between ranks: {why}{why_not}"
         yield Diagnostic("PT483", message, path=("parallel", "sequence"), help=help)
     if why and data.attend == "document":
         message = f"{name} cannot mask attention between documents: {why}"
         yield Diagnostic("PT483", message, path=("data", "attend"), help="use attend: sequence")
-    left = methods_of(sequence)
     whole = set(left) & set(WHOLE_SEQUENCES)
     if not why and shared and left and not whole and (lost := described.method_problem(left[0])):
         message = f"{name} drops {described.attention_dropout:g} of its attention weights, and {lost}"

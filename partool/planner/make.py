@@ -31,7 +31,7 @@ from partool.planner.checks.table import check
 from partool.planner.checks.tensor_cuts import partition, without_tensor
 from partool.planner.checks.weights import check_weights
 from partool.planner.described import Description
-from partool.planner.hf import hf_model, narrowed, unused_weights
+from partool.planner.hf import hf_model, narrowed, unused_weights, with_graph
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
 from partool.planner.search import gathers
@@ -99,8 +99,9 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
     measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir, stack=stack)
     lists, unsound = read_schedule(spec, base_dir)
     narrow = with_folder(spec, base_dir)
-    narrow = narrow if described is None else narrowed(narrow, described)
     if described is not None:
+        described = with_graph(narrow, described, base_dir)
+        narrow = narrowed(narrow, described)
         narrow, left_out = without_tensor(narrow, described)
         found += [*left_out, *unused_weights(spec, base_dir)]
     narrow = adversarial.whole_models(settled(narrow))

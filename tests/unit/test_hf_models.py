@@ -17,7 +17,7 @@ from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import structure
-from partool_runtime.hf.building import build_causal
+from partool_runtime.hf.building import build_causal, say_as_json
 from partool_runtime.hf.experts import plain_where_odd
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
@@ -218,7 +218,7 @@ def test_models_without_attention_or_with_more_than_text_are_refused(
     import transformers
 
     transformers.CONFIG_MAPPING[kind](**fields).save_pretrained(tmp_path)
-    assert structure.main([str(tmp_path)]) == 78
+    assert say_as_json(structure.describe, [str(tmp_path)]) == 78
     said = json.loads(capsys.readouterr().out)["error"]
     assert said["code"] == "PT644"
     assert why in said["message"]
@@ -228,7 +228,7 @@ def test_what_a_models_code_raises_is_a_finding(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(structure, "returns_tuples", lambda *args: args[7])
-    assert structure.main([str(folders["llama"])]) == 78
+    assert say_as_json(structure.describe, [str(folders["llama"])]) == 78
     assert "IndexError: tuple index out of range" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts, Mask
 from partool.cost.codec import encode
-from partool.layout.capabilities import GAPS, GATHERS, Gap, of_model, runs
+from partool.layout.capabilities import GAPS, GATHERS, GRAPH_ALONE, Gap, of_model, runs
 from partool.plan.layout import Layout
 from partool.plan.types import Plan
 from partool.planner.problem import Problem
@@ -24,7 +24,7 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
 from partool.strategies.engines import ENGINES, EngineRecord
 from partool.strategies.schedules import MOVING_WEIGHTS
-from partool.strategies.sequence import ON_GRIDS
+from partool.strategies.sequence import BY_GRAPH, ON_GRIDS
 from partool_kernels.registry import ARCHITECTURES
 
 
@@ -77,6 +77,9 @@ def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
     yield from ((f"schedule {name}", (rows.pp > 1) & (rows.schedule == at)) for at, name in enumerate(SCHEDULES))
     for at, name in enumerate(SEQUENCE_METHODS):
         yield f"sequence {name}", (rows.cp > 1) & (rows.sequence_method == at)
+        if name in BY_GRAPH:
+            beside = (rows.tp > 1) | (rows.pp > 1) | (rows.compiled == 1) | (rows.mlp_tile_tokens > 0)
+            yield GRAPH_ALONE, (rows.cp > 1) & (rows.sequence_method == at) & beside
     yield "compile block", rows.compiled == 1
     yield "compile none", rows.compiled == 0
     yield "accumulation", rows.accumulation > 1
@@ -109,6 +112,9 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     yield from of_lists(layout)
     if asked.hf and layout.sequence.degree > 1:
         yield "shared sequences of a model of transformers"
+    by_graph = layout.sequence.degree > 1 and layout.sequence.method in BY_GRAPH
+    if by_graph and (asked.precision == "fp8" or layout.data.leaves):
+        yield GRAPH_ALONE
     if asked.precision == "fp8":
         yield from _of_fp8(asked, layout)
     if asked.model.moe is not None and not asked.hf:

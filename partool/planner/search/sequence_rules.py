@@ -10,7 +10,7 @@ from partool.layout import startrail
 from partool.planner.problem import Problem, divisors
 from partool.spec.model import ModelConfig
 from partool.spec.sequence_checks import methods_of
-from partool.strategies.sequence import ANY_ORDER, IN_GROUPS, IN_TEAMS, METHODS, ON_GRIDS, PREFERENCE, WHOLE_AXES
+from partool.strategies.sequence import ANY_ORDER, BY_GRAPH, IN_GROUPS, IN_TEAMS, METHODS, ON_GRIDS, PREFERENCE, WHOLE_AXES
 
 AXES = ("row", "column")
 """Kinds of attention along one axis of a grid."""
@@ -72,6 +72,8 @@ def method_problem(problem: Problem, method: str) -> str | None:
     """Return why a method cannot be used with the model at any degree; None if it can."""
     if problem.described is not None and (why := problem.described.method_problem(method)):
         return why
+    if problem.described is None and method in BY_GRAPH:
+        return f"{method} is for models of transformers; partool's own decoder has ulysses, which sends the same"
     return layers_problem(problem.model, method)
 
 
@@ -90,6 +92,10 @@ def methods(problem: Problem) -> tuple[str, ...]:
     """Return the methods that the spec allows and the model's layers support."""
     lacks = problem.engine.lacks
     found = tuple(name for name in methods_of(problem.spec.parallel.sequence) if f"sequence {name}" not in lacks)
+    # A graph is the last resort: a model whose attention can be replaced has methods with less waiting.
+    asked = problem.spec.parallel.sequence.method != "auto"
+    seams = problem.described is None or not problem.described.attention_problem
+    found = tuple(name for name in found if asked or not seams or name not in BY_GRAPH)
     return tuple(name for name in found if method_problem(problem, name) is None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +10,6 @@ from torch import fx
 from torch.nn import functional as F
 
 from partool_runtime.graph.capture import CaptureError, where
-from partool_runtime.hf.attention import attend_whole
-from partool_runtime.model.attention import AttentionLayout, Tokens
-from partool_runtime.parallel.sequence.exchange import HeadExchange
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
@@ -135,59 +131,3 @@ def _unrepeated(node: fx.Node) -> fx.Node:
     if inserted and merged and tuple(origin.meta["example_value"].shape) == (batch, keys, length, width):
         return origin
     return node
-
-
-class GraphAttention:
-    """What replaces an attention node: ranks exchange tokens for heads around attention of whole sequences."""
-
-    def __init__(self, node: AttentionNode, layout: AttentionLayout | None, exchange: HeadExchange | None) -> None:
-        """``layout`` is the rule that the node's mask follows; None if the mask itself is needed, or if all attend."""
-        self._node, self._layout = node, layout
-        self.exchange = exchange
-        """Exchanges tokens for heads; None on one rank."""
-        self.core: Callable[..., torch.Tensor] = self.whole
-        """Attention of whole sequences, which recomputation wraps."""
-
-    def __call__(
-        self,
-        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        sinks_N: torch.Tensor | None,
-        documents_BL: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the attention of this rank's tokens, ``[B, N, S, D]``; masks and documents are of all tokens."""
-        queries, keys = heads[0].shape[1], heads[1].shape[1]
-        if self.exchange is None:
-            return self.core(*heads, mask, sinks_N, documents_BL)
-        first, stop = self.exchange.ranges(queries, keys)[0][self.exchange.rank]
-        if mask is not None and mask.dim() > 2 and mask.shape[-3] == queries:
-            mask = mask[..., first:stop, :, :]
-        mine_n = None if sinks_N is None else sinks_N[first:stop]
-
-        def of_mine(q_BnLD: torch.Tensor, k_BmLD: torch.Tensor, v_BmLD: torch.Tensor) -> torch.Tensor:
-            return self.core(q_BnLD, k_BmLD, v_BmLD, mask, mine_n, documents_BL)
-
-        return self.exchange(*heads, of_mine)
-
-    def whole(  # noqa: PLR0917 - all tensors by position, as recomputation passes them
-        self,
-        q_BnLD: torch.Tensor,
-        k_BmLD: torch.Tensor,
-        v_BmLD: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks_n: torch.Tensor | None,
-        documents_BL: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the attention of whole sequences, ``[B, n, L, D]``."""
-        node = self._node
-        if node.softcap is not None or sinks_n is not None:
-            return attend_with(
-                q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal,
-                scale=node.scale, softcap=node.softcap, sinks=sinks_n,
-            )  # fmt: skip
-        if self._layout is not None:
-            tokens = Tokens(q_BnLD.shape[2], None, documents_BL)
-            return attend_whole(q_BnLD, k_BmLD, v_BmLD, self._layout, tokens, node.dropout)
-        return F.scaled_dot_product_attention(
-            q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal, scale=node.scale, enable_gqa=True
-        )

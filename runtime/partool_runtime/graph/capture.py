@@ -50,13 +50,12 @@ def capture(
     module: nn.Module,
     *,
     dtype: torch.dtype,
-    device: torch.device,
     inputs: Mapping[str, str],
     fixed: Mapping[str, Any],
     training: bool,
     before: Callable[[nn.Module], None] = lambda _: None,
 ) -> Captured:
-    """Return the graph of ``module``'s forward pass with parameters of type ``dtype`` on ``device``.
+    """Return the graph of ``module``'s forward pass with parameters of type ``dtype``, for CPUs.
 
     ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments;
     ``fixed`` are further arguments; ``before`` changes the copy of the module that is traced. The first tensor that the module returns is the graph's result. Modules with
@@ -64,7 +63,7 @@ def capture(
     :class:`CaptureError`.
     """
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    clone = _without_memory(module, mode, dtype, device).train(training)
+    clone = _without_memory(module, mode, dtype).train(training)
     before(clone)
     seen: list[tuple[fx.GraphModule, list[Any]]] = []
 
@@ -73,7 +72,7 @@ def capture(
         return cast("Callable[..., Any]", graph.forward)
 
     with mode:
-        given = {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.long, device=device) for name in inputs}
+        given = {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.long) for name in inputs}
     for tensor in given.values():
         torch._dynamo.mark_dynamic(tensor, (0, 1))
     torch._dynamo.reset()
@@ -125,9 +124,7 @@ def where(node: fx.Node) -> str:
     return f"{place} ({line})" if line else place
 
 
-def _without_memory(
-    module: nn.Module, mode: torch._subclasses.FakeTensorMode, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def _without_memory(module: nn.Module, mode: torch._subclasses.FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     """Return a copy of a module whose tensors have no memory, with its class's own forward passes."""
     clone = copy.deepcopy(module)
     for name, each in clone.named_modules():
@@ -135,12 +132,12 @@ def _without_memory(
         for own, parameter in each._parameters.items():
             if parameter is not None:
                 with mode:
-                    made = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    made = torch.empty(parameter.shape, dtype=dtype)
                 each._parameters[own] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         for own, buffer in each._buffers.items():
             if buffer is not None:
                 with mode:
-                    each._buffers[own] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+                    each._buffers[own] = torch.empty(buffer.shape, dtype=buffer.dtype)
         if is_experts(each):
             each.__dict__["forward"] = partial(call_experts, name)
     return clone

@@ -87,16 +87,9 @@ def _computed(
             values[node] = sizes[node.meta["example_value"].node.expr]
         else:
             args, kwargs = (fx.node.map_arg(each, values.__getitem__) for each in (node.args, node.kwargs))
-            args, kwargs = (fx.node.map_aggregate(each, _on_cpu) for each in (args, kwargs))
             call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
             values[node] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
     return values[mask]
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    return "cpu" if isinstance(value, str) and value.partition(":")[0] in ("cuda", "meta", "xpu") else value
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:

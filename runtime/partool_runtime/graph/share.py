@@ -37,6 +37,8 @@ class Sharing:
     """Returns what replaces an attention node, and whether it needs the node's mask."""
     experts: Callable[[str], Callable[..., torch.Tensor]]
     """Returns the function that computes the experts of a module."""
+    device: torch.device = torch.device("cpu")
+    """Device of the run; the graph was captured for CPUs."""
 
 
 @dataclass(slots=True)
@@ -135,6 +137,8 @@ class _Rewriting:
                 graph.output(self._result(node))
             else:
                 self._copy(node)
+        if not self.out.attention:
+            raise CaptureError("it has no attention that partool knows")
         graph.eliminate_dead_code()
         graph.lint()
         return self.out
@@ -160,7 +164,20 @@ class _Rewriting:
         elif node in self.shares:
             self.mine[node] = self._mine(node)
         else:
-            self.whole[node] = self.out.graph.node_copy(node, self.whole.__getitem__)
+            self.whole[node] = self._placed(node, self.whole.__getitem__)
+
+    def _placed(self, node: fx.Node, find: Callable[[fx.Node], Any]) -> fx.Node:
+        """Copy a node into the new graph; devices that it names become the device of the run."""
+
+        def there(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return self.sharing.device
+            return self.sharing.device.type if isinstance(value, str) and value == "cpu" else value
+
+        made = self.out.graph.node_copy(node, find)
+        made.args = fx.node.map_aggregate(made.args, there)  # type: ignore[assignment]
+        made.kwargs = fx.node.map_aggregate(made.kwargs, there)  # type: ignore[assignment]
+        return made
 
     def _mine(self, node: fx.Node) -> fx.Node:
         given = [self._given(each, node) for each in node.all_input_nodes]
@@ -170,7 +187,7 @@ class _Rewriting:
             made = self.out.graph.call_function(_function(self.sharing.experts(str(name))), tuple(tensors))
             made.meta = dict(node.meta)
             return made
-        made = self.out.graph.node_copy(node, found.__getitem__)
+        made = self._placed(node, found.__getitem__)
         value = made.meta.get("example_value")
         if len(token_dims(value, self.captured.length)) > 1:
             raise CaptureError(f"its code compares tokens with tokens outside of attention that is known{where(node)}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from partool.spec.model_code import asked_code, code_hash
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _NAMED = 3
@@ -176,3 +177,25 @@ def _name_of(wanted: nn.Module, causal: nn.Module) -> str:
 def _not_cut(module: nn.Module, why: str) -> ConfigurationError:
     fix = "Only language models of embedding, one list of layers, final norm and output matrix can be trained so."
     return ConfigurationError("PT644", f"{type(module).__name__}: {why}", fix)
+
+
+def say_as_json(describe: Callable[..., dict[str, Any]], arguments: list[str]) -> int:
+    """Print what ``describe`` finds out about the model in a folder; print errors as JSON ``error``.
+
+    ``arguments`` are the folder and, if its code may run, the code's hash. Returns the exit code of the process.
+    """
+    torch.set_num_threads(1)
+    try:
+        found = describe(Path(arguments[0]), *arguments[1:2])
+    except ConfigurationError as error:
+        return _failed(error)
+    except Exception as error:  # a model's own code may raise anything
+        message = f"the model of {arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
+        return _failed(ConfigurationError("PT644", message, "Its code differs from that of decoders partool knows."))
+    print(json.dumps(found))
+    return EXIT_DONE
+
+
+def _failed(error: ConfigurationError) -> int:
+    print(json.dumps({"error": {"code": error.code, "message": error.message, "help": error.help}}))
+    return exit_code(error)

@@ -1,24 +1,34 @@
-"""Captures the base model of a transformers model as a graph, with attention as nodes that partool knows."""
+"""Captures the base model of a transformers model as a graph, with attention as nodes that partool knows.
+
+``python -P -m partool_runtime.hf.graph DIR [HASH]`` prints the attention of a folder's model for the planner, as JSON.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from partool_runtime.graph.attention import attend_with
-from partool_runtime.graph.capture import Captured, CaptureError, capture
+from partool_runtime.graph.attention import AttentionNode, attend_with
+from partool_runtime.graph.capture import Captured, CaptureError, capture, inside, line_of
+from partool_runtime.graph.masks import rule_of
+from partool_runtime.graph.share import Sharing, share
+from partool_runtime.graph.tokenwise import check_tokenwise
 from partool_runtime.hf.attention import unknown_options
+from partool_runtime.hf.building import base_name, build_causal, say_as_json
 
 _NAME = "partool_graph"
 """Name of the attention, for models that lack torch's function: their scores are capped, or they have sinks."""
 
 
 def capture_base(
-    base: nn.Module, *, dtype: torch.dtype, device: torch.device, training: bool, documents: bool = False
+    base: nn.Module, *, dtype: torch.dtype, training: bool, documents: bool = False
 ) -> Captured:
     """Return the graph of a base model; with ``documents`` it takes positions. Raises :class:`CaptureError`."""
     inputs = {"tokens": "input_ids"}
@@ -27,9 +37,7 @@ def capture_base(
             raise CaptureError("it takes no positions, which start anew in each document")
         inputs["positions"] = "position_ids"
     fixed = {"use_cache": False, "return_dict": True}
-    return capture(
-        base, dtype=dtype, device=device, inputs=inputs, fixed=fixed, training=training, before=_with_nodes
-    )
+    return capture(base, dtype=dtype, inputs=inputs, fixed=fixed, training=training, before=_with_nodes)
 
 
 def _with_nodes(base: nn.Module) -> None:
@@ -67,3 +75,51 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
         query, key, value, attention_mask, dropout, attention_mask is None, scaling, softcap, s_aux
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+_LONG = 2**17
+"""Tokens of the sequence for which masks are described; longer than usual windows."""
+
+
+def describe(path: Path, code: str = "") -> dict[str, Any]:
+    """Return ``problem``, why ranks cannot share the model's graph (empty if they can), and its ``attention``.
+
+    Each attention node has the fields of ``partool.planner.described.GraphAttention``. Raises ConfigurationError PT643,
+    PT590, PT591.
+    """
+    causal = build_causal(path, code)
+    base = causal.get_submodule(base_name(causal))
+    found: list[dict[str, Any]] = []
+    try:
+        captured = capture_base(base, dtype=torch.float32, training=True)
+        check_tokenwise(captured)
+        seen = partial(_seen, captured, dict(base.named_buffers()), found)
+        shared = share(captured, Sharing(_LONG, (0, _LONG // 2), seen, lambda name: base.get_submodule(name)))
+    except CaptureError as error:
+        return {"problem": str(error), "attention": found}
+    for each, (node, _) in zip(found, shared.attention, strict=True):
+        each |= {"module": (inside(node) or [""])[-1], "line": line_of(node)}
+    return {"problem": "", "attention": found}
+
+
+def _seen(
+    captured: Captured, buffers: dict[str, torch.Tensor], found: list[dict[str, Any]], node: AttentionNode
+) -> tuple[Any, bool]:
+    """Record an attention node, without replacing it."""
+    query, key, _ = (each.meta["example_value"].shape for each in node.heads)
+    rule: int | str | None = None
+    if node.mask is not None:
+        rule = rule_of(node.mask, captured, buffers, _LONG)
+    sees = "all earlier tokens" if rule is None else f"the last {rule} tokens" if isinstance(rule, int) else "a mask"
+    if node.mask is None and not node.causal:
+        sees = "all tokens"
+    found.append({"heads": query[1], "key_heads": key[1], "head_dim": int(query[3]), "sees": sees})
+    return _unused, True
+
+
+def _unused(*arguments: Any) -> torch.Tensor:
+    raise AssertionError("the graph is described, not run")
+
+
+if __name__ == "__main__":
+    sys.exit(say_as_json(describe, sys.argv[1:]))

@@ -6,7 +6,6 @@ The program is a separate process, so that the planner itself needs no torch. Th
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
 from pathlib import Path
@@ -16,9 +15,16 @@ import torch
 from torch import nn
 
 from partool.layout.tensor.structure import Kind, Structure, StructureModule
-from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf.asked import UnknownAttentionError, asked
-from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, check_sizes, head_name
+from partool_runtime.hf.building import (
+    base_name,
+    blocks_name,
+    build_causal,
+    check_buffers,
+    check_sizes,
+    head_name,
+    say_as_json,
+)
 from partool_runtime.hf.cutting import head_problem, returns_tuples
 from partool_runtime.hf.model import aliases, draws_random
 from partool_runtime.hf.sizes import expert_count, kv_heads, model_fields
@@ -158,24 +164,5 @@ def _kind(name: str, module: nn.Module, causal: nn.Module, experts: int) -> Kind
     return "experts" if any(len(shape) == 3 for shape in shapes) else "other"
 
 
-def main(arguments: list[str]) -> int:
-    """Print the description of the model in a folder; print an error as JSON ``error`` with code, message and help."""
-    torch.set_num_threads(1)
-    try:
-        found = describe(Path(arguments[0]), *arguments[1:2])
-    except ConfigurationError as error:
-        return _failed(error)
-    except Exception as error:  # a model's own code may raise anything
-        message = f"the model of {arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
-        return _failed(ConfigurationError("PT644", message, "Its code differs from that of decoders partool knows."))
-    print(json.dumps(found))
-    return EXIT_DONE
-
-
-def _failed(error: ConfigurationError) -> int:
-    print(json.dumps({"error": {"code": error.code, "message": error.message, "help": error.help}}))
-    return exit_code(error)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(say_as_json(describe, sys.argv[1:]))

@@ -7,25 +7,27 @@ its forward pass. So recomputation, offload and sharding wrap the parts as they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.graph.attention import AttentionNode, GraphAttention
+from partool_runtime.graph.attention import AttentionNode, attend_with
 from partool_runtime.graph.capture import Captured, CaptureError
 from partool_runtime.graph.cut import cut
 from partool_runtime.graph.masks import rule_of
 from partool_runtime.graph.share import Shared, Sharing, share
 from partool_runtime.graph.tokenwise import check_tokenwise
-from partool_runtime.hf.attention import keep_attention
+from partool_runtime.hf.attention import attend_whole, keep_attention
 from partool_runtime.hf.graph import capture_base
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import stay_wide
-from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Contexts
 from partool_runtime.parallel.sequence.exchange import HeadExchange
 from partool_runtime.parallel.sequence.types import SequenceTeam
@@ -34,7 +36,7 @@ from partool_runtime.torch_internals.tensors import without_modes
 
 
 def share_graph(model: HfDecoder, plan: Plan, team: SequenceTeam, device: torch.device) -> None:
-    """Make a model compute this rank's share of the tokens, in place; raises ConfigurationError PT455.
+    """Make a model compute this rank's share of the tokens, in place; raises ConfigurationError PT448.
 
     Call it before parameters are sharded, and before layers are recomputed. Models with dropout get two graphs, one
     for training and one for evaluation.
@@ -46,16 +48,15 @@ def share_graph(model: HfDecoder, plan: Plan, team: SequenceTeam, device: torch.
                 captured = capture_base(
                     model.base,
                     dtype=COMPUTE_DTYPE[plan.training.precision],
-                    device=device,
                     training=training,
                     documents=plan.data.attend == "document",
                 )
                 check_tokenwise(captured)
-                graphs[training] = _Rank(model, captured, plan, team).share()
+                graphs[training] = _Rank(model, captured, plan, team).share(device)
     except CaptureError as error:
         name = type(model.base).__name__
         help = "parallel.sequence: 1, with zero: 3 or tensor; partool plan --verify lists the attention that it found"
-        raise ConfigurationError("PT455", f"{name} cannot be sharded as a graph: {error}", help) from error
+        raise ConfigurationError("PT448", f"{name} cannot be sharded as a graph: {error}", help) from error
     _put(model, graphs, team, plan)
 
 
@@ -69,10 +70,11 @@ class _Rank:
         self.exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
         self.buffers = dict(model.base.named_buffers())
 
-    def share(self) -> Shared:
+    def share(self, device: torch.device) -> Shared:
+        """Return the graph of this rank's share."""
         mine = self.team.shares[self.team.rank]
         (span,) = mine  # whole sequences are exchanged, so each rank holds one stretch of tokens
-        return share(self.captured, Sharing(self.team.length, span, self._attention, self._experts))
+        return share(self.captured, Sharing(self.team.length, span, self._attention, self._experts, device))
 
     def _attention(self, node: AttentionNode) -> tuple[GraphAttention, bool]:
         rule: int | None | str = "it has none" if node.mask is None and not node.causal else None
@@ -86,6 +88,62 @@ class _Rank:
 
     def _experts(self, name: str) -> Any:
         return partial(_call, self.base.get_submodule(name))
+
+
+class GraphAttention:
+    """What replaces an attention node: ranks exchange tokens for heads around attention of whole sequences."""
+
+    def __init__(self, node: AttentionNode, layout: AttentionLayout | None, exchange: HeadExchange | None) -> None:
+        """``layout`` is the rule that the node's mask follows; None if the mask itself is needed, or if all attend."""
+        self._node, self._layout = node, layout
+        self.exchange = exchange
+        """Exchanges tokens for heads; None on one rank."""
+        self.core: Callable[..., torch.Tensor] = self.whole
+        """Attention of whole sequences, which recomputation wraps."""
+
+    def __call__(
+        self,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        sinks_N: torch.Tensor | None,
+        documents_BL: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the attention of this rank's tokens, ``[B, N, S, D]``; masks and documents are of all tokens."""
+        queries, keys = heads[0].shape[1], heads[1].shape[1]
+        if self.exchange is None:
+            return self.core(*heads, mask, sinks_N, documents_BL)
+        first, stop = self.exchange.ranges(queries, keys)[0][self.exchange.rank]
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] == queries:
+            mask = mask[..., first:stop, :, :]
+        mine_n = None if sinks_N is None else sinks_N[first:stop]
+
+        def of_mine(q_BnLD: torch.Tensor, k_BmLD: torch.Tensor, v_BmLD: torch.Tensor) -> torch.Tensor:
+            return self.core(q_BnLD, k_BmLD, v_BmLD, mask, mine_n, documents_BL)
+
+        return self.exchange(*heads, of_mine)
+
+    def whole(  # noqa: PLR0917 - all tensors by position, as recomputation passes them
+        self,
+        q_BnLD: torch.Tensor,
+        k_BmLD: torch.Tensor,
+        v_BmLD: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks_n: torch.Tensor | None,
+        documents_BL: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the attention of whole sequences, ``[B, n, L, D]``."""
+        node = self._node
+        if node.softcap is not None or sinks_n is not None:
+            return attend_with(
+                q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal,
+                scale=node.scale, softcap=node.softcap, sinks=sinks_n,
+            )  # fmt: skip
+        if self._layout is not None:
+            tokens = Tokens(q_BnLD.shape[2], None, documents_BL)
+            return attend_whole(q_BnLD, k_BmLD, v_BmLD, self._layout, tokens, node.dropout)
+        return F.scaled_dot_product_attention(
+            q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal, scale=node.scale, enable_gqa=True
+        )
 
 
 def _call(module: nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
