@@ -154,7 +154,8 @@ GAPS: dict[str, Gap] = {
     "experts along a grid": Gap("PT405", "experts with sequence method dsp", ("parallel", "sequence")),
     "experts in fp8": Gap("PT405", "experts in fp8", _PRECISION),
     GRAPH_ALONE: Gap(
-        "PT449", "a model's graph on tensor ranks, in stages, compiled, in tiles, in fp8 or with leaves",
+        "PT449",
+        "a model's graph on tensor ranks, in stages, compiled, in tiles, in fp8 or with leaves",
         ("parallel", "sequence", "method"),
     ),
     "fp8 on other architectures": Gap(

@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost.codec import decode, encode, lists_of
 from partool.layout.sequence import deal_heads, even
 from partool.plan.layout import Layout
+from partool.planner.described import Description
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.price import Priced
@@ -18,7 +19,7 @@ from partool.planner.search.sequence_rules import SequenceForm, all_forms, kinds
 from partool.spec.numbers import GIB
 from partool.spec.parallel import Sequence
 from partool.spec.sequence_checks import methods_of
-from partool.strategies.sequence import ANY_ORDER, METHODS, ON_GRIDS, PREFERENCE
+from partool.strategies.sequence import ANY_ORDER, BY_GRAPH, METHODS, ON_GRIDS, PREFERENCE
 
 _CLOSE = 5e-4
 """Share of the step time below which a difference is not reported."""
@@ -39,6 +40,8 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
         f"Sequence by {layout.sequence.form}{asked}: {words}. A rank sends {_size(sent)} per "
         f"step for it, and waits {waits:.1%} of the step."
     )
+    if problem.described is not None and layout.sequence.method in BY_GRAPH:
+        yield from _graph(problem.described)
     yield from _others(problem, best)
     yield from _order(problem, layout)
     yield from _heads(problem, layout)
@@ -88,12 +91,28 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
     whys: dict[str, list[str]] = {}
     for name in wanted:
         why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
-        # Methods for grids are mentioned only if the model has a grid, as few models have.
-        if why and (name not in ON_GRIDS or problem.model.grid):
+        # Methods for grids are mentioned only if the model has a grid, and graphs only if nothing else serves.
+        fits = problem.described is not None and bool(problem.described.attention_problem)
+        if why and (name not in ON_GRIDS or problem.model.grid) and (name not in BY_GRAPH or fits):
             whys.setdefault(why, []).append(name)
     if whys:
         told = [f"{', '.join(names)} ({why})" for why, names in whys.items()]
         yield f"Not here: {'; '.join(told)}."
+
+
+def _graph(described: Description) -> Iterator[str]:
+    """Yield a sentence on the attention that the graph of the model's forward pass holds."""
+    alike: dict[str, list[str]] = {}
+    for node in described.graph_attention:
+        keys = f", {node.key_heads} of keys" if node.key_heads != node.heads else ""
+        form = f"{node.heads} heads of {node.head_dim}{keys}, to {node.sees}"
+        alike.setdefault(form, []).append(node.module)
+    texts = [
+        f"{len(modules)} × {form} ({modules[0]}{f' to {modules[-1]}' if len(modules) > 1 else ''})"
+        for form, modules in alike.items()
+    ]
+    if texts:
+        yield f"Attention in the graph: {'; '.join(texts)}."
 
 
 def _against(best: Priced, other: Priced) -> str:

@@ -10,7 +10,16 @@ from partool.layout import startrail
 from partool.planner.problem import Problem, divisors
 from partool.spec.model import ModelConfig
 from partool.spec.sequence_checks import methods_of
-from partool.strategies.sequence import ANY_ORDER, BY_GRAPH, IN_GROUPS, IN_TEAMS, METHODS, ON_GRIDS, PREFERENCE, WHOLE_AXES
+from partool.strategies.sequence import (
+    ANY_ORDER,
+    BY_GRAPH,
+    IN_GROUPS,
+    IN_TEAMS,
+    METHODS,
+    ON_GRIDS,
+    PREFERENCE,
+    WHOLE_AXES,
+)
 
 AXES = ("row", "column")
 """Kinds of attention along one axis of a grid."""

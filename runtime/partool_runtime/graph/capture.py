@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,7 @@ import sympy
 import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
 
 _BATCH, _LENGTH = 3, 11
 """Sizes of the example; any sizes above 1 give the same graph."""
@@ -77,7 +79,7 @@ def capture(
         torch._dynamo.mark_dynamic(tensor, (0, 1))
     torch._dynamo.reset()
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), torch.compiler.set_stance("default"), _torch_functions():
             arguments = {inputs[name]: tensor for name, tensor in given.items()}
             torch.compile(_First(clone), backend=take, fullgraph=True)(**arguments, **fixed)
     except Exception as error:  # a model's own code may raise anything
@@ -86,6 +88,23 @@ def capture(
         torch._dynamo.reset()
     (graph, examples) = seen[0]
     return _named(graph, examples, clone, given)
+
+
+_REPLACED = ((F, "scaled_dot_product_attention", F.scaled_dot_product_attention), (torch, "tensor", torch.tensor))
+"""Functions of torch that a dry run replaces, by module and name."""
+
+
+@contextmanager
+def _torch_functions() -> Iterator[None]:
+    """Undo within the context what a dry run replaces, so that a graph holds torch's own functions."""
+    before = [getattr(module, name) for module, name, _ in _REPLACED]
+    for module, name, own in _REPLACED:
+        setattr(module, name, own)
+    try:
+        yield
+    finally:
+        for (module, name, _), replaced in zip(_REPLACED, before, strict=True):
+            setattr(module, name, replaced)
 
 
 class _First(nn.Module):

@@ -27,9 +27,7 @@ _NAME = "partool_graph"
 """Name of the attention, for models that lack torch's function: their scores are capped, or they have sinks."""
 
 
-def capture_base(
-    base: nn.Module, *, dtype: torch.dtype, training: bool, documents: bool = False
-) -> Captured:
+def capture_base(base: nn.Module, *, dtype: torch.dtype, training: bool, documents: bool = False) -> Captured:
     """Return the graph of a base model; with ``documents`` it takes positions. Raises :class:`CaptureError`."""
     inputs = {"tokens": "input_ids"}
     if documents:
@@ -71,9 +69,7 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     unknown = unknown_options(options)
     if unknown:
         raise CaptureError(f"its attention uses {', '.join(unknown)}")
-    out = attend_with(
-        query, key, value, attention_mask, dropout, attention_mask is None, scaling, softcap, s_aux
-    )
+    out = attend_with(query, key, value, attention_mask, dropout, attention_mask is None, scaling, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
