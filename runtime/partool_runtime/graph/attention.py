@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 from torch.nn import functional as F
 
 from partool_runtime.graph.capture import CaptureError, where
+from partool_runtime.graph.nodes import value_of
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
-def attend_with(
+def attend_with(  # noqa: PLR0917 - as torch's function
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -77,13 +78,13 @@ def attention_node(node: fx.Node) -> AttentionNode | None:
     """Return the arguments of an attention node; None for other nodes. Raises :class:`CaptureError`."""
     if node.op != "call_function" or node.target not in ATTENTION:
         return None
-    given = dict(zip(_SIGNATURES[node.target], node.args, strict=False)) | dict(node.kwargs)
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    if query.meta["example_value"].dim() != 4:
+    given: dict[str, Any] = dict(zip(_SIGNATURES[node.target], node.args, strict=False)) | dict(node.kwargs)
+    query, key, value = (cast(fx.Node, given[name]) for name in ("query", "key", "value"))
+    if value_of(query).dim() != 4:
         raise CaptureError(f"its attention has queries of {query.meta['example_value'].dim()} dimensions{where(node)}")
-    heads = query.meta["example_value"].shape[1]
+    heads = value_of(query).shape[1]
     key, value = _few(key, value, heads)
-    keys = key.meta["example_value"].shape[1]
+    keys = value_of(key).shape[1]
     if not all(isinstance(count, int) for count in (heads, keys)) or heads % keys:
         raise CaptureError(f"its attention has {heads} heads of queries and {keys} of keys{where(node)}")
     return AttentionNode(
@@ -100,7 +101,7 @@ def attention_node(node: fx.Node) -> AttentionNode | None:
 def _few(key: fx.Node, value: fx.Node, heads: int) -> tuple[fx.Node, fx.Node]:
     """Return keys and values without the copies that a model makes for each query head, so that fewer are sent."""
     fewer = _unrepeated(key), _unrepeated(value)
-    counts = {node.meta["example_value"].shape[1] for node in fewer}
+    counts = {value_of(node).shape[1] for node in fewer}
     return fewer if len(counts) == 1 and heads % counts.pop() == 0 else (key, value)
 
 
@@ -110,24 +111,21 @@ def _unrepeated(node: fx.Node) -> fx.Node:
     transformers repeats heads by an index with None, ``expand`` and ``reshape``; other models by
     ``repeat_interleave``.
     """
-    whole = node.meta["example_value"]
+    args: Any = node.args
     if node.target in ("repeat_interleave", torch.repeat_interleave):
-        told = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
-        if told.get("dim") in (1, -3) and isinstance(told.get("repeats"), int):
-            return node.args[0]  # type: ignore[return-value]
-        return node
+        told = dict(zip(("input", "repeats", "dim"), args, strict=False)) | dict(node.kwargs)
+        whole_heads = told.get("dim") in (1, -3) and isinstance(told.get("repeats"), int)
+        return cast(fx.Node, args[0]) if whole_heads else node
     if node.target not in ("reshape", "view", "flatten", torch.reshape, torch.flatten):
         return node
-    expanded = node.args[0]
-    wider = expanded.target in ("expand", torch.Tensor.expand)  # type: ignore[union-attr]
-    if not wider or expanded.meta["example_value"].dim() != 5:  # type: ignore[union-attr]
+    expanded: Any = args[0]
+    if expanded.target not in ("expand", torch.Tensor.expand) or value_of(expanded).dim() != 5:
         return node
-    narrow = expanded.args[0]  # type: ignore[union-attr]
-    shape = narrow.meta["example_value"].shape  # type: ignore[union-attr]
-    batch, keys, copies, length, width = expanded.meta["example_value"].shape  # type: ignore[union-attr]
-    origin = narrow.args[0]  # type: ignore[union-attr]
-    inserted = tuple(shape) == (batch, keys, 1, length, width) and isinstance(origin, fx.Node)
-    merged = tuple(whole.shape) == (batch, keys * copies, length, width)
-    if inserted and merged and tuple(origin.meta["example_value"].shape) == (batch, keys, length, width):
-        return origin
+    narrow: Any = expanded.args[0]
+    origin: Any = narrow.args[0] if narrow.args else None
+    batch, keys, copies, length, width = value_of(expanded).shape
+    inserted = tuple(value_of(narrow).shape) == (batch, keys, 1, length, width) and isinstance(origin, fx.Node)
+    merged = tuple(value_of(node).shape) == (batch, keys * copies, length, width)
+    if inserted and merged and tuple(value_of(origin).shape) == (batch, keys, length, width):
+        return cast(fx.Node, origin)
     return node

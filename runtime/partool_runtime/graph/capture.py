@@ -60,7 +60,8 @@ def capture(
     """Return the graph of ``module``'s forward pass with parameters of type ``dtype``, for CPUs.
 
     ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments;
-    ``fixed`` are further arguments; ``before`` changes the copy of the module that is traced. The first tensor that the module returns is the graph's result. Modules with
+    ``fixed`` are further arguments; ``before`` changes the copy of the
+    module that is traced. The first tensor that the module returns is the graph's result. Modules with
     three-dimensional parameters are experts: each stays one node, as its code may depend on the data. Raises
     :class:`CaptureError`.
     """
@@ -71,7 +72,7 @@ def capture(
 
     def take(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         seen.append((graph, examples))
-        return cast("Callable[..., Any]", graph.forward)
+        return graph.forward
 
     with mode:
         given = {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.long) for name in inputs}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import count, pairwise
 from types import MethodType
 from typing import Any
 
@@ -31,7 +31,7 @@ def cut(graph: fx.Graph, root: nn.Module, units: Sequence[str]) -> tuple[Forward
     nodes = list(graph.nodes)
     spans = {unit: _span(nodes, unit) for unit in units}
     ordered = sorted(spans, key=lambda unit: spans[unit])
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         if spans[before][1] > spans[after][0]:
             raise CaptureError(f"its code mixes the computation of {before} and of {after}")
     outer, found = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from partool_runtime.graph.capture import Captured
+from partool_runtime.graph.nodes import computed, expression, value_of
 from partool_runtime.model.attention import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import without_modes
 
@@ -21,7 +22,7 @@ _SHORT, _LONGEST = 67, 16_384
 """Lengths of sequences for which masks are computed: the first is short, none is longer than the last."""
 
 
-def rule_of(mask: fx.Node, captured: Captured, buffers: Mapping[str, torch.Tensor], length: int) -> int | None | str:
+def rule_of(mask: fx.Node, captured: Captured, buffers: Mapping[str, torch.Tensor], length: int) -> int | str | None:
     """Return the window of a causal mask (None: all earlier tokens), or why the mask follows no known rule.
 
     The mask is compared for sequences of ``length`` tokens or, if these are long, for a short length and for lengths
@@ -84,11 +85,9 @@ def _computed(
         elif node in captured.names:
             values[node] = buffers[captured.names[node]]
         elif node.op == "placeholder":
-            values[node] = sizes[node.meta["example_value"].node.expr]
+            values[node] = sizes[expression(value_of(node))]
         else:
-            args, kwargs = (fx.node.map_arg(each, values.__getitem__) for each in (node.args, node.kwargs))
-            call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-            values[node] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            values[node] = computed(node, values.__getitem__)
     return values[mask]
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from partool_runtime.graph.attention import AttentionNode, attention_node
 from partool_runtime.graph.capture import Captured, CaptureError, call_experts, inside, where
+from partool_runtime.graph.nodes import expression, in_proportion, is_number, token_dims, value_of
 
 _SILENT = frozenset({"_log_api_usage_once"})
 """Names of functions in graphs that compute nothing."""
@@ -37,7 +38,7 @@ class Sharing:
     """Returns what replaces an attention node, and whether it needs the node's mask."""
     experts: Callable[[str], Callable[..., torch.Tensor]]
     """Returns the function that computes the experts of a module."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     """Device of the run; the graph was captured for CPUs."""
 
 
@@ -65,13 +66,13 @@ def shares_of(captured: Captured) -> set[fx.Node]:
     """Return the nodes of a captured graph that depend on tokens."""
     found = {captured.tokens}
     for node in captured.graph.nodes:
-        if any(each in found for each in node.all_input_nodes) and not _is_number(node):
+        if any(each in found for each in node.all_input_nodes) and not is_number(node):
             found.add(node)
     allocated = {_written(node) for node in found if _written(node) is not None} - found
     # Code that fills an allocated tensor with values of tokens makes it a share from the beginning.
     while allocated:
         found |= {node for node in allocated if node is not None}
-        later = {n for n in captured.graph.nodes if n not in found and not _is_number(n)}
+        later = {n for n in captured.graph.nodes if n not in found and not is_number(n)}
         allocated = {n for n in later if any(each in found for each in n.all_input_nodes)}
     return found
 
@@ -82,24 +83,6 @@ def _written(node: fx.Node) -> fx.Node | None:
     changes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     first = node.args[0] if changes and node.args else None
     return first if isinstance(first, fx.Node) else None
-
-
-def token_dims(value: Any, length: sympy.Symbol) -> list[int]:
-    """Return the dimensions of a tensor whose size depends on the number of tokens."""
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return [at for at, size in enumerate(sizes) if isinstance(size, torch.SymInt) and _holds(size, length)]
-
-
-def _holds(size: torch.SymInt, length: sympy.Symbol) -> bool:
-    return length in size.node.expr.free_symbols
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Return True if a node makes a number, or a shape, from numbers."""
-    numbers = torch.SymInt | torch.SymBool | torch.SymFloat | int | bool | float
-    value = node.meta.get("example_value")
-    shape = isinstance(value, tuple) and value != () and all(isinstance(each, numbers) for each in value)
-    return isinstance(value, numbers) or shape
 
 
 class _Rewriting:
@@ -144,18 +127,17 @@ class _Rewriting:
         return self.out
 
     def _size(self, node: fx.Node, sizes: dict[sympy.Symbol, tuple[Any, Any]]) -> None:
-        value = node.meta.get("example_value")
-        expression = value.node.expr if isinstance(value, torch.SymInt) else None
-        if expression not in sizes:
+        size = expression(value_of(node))
+        if size not in sizes:
             raise CaptureError(f"its graph has an input {node.name} that is neither a size of the tokens nor a tensor")
-        self.whole[node], self.mine[node] = sizes[expression]
+        self.whole[node], self.mine[node] = sizes[size]
 
     def _copy(self, node: fx.Node) -> None:
         if str(getattr(node.target, "__name__", "")) in _SILENT:
             return
-        if _is_number(node):
+        if is_number(node):
             self.whole[node] = self.out.graph.node_copy(node, self.whole.__getitem__)
-            if _in_proportion(node.meta["example_value"], self.captured.length):
+            if in_proportion(value_of(node), self.captured.length):
                 self.mine[node] = self.out.graph.node_copy(node, self.mine.__getitem__)
             return
         attention = attention_node(node)
@@ -175,8 +157,8 @@ class _Rewriting:
             return self.sharing.device.type if isinstance(value, str) and value == "cpu" else value
 
         made = self.out.graph.node_copy(node, find)
-        made.args = fx.node.map_aggregate(made.args, there)  # type: ignore[assignment]
-        made.kwargs = fx.node.map_aggregate(made.kwargs, there)  # type: ignore[assignment]
+        made.args = fx.node.map_aggregate(made.args, there)
+        made.kwargs = fx.node.map_aggregate(made.kwargs, there)
         return made
 
     def _mine(self, node: fx.Node) -> fx.Node:
@@ -188,7 +170,7 @@ class _Rewriting:
             made.meta = dict(node.meta)
             return made
         made = self._placed(node, found.__getitem__)
-        value = made.meta.get("example_value")
+        value = value_of(made)
         if len(token_dims(value, self.captured.length)) > 1:
             raise CaptureError(f"its code compares tokens with tokens outside of attention that is known{where(node)}")
         return made
@@ -197,13 +179,13 @@ class _Rewriting:
         """Return a share's input: a share, a number for the rank's tokens, or the rank's part of a whole value."""
         if value in self.mine:
             return self.mine[value]
-        if _is_number(value):
+        if is_number(value):
             raise CaptureError(f"its code computes with a number that follows the tokens otherwise{where(user)}")
-        example, length = value.meta.get("example_value"), self.captured.length
+        example, length = value_of(value), self.captured.length
         dims = token_dims(example, length)
         if not dims:
             return self.whole[value]
-        if len(dims) > 1 or example.shape[dims[0]].node.expr != length:  # type: ignore[union-attr]
+        if len(dims) > 1 or expression(example.shape[dims[0]]) != length:
             raise CaptureError(f"its code meets a value of pairs of tokens outside of attention{where(user)}")
         first, stop = self.sharing.span
         with self.out.graph.inserting_after(self.whole[value]):
@@ -218,8 +200,8 @@ class _Rewriting:
         if attention.mask is not None and attention.mask in self.shares:
             raise CaptureError(f"its attention has a mask that depends on tokens{where(node)}")
         for each in attention.heads:
-            shape = each.meta["example_value"].shape
-            if not isinstance(shape[2], torch.SymInt) or shape[2].node.expr != self.captured.length:
+            shape = value_of(each).shape
+            if expression(shape[2]) != self.captured.length:
                 raise CaptureError(f"its attention has heads of {shape}, not [B, heads, tokens, width]{where(node)}")
         replacement, needs_mask = self.sharing.attention(attention)
         mask = self.whole[attention.mask] if attention.mask is not None and needs_mask else None
@@ -235,7 +217,7 @@ class _Rewriting:
         result = found[0] if isinstance(found, tuple | list) else found
         if not isinstance(result, fx.Node) or result not in self.shares:
             raise CaptureError("its result does not depend on the tokens")
-        example = result.meta["example_value"]
+        example = value_of(result)
         if token_dims(example, self.captured.length) != [1]:
             raise CaptureError(f"its result has the shape {tuple(example.shape)}, not [B, tokens, width]")
         return self.mine[result]
@@ -248,13 +230,3 @@ def _function(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return call(*args)
 
     return called
-
-
-def _in_proportion(value: Any, length: sympy.Symbol) -> bool:
-    """Return True if numbers are in proportion to the number of tokens, or do not depend on it."""
-    if isinstance(value, tuple):
-        return all(_in_proportion(each, length) for each in value)
-    if not isinstance(value, torch.SymInt):
-        return not isinstance(value, torch.SymBool | torch.SymFloat)
-    expression = value.node.expr
-    return length not in expression.free_symbols or length not in sympy.simplify(expression / length).free_symbols

@@ -8,7 +8,6 @@ dimensions are not those of tokens. Operators without a rule are refused, so tha
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -18,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool_runtime.graph.attention import ATTENTION
 from partool_runtime.graph.capture import Captured, CaptureError, call_experts, where
-from partool_runtime.graph.share import shares_of, token_dims
+from partool_runtime.graph.nodes import computed, expression, tensors_in, token_dims, value_of
+from partool_runtime.graph.share import shares_of
 
 _SHAPES = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand",
@@ -37,7 +37,6 @@ _ALONG = frozenset({
 _CONTRACTED = {"mm": ((0, 1), (1, 0)), "bmm": ((0, 2), (1, 1)), "addmm": ((1, 1), (2, 0)), "baddbmm": ((1, 2), (2, 1))}
 """Matrix product → (argument, dimension of it) of the dimensions that are summed over."""
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
-_FREE = (operator.getitem,)
 
 
 def check_tokenwise(captured: Captured) -> None:
@@ -45,19 +44,15 @@ def check_tokenwise(captured: Captured) -> None:
     for node in sorted_shares(captured):
         if node.op == "output" or node.target in ATTENTION or node.target is call_experts:
             continue
-        args, kwargs = (fx.node.map_arg(each, _example) for each in (node.args, node.kwargs))
-        if node.target in _FREE and not isinstance(args[0], torch.Tensor):
+        values = [value_of(each) for each in node.all_input_nodes]
+        if node.target is operator.getitem and not isinstance(values[0], torch.Tensor):
             continue  # an item of a tuple
-        tensors = [each for each in _tensors((args, kwargs)) if isinstance(each, torch._subclasses.FakeTensor)]
+        tensors = [each for each in tensors_in(values) if isinstance(each, torch._subclasses.FakeTensor)]
         if not tensors:
             continue
-        watch = _Watch(captured.length)
         try:
-            with tensors[0].fake_mode, torch.no_grad(), watch:
-                call: Callable[..., Any] = (
-                    getattr(args[0], str(node.target)) if node.op == "call_method" else node.target  # type: ignore[assignment]
-                )
-                call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            with tensors[0].fake_mode, torch.no_grad(), _Watch(captured.length):
+                computed(node, value_of)
         except _MixesError as error:
             raise CaptureError(f"its code may mix tokens outside of attention: {error}{where(node)}") from None
 
@@ -68,39 +63,24 @@ def sorted_shares(captured: Captured) -> list[fx.Node]:
     return [node for node in captured.graph.nodes if node in found and node is not captured.tokens]
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-
-
 class _MixesError(Exception):
     """An operator may mix tokens; the text names it."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises :class:`_MixesError` at the first operator that may mix tokens."""
 
     def __init__(self, length: sympy.Symbol) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.length = length
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        before = [token_dims(tensor, self.length) for tensor in _tensors((args, kwargs))]
+        before = [token_dims(tensor, self.length) for tensor in tensors_in((args, kwargs))]
         out = func(*args, **kwargs)
-        if any(before) and any(True for _ in _tensors(out)):
+        if any(before) and any(True for _ in tensors_in(out)):
             name = func.overloadpacket.__name__.rstrip("_")
             why = self._why(func, name, args, kwargs) or self._of_results(out)
             if why:
@@ -108,7 +88,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def _of_results(self, out: Any) -> str:
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             count = len(token_dims(tensor, self.length))
             if count != 1:
                 return "has a result of no token" if count == 0 else "has a result of pairs of tokens"
@@ -122,7 +102,7 @@ class _Watch(TorchDispatchMode):
             summed = [dim in token_dims(args[at], self.length) for at, dim in _CONTRACTED[name]]
             return "sums over tokens" if any(summed) else ""
         told = _named(func, args, kwargs)
-        first = next(_tensors((args, kwargs)))
+        first = next(tensors_in((args, kwargs)))
         if name in _NORMS:
             normal = range(first.dim() - len(told["normalized_shape"]), first.dim())
             return "normalises over tokens" if set(normal) & set(token_dims(first, self.length)) else ""
@@ -136,7 +116,7 @@ class _Watch(TorchDispatchMode):
 
     def _along(self, told: dict[str, Any]) -> str:
         dims = told.get("dim")
-        for tensor in _tensors(tuple(told.values())):
+        for tensor in tensors_in(tuple(told.values())):
             every = range(tensor.dim())
             asked = every if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
             along = {dim % tensor.dim() for dim in asked} if tensor.dim() else set()
@@ -164,8 +144,7 @@ class _Watch(TorchDispatchMode):
 
 def _same(left: Any, right: Any) -> bool:
     """Return True if two sizes are the same expression, without deciding it for the example."""
-    expressions = [each.node.expr if isinstance(each, torch.SymInt) else each for each in (left, right)]
-    return bool(expressions[0] == expressions[1])
+    return bool(expression(left) == expression(right))
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

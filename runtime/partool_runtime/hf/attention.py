@@ -166,7 +166,7 @@ def take(
 
 def taken(layer: nn.Module) -> list[Any]:
     """Return what replaced a layer's attention, with a field ``core``; empty if the layer has its own attention."""
-    return layer.__dict__.get(_TAKEN, [])
+    return list(layer.__dict__.get(_TAKEN, ()))
 
 
 def keep_attention(layer: nn.Module, attention: Sequence[Any]) -> None:

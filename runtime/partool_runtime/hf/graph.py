@@ -90,7 +90,7 @@ def describe(path: Path, code: str = "") -> dict[str, Any]:
         captured = capture_base(base, dtype=torch.float32, training=True)
         check_tokenwise(captured)
         seen = partial(_seen, captured, dict(base.named_buffers()), found)
-        shared = share(captured, Sharing(_LONG, (0, _LONG // 2), seen, lambda name: base.get_submodule(name)))
+        shared = share(captured, Sharing(_LONG, (0, _LONG // 2), seen, base.get_submodule, torch.device("cpu")))
     except CaptureError as error:
         return {"problem": str(error), "attention": found}
     for each, (node, _) in zip(found, shared.attention, strict=True):

@@ -107,7 +107,7 @@ class HfDecoder(HfPart):
         """Build the model of ``hf.path``, with parameters on the meta device; ``wide`` means a run in float64."""
         super().__init__()
         self.captured = False
-        """True: a graph computes this rank's share of the tokens (:mod:`partool_runtime.parallel.sequence.compiled`)."""
+        """True: a graph computes this rank's share of tokens (:mod:`partool_runtime.parallel.sequence.compiled`)."""
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
         self.config = config

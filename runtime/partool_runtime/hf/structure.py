@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from partool.layout.tensor.structure import Kind, Structure, StructureModule

@@ -77,7 +77,7 @@ class _Rank:
         return share(self.captured, Sharing(self.team.length, span, self._attention, self._experts, device))
 
     def _attention(self, node: AttentionNode) -> tuple[GraphAttention, bool]:
-        rule: int | None | str = "it has none" if node.mask is None and not node.causal else None
+        rule: int | str | None = "it has none" if node.mask is None and not node.causal else None
         if node.mask is not None:
             rule = rule_of(node.mask, self.captured, self.buffers, self.team.length)
         known = not isinstance(rule, str) and node.softcap is None and node.sinks is None
@@ -111,7 +111,7 @@ class GraphAttention:
         """Return the attention of this rank's tokens, ``[B, N, S, D]``; masks and documents are of all tokens."""
         queries, keys = heads[0].shape[1], heads[1].shape[1]
         if self.exchange is None:
-            return self.core(*heads, mask, sinks_N, documents_BL)
+            return cast(torch.Tensor, self.core(*heads, mask, sinks_N, documents_BL))
         first, stop = self.exchange.ranges(queries, keys)[0][self.exchange.rank]
         if mask is not None and mask.dim() > 2 and mask.shape[-3] == queries:
             mask = mask[..., first:stop, :, :]
@@ -120,7 +120,7 @@ class GraphAttention:
         def of_mine(q_BnLD: torch.Tensor, k_BmLD: torch.Tensor, v_BmLD: torch.Tensor) -> torch.Tensor:
             return self.core(q_BnLD, k_BmLD, v_BmLD, mask, mine_n, documents_BL)
 
-        return self.exchange(*heads, of_mine)
+        return self.exchange(*heads, core=of_mine)
 
     def whole(  # noqa: PLR0917 - all tensors by position, as recomputation passes them
         self,
@@ -162,7 +162,7 @@ def _put(model: HfDecoder, graphs: dict[bool, Shared], team: SequenceTeam, plan:
     base.forward = _by_mode(base, {training: found[0] for training, found in functions.items()})
     stay_wide(base)
     for layer in model.layers:
-        keep_attention(layer, [each for each in graphs[True].within(names[layer])])
+        keep_attention(layer, graphs[True].within(names[layer]))
     model.contexts = Contexts(plan.model)
     model.contexts.share = (team.length, tuple(team.index(team.rank)))
     model.captured = True
@@ -172,4 +172,8 @@ def _by_mode(module: nn.Module, forwards: dict[bool, Any]) -> Any:
     """Return a forward pass that chooses between training and evaluation, if both differ."""
     if len(forwards) == 1:
         return forwards[True]
-    return lambda *args: forwards[module.training](*args)
+
+    def forward(*args: Any) -> Any:
+        return forwards[module.training](*args)
+
+    return forward
