@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from partool.catalog.following import following
 from partool.catalog.huggingface import read_config, read_generation
 from partool.catalog.lookup import did_you_mean, table, table_hash
-from partool.catalog.transformers_process import DescriptionError, describe
+from partool.catalog.transformers_process import DescriptionError, describe, describe_module
 from partool.diagnostics.record import Diagnostic
 from partool.spec.model import LayerPattern, Mla, ModelConfig, ModelSpec
+from partool.spec.model_code import module_file, module_hash
 
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
-_NOT_FIELDS = {"preset", "config", "hf", "weights", "frozen", "attention"}
+_NOT_FIELDS = {"preset", "config", "hf", "module", "weights", "frozen", "attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
     """
     if spec.hf is not None:
         return _of_transformers(spec, base_dir / spec.hf)
+    if spec.module is not None:
+        return _of_module(spec, spec.module, base_dir)
     base, source, findings, inputs = _base(spec, base_dir)
     if base is None:
         return ResolvedModel(None, source, tuple(findings), inputs)
@@ -71,7 +74,7 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
         findings.extend(_inconsistent(config, kept))
     failed = any(finding.severity == "error" for finding in findings)
     generation = None
-    if spec.config is not None and config is not None and not failed:
+    if isinstance(spec.config, str) and config is not None and not failed:
         generation, more = read_generation(base_dir / spec.config, config.vocab)
         findings.extend([*more, *_padding(config, generation["token_ids"].get("pad_token_id"))])
     config = None if failed else config
@@ -101,6 +104,36 @@ def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
     return ResolvedModel(config, f"{spec.hf} (transformers)", tuple(findings), {"model.hf": digest}, described)
 
 
+def module_model(spec: ModelSpec, base_dir: Path) -> dict[str, Any]:
+    """Return the fields of the plan's ``ModuleModel``; raises OSError if there is no such module."""
+    name = spec.module or ""
+    folder = str(base_dir.absolute())
+    file = module_file(name.partition(":")[0], folder)
+    config = spec.config if isinstance(spec.config, dict) else {}
+    return {"module": name, "config": config, "folder": folder, "code_hash": module_hash(file)}
+
+
+def _of_module(spec: ModelSpec, name: str, base_dir: Path) -> ResolvedModel:
+    """Return the user's own module, with the fields that the cost model needs, which its graph shows."""
+    path = ("model", "module")
+    given = [n for n in type(spec).model_fields if n not in _NOT_FIELDS and getattr(spec, n) is not None]
+    if given or spec.attention is not None or isinstance(spec.config, str):
+        what = ", ".join(given or ["a path as config" if isinstance(spec.config, str) else "attention"])
+        message, help = f"{what} cannot be given for a module of yours", "write keywords of its constructor in config"
+        return ResolvedModel(None, "", (Diagnostic("PT454", message, path=path, help=help),))
+    try:
+        model = module_model(spec, base_dir)
+        described = describe_module(model)
+    except OSError as error:
+        help = "install the package, or put the file beside the spec"
+        return ResolvedModel(None, "", (Diagnostic("PT655", str(error), path=path, help=help),))
+    except DescriptionError as error:
+        return ResolvedModel(None, "", (Diagnostic(error.code, str(error), path=path, help=error.help),))
+    findings: list[Diagnostic] = []
+    config = _validated(dict(described["fields"]), findings)
+    return ResolvedModel(config, name, tuple(findings), {"model.module": model["code_hash"]}, described)
+
+
 def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, list[Diagnostic], dict[str, str]]:
     if spec.preset is not None:
         presets = table("models")
@@ -119,7 +152,7 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
             fields["layer_types"] = ("sliding",) * fields["layers"]
         source = f"preset {spec.preset}" + (f" ({entry['differs']})" if "differs" in entry else "")
         return fields, source, [], {"catalog/models": table_hash("models")}
-    if spec.config is not None:
+    if isinstance(spec.config, str):
         fields_or_none, content, findings = read_config(base_dir / spec.config)
         return fields_or_none, spec.config, findings, {"model.config": hashlib.sha256(content).hexdigest()}
     return {}, "", [], {}

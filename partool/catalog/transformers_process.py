@@ -11,6 +11,7 @@ import hashlib
 import json
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +25,7 @@ from partool.spec.model_code import asked_code, code_hash
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
 _GRAPH = "partool_runtime.hf.graph"
+_MODULE_OF_USER = "partool_runtime.usermodel.structure"
 _FORMAT = "4"
 """Version of the answer's format; changing it makes cached answers invalid."""
 _NEEDED = ("torch", "transformers")
@@ -63,7 +65,7 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
     kept = home() / "models" / f"{_key(content, code)}.json"
     found = _read(kept)
     if found is None:
-        found = _asked(folder, code)
+        found = _answer(_MODULE, str(folder.absolute()), code)
         _keep(found, kept)
     return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
@@ -77,7 +79,24 @@ def describe_graph(folder: Path) -> dict[str, Any]:
     kept = home() / "models" / f"{_key((folder / 'config.json').read_bytes(), code)}-graph.json"
     found = _read(kept)
     if found is None:
-        found = _asked(folder, code, _GRAPH)
+        found = _answer(_GRAPH, str(folder.absolute()), code)
+        _keep(found, kept)
+    return found
+
+
+def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``partool_runtime.usermodel.structure``'s description of a user's module, given as a ``ModuleModel``.
+
+    Raises :class:`DescriptionError`, also if the user has not allowed the code.
+    """
+    if not code_allowed():
+        message = f"the model is built by your code {model['module']}, which is not run"
+        raise DescriptionError(message, "give --trust-remote-code on the command line if you trust it", "PT590")
+    text = json.dumps(model, sort_keys=True)
+    kept = home() / "models" / f"{_key(text.encode(), _MODULE_OF_USER)}.json"
+    found = _read(kept)
+    if found is None:
+        found = _answer(_MODULE_OF_USER, text)
         _keep(found, kept)
     return found
 
@@ -92,8 +111,9 @@ def _key(content: bytes, code: str) -> str:
     ).hexdigest()
 
 
-def _asked(folder: Path, code: str, module: str = _MODULE) -> dict[str, Any]:
-    command = python_command(module, str(folder.absolute()), code)
+def _answer(module: str, *arguments: str) -> dict[str, Any]:
+    """Return what a module of the runtime prints in a process of its own; raises :class:`DescriptionError`."""
+    command = python_command(module, *arguments)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -48,8 +48,8 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
     if is_plan(path) and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
-    if plan.hf is not None and plan.hf.code_hash and not code_allowed():
-        message = f"{path} builds its model with code from {plan.hf.path}, which runs only if you allow it"
+    if plan.code and not code_allowed():
+        message = f"{path} builds its model with code from {plan.code}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
     shown = set() if is_plan(path) else {(finding.code, finding.message) for finding in plan.findings}
     stop_on([found for found in _about_launch(plan) if (found.code, found.message) not in shown], strict=strict)

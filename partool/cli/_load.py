@@ -44,7 +44,7 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-remote-code",
         callback=lambda given: allow_code(bool(given)),
-        help="Run the code that the folder of model.hf brings (auto_map in its config.json).",
+        help="Run the code of model.module, or that the folder of model.hf brings (auto_map).",
     ),
 ]
 """Type of the option ``--trust-remote-code``, for each command that may build a model.

@@ -34,8 +34,8 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
     from partool.cli._watch import told
     from partool.verify import DryProgress, DryRunError, verified
 
-    if plan.hf is not None and plan.hf.code_hash and not code_allowed():
-        message = f"the plan builds its model with code from {plan.hf.path}, which runs only if you allow it"
+    if plan.code and not code_allowed():
+        message = f"the plan builds its model with code from {plan.code}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", _ERRORS)
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)

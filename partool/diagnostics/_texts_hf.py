@@ -36,6 +36,15 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 4}}",
     ),
     _rule(
+        "PT655",
+        "A module of your own that cannot be built or read",
+        "model.module names a class that takes the keywords of model.config, has an nn.ModuleList of layers, maps "
+        "tokens to logits, and attends by torch's scaled_dot_product_attention; partool reads its sizes from the graph "
+        "of its forward pass.",
+        "model: {module: nets.tiny:Missing}",
+        "model: {module: nets.tiny:Tiny, config: {width: 64}}",
+    ),
+    _rule(
         "PT450",
         "The runtime cannot inspect the model",
         "A separate process builds the model with transformers and lists its parts. It needs torch, transformers and a "

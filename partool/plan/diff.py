@@ -24,7 +24,7 @@ def differences(old: Plan, new: Plan) -> list[str]:
 
 def _tensor(plan: Plan) -> tuple[object, ...]:
     layout = plan.layout
-    return layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms, plan.model, plan.hf
+    return layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms, plan.model, plan.hf, plan.module
 
 
 def _partition(plan: Plan, shown: bool) -> dict[str, str]:

@@ -35,7 +35,7 @@ from partool.spec.numbers import (
     StepsOrNone,
 )
 from partool.spec.parallel import ParallelSpec
-from partool.spec.patterns import FilePath, Identifier, RunName, Sha256, VariableName, VariableValue
+from partool.spec.patterns import FilePath, Identifier, ModuleName, RunName, Sha256, VariableName, VariableValue
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 from partool.strategies.sequence import METHODS
 
@@ -214,6 +214,19 @@ class HfModel(Record):
     has allowed on the command line; empty if transformers needs no code from the folder."""
 
 
+class ModuleModel(Record):
+    """A module of the user's own."""
+
+    module: ModuleName
+    """``package.module:Class``."""
+    config: dict[str, Any] = {}
+    """Keywords of the class's constructor."""
+    folder: FilePath
+    """Folder of the spec, absolute; modules that are not installed are looked for here."""
+    code_hash: Sha256
+    """Hash of the file that defines the class, which the user has allowed on the command line."""
+
+
 class Generation(Record):
     """Settings for generating text with the model; exports copy the settings, training ignores them."""
 
@@ -235,6 +248,8 @@ class Plan(Record):
     """Source of the model's fields: a preset, a file, or the spec."""
     hf: HfModel | None = None
     """The model that transformers builds; ``model`` then describes it for the predictions only."""
+    module: ModuleModel | None = None
+    """The user's own module, if it is the model."""
     generation: Generation | None = None
     """Settings for generating text, from the folder of ``model.config``; None if there are none."""
     weights: Weights
@@ -303,8 +318,20 @@ class Plan(Record):
             schedule_contradiction(self.layout)
             or model_contradiction(self.model, self.training.sequence_length)
             or experts_contradiction(self.model, self.layout)
-            or (partition_contradiction(self.model, self.layout, self.partition) if self.hf is None else "")
+            or (partition_contradiction(self.model, self.layout, self.partition) if self.own_decoder else "")
         )
+
+    @property
+    def own_decoder(self) -> bool:
+        """Whether the model is partool's own decoder, which alone has the parameter names of ``layout.parameters``."""
+        return self.hf is None and self.module is None
+
+    @property
+    def code(self) -> str:
+        """Place of the code that builds the model and that the user must allow; empty if no such code is needed."""
+        if self.module is not None:
+            return self.module.module
+        return self.hf.path if self.hf is not None and self.hf.code_hash else ""
 
     @property
     def engine(self) -> str:

@@ -52,6 +52,12 @@ class Description(BaseModel):
     """Hash of the modelling code in the model's folder; empty if the folder has none (transformers' code is used)."""
     attention_dropout: float = 0.0
     """Dropout probability of attention weights in training."""
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the model is a module of the user's own."""
+        return self.structure.model_type == "module"
+
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
 
     def decided(self, ranks: int, patterns: Patterns) -> Decided:

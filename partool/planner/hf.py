@@ -7,10 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from partool.catalog.models import module_model
 from partool.catalog.transformers_process import describe_graph
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
-from partool.plan.types import HfModel
+from partool.plan.types import HfModel, ModuleModel
 from partool.planner.described import Description, GraphAttention
 from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
@@ -37,10 +38,15 @@ def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfMod
     )
 
 
+def module_record(spec: Spec, base_dir: Path) -> ModuleModel | None:
+    """Return the plan's record of a module of the user's own; None for other models."""
+    return None if spec.model.module is None else ModuleModel.model_validate(module_model(spec.model, base_dir))
+
+
 def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
     """Warn of weight files in the model's folder that go unused because the spec sets no ``weights.source``."""
     folder, weights = base_dir / (spec.model.hf or ""), spec.model.weights
-    if "source" in weights.model_fields_set or not any(folder.glob("*.safetensors")):
+    if spec.model.hf is None or "source" in weights.model_fields_set or not any(folder.glob("*.safetensors")):
         return
     message = f"{folder} holds weights, but the first weights are drawn from the seed"
     help = "write weights: {source: hf} to go on from them, or {source: init}"
@@ -76,6 +82,8 @@ def narrowed(spec: Spec, described: Description) -> Spec:
         changes["tensor"] = parallel.tensor.model_copy(update={"sequence_norms": False})
     if described.pipeline_problem and parallel.pipeline.stages == "auto":
         changes["pipeline"] = parallel.pipeline.model_copy(update={"stages": 1})
+    if described.is_module and parallel.tensor.degree == "auto":
+        changes["tensor"] = parallel.tensor.model_copy(update={"sequence_norms": False, "degree": 1})
     nothing_shares = described.attention_problem and described.graph_problem != ""
     if nothing_shares and parallel.sequence.degree == "auto":
         changes["sequence"] = parallel.sequence.model_copy(update={"degree": 1})
@@ -151,6 +159,23 @@ def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
     for broken, path, what in wrong:
         if broken:
             yield Diagnostic("PT454", f"{name} is built by transformers and cannot have {what}", path=path, help=own)
+    if problem.described is not None and problem.described.is_module:
+        yield from _unfit_module(problem, name)
+
+
+def _unfit_module(problem: Problem, name: str) -> Iterator[Diagnostic]:
+    """Yield findings about settings that a module of the user's own cannot have."""
+    spec, tensor = problem.spec, problem.tensor_degree
+    wrong = (
+        (tensor not in ("auto", 1), _TENSOR, "tensor parallelism"),
+        (bool(spec.training.adversarial.epsilon), ("training", "adversarial"), "perturbed embeddings"),
+        (spec.training.precision == "fp8", ("training", "precision"), "products in fp8"),
+        (spec.engine != "partool", ("engine",), f"engine: {spec.engine}"),
+    )
+    for broken, path, what in wrong:
+        if broken:
+            help = "drop it; partool runs the module's code as it is"
+            yield Diagnostic("PT454", f"{name} is a module of yours and cannot have {what}", path=path, help=help)
 
 
 def _inner(problem: Problem) -> int:

@@ -31,7 +31,7 @@ from partool.planner.checks.table import check
 from partool.planner.checks.tensor_cuts import partition, without_tensor
 from partool.planner.checks.weights import check_weights
 from partool.planner.described import Description
-from partool.planner.hf import hf_model, narrowed, unused_weights, with_graph
+from partool.planner.hf import hf_model, module_record, narrowed, unused_weights, with_graph
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
 from partool.planner.search import gathers
@@ -188,6 +188,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         model=problem.model,
         model_source=resolved.model_source,
         hf=hf_model(spec, problem.described, base_dir),
+        module=module_record(spec, base_dir),
         generation=resolved.generation,
         weights=_weights(spec, base_dir),
         frozen=tuple(spec.model.frozen),

@@ -60,8 +60,8 @@ _SETTINGS = ("betas", "momentum", "eps", "newton_schulz", "one_bit", "adapt", "n
 def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
     """Yield errors for betas out of range, and findings about settings that the optimizer does not read."""
     optimizer = spec.optimizer
-    if spec.model.hf is not None and OPTIMIZERS[optimizer.name].rest:
-        message = f"{optimizer.name} knows the matrices of partool's own decoder, and transformers builds this model"
+    if (spec.model.hf or spec.model.module) and OPTIMIZERS[optimizer.name].rest:
+        message = f"{optimizer.name} knows the matrices of partool's own decoder, and other code builds this model"
         help = "use adamw, or give the model's configuration as model.config, which partool's decoder reads"
         yield Diagnostic("PT241", message, path=("optimizer", "name"), help=help)
     if OPTIMIZERS[optimizer.name].whole_steps:
@@ -148,8 +148,16 @@ def _secrets(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _one_model_source(spec: Spec) -> Iterator[Diagnostic]:
-    names = {"preset": "a preset", "config": "a configuration file", "hf": "a folder of transformers"}
+    names = {
+        "preset": "a preset", "config": "a configuration file", "hf": "a folder of transformers",
+        "module": "a module of yours",
+    }  # fmt: skip
     given = [name for name in names if getattr(spec.model, name)]
+    if isinstance(spec.model.config, dict):
+        given = [name for name in given if name != "config"]
+        if spec.model.module is None:
+            help = "write module: package.module:Class beside it, or give config as the path of a file"
+            yield Diagnostic("PT201", "config holds keywords, but no module", path=("model", "config"), help=help)
     if len(given) > 1:
         message = f"the model is given twice: by {names[given[0]]} and by {names[given[1]]}"
         yield Diagnostic("PT201", message, path=("model", given[1]), help="keep one; fields beside it override it")
@@ -157,7 +165,7 @@ def _one_model_source(spec: Spec) -> Iterator[Diagnostic]:
 
 def _model_fields(spec: Spec) -> Iterator[Diagnostic]:
     model = spec.model
-    if model.preset or model.config or model.hf:
+    if model.preset or model.config or model.hf or model.module:
         return
     missing = [name for name in ("layers", "hidden", "heads") if getattr(model, name) is None]
     if missing:
@@ -260,7 +268,9 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
         message = f"weights: {weights.source} reads no files, but a path is given"
         path = ("model", "weights", "path")
         yield Diagnostic("PT212", message, path=path, help="set source: hf or checkpoint, or drop the path")
-    if weights.upcycle and (weights.source not in ("checkpoint", "hf") or spec.model.hf is not None):
+    if weights.upcycle and (
+        weights.source not in ("checkpoint", "hf") or spec.model.hf is not None or spec.model.module
+    ):
         message = "upcycle: true copies the networks of a dense model, from a checkpoint or from a Hugging Face folder"
         help = "write source, path and upcycle: true beside the fields of a model of partool's own, or drop upcycle"
         yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)

@@ -20,7 +20,7 @@ from partool.spec.numbers import (
     Vocabulary,
     Width,
 )
-from partool.spec.patterns import FilePath
+from partool.spec.patterns import FilePath, ModuleName
 
 AttentionKind = Literal["full", "sliding", "row", "column"]
 """full: all earlier tokens; sliding: a window of them; row, column: earlier tokens of the same row or column of a grid
@@ -186,8 +186,11 @@ class ModelSpec(Section):
 
     preset: str | None = None
     """Name from the catalog, such as llama3-8b."""
-    config: FilePath | None = None
-    """Path of a Hugging Face config.json or of its folder, from which partool builds its own decoder."""
+    config: FilePath | dict[str, Any] | None = None
+    """Path of a Hugging Face config.json or of its folder, from which partool builds its own decoder; beside
+    ``module``, the keywords of the module's constructor."""
+    module: ModuleName | None = None
+    """Class of a module of your own, ``package.module:Class``, whose forward pass maps tokens to logits."""
     hf: FilePath | None = None
     """Folder of a Hugging Face model that transformers builds and partool trains unchanged."""
     layers: Layers | None = None
@@ -239,6 +242,11 @@ class ModelSpec(Section):
     weights: Weights = Weights()
     frozen: list[str] = []
     """Glob patterns of parameter names that are not trained, such as ``embed.*``."""
+
+    @property
+    def by_others(self) -> bool:
+        """Whether other code than partool's own builds the model."""
+        return self.hf is not None or self.module is not None
 
 
 class ModelConfig(Section):

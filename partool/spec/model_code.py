@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,29 @@ def code_hash(folder: Path) -> str:
         for part in (str(path.relative_to(folder)).encode(), path.read_bytes()):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
+
+
+def module_file(module: str, folder: str) -> Path:
+    """Return the file of a Python module, looked for in ``folder`` first, without running any code.
+
+    Raises OSError if there is no such module.
+    """
+    places: list[str] | None = [folder, *sys.path]
+    found = None
+    for end in range(module.count(".") + 1):
+        name = ".".join(module.split(".")[: end + 1])
+        found = PathFinder.find_spec(name, places)
+        if found is None:
+            raise FileNotFoundError(f"there is no module {name} in {folder} or on the module path")
+        places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
+    if found is None or found.origin is None:
+        raise FileNotFoundError(f"the module {module} has no file")
+    return Path(found.origin)
+
+
+def module_hash(file: Path) -> str:
+    """Return the SHA-256 of a file; raises OSError."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _auto_map(folder: Path) -> Any:

@@ -107,6 +107,9 @@ GpuType = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ a
 MigProfile = Annotated[str, _text(r"^[1-9]g\.[1-9][0-9]{0,3}gb$", "a MIG profile such as 3g.40gb", 12)]
 Identifier = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", "a name of letters, digits, _, dots and -", 255)]
 """Name of a class of transformers, or of a model type."""
+ModuleName = Annotated[
+    str, _text(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", "a class as package.module:Class", 255)
+]
 Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or nothing")]
 
 

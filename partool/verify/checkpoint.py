@@ -70,7 +70,7 @@ def checkpoint_faults(plan: Plan, traces: Sequence[RankTrace]) -> list[Checkpoin
 def _expected(plan: Plan, held: Mapping[str, Sequence[_Held]]) -> dict[str, Shape]:
     """Return key and shape of each tensor that checkpoints of the plan hold."""
     shapes: dict[str, Shape] = {}
-    if plan.hf is None:
+    if plan.own_decoder:
         shapes = {each.name: each.shape for each in parameters(plan.model)}
     else:
         own = {key: found[0].block.shape for key, found in held.items() if key.startswith(_MODEL)}

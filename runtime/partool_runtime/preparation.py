@@ -36,6 +36,7 @@ from partool_runtime.parallel.zero import shard, shard_stages, travels_narrow
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.stepping import Passes, PlainPasses, Timer
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
+from partool_runtime.usermodel.model import ModuleDecoder
 from partool_runtime.weights import build, build_parts, freeze, materialise, poison
 
 
@@ -155,8 +156,11 @@ def _widen(model: StagedDecoder, plan: Plan) -> None:
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])
 
 
-def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder:
-    """Return the plan's model on the meta device: partool's own, or the one that transformers builds."""
+def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
+    """Return the plan's model on the meta device: partool's own, or one of transformers or of the user."""
+    if plan.module is not None:
+        _seed(plan, ranks)
+        return ModuleDecoder(plan.module, plan.model, plan.training.seed)
     if plan.hf is None:
         return build(plan.model)
     model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64")

@@ -37,7 +37,7 @@ class Task:
     precision: Precision
     frozen: bool = False
     hf: bool = False
-    """True if transformers builds the model, False if partool does."""
+    """True if transformers or the user's code builds the model, False if partool does."""
 
 
 def of_engine(engine: str) -> tuple[Gap, ...]:
@@ -54,7 +54,7 @@ def task(problem: Problem) -> Task:
 
 def task_of(plan: Plan, devices: Devices) -> Task:
     """Return the requirements on the runtime that a plan on ``devices`` has, except those of the plan's layout."""
-    return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), plan.hf is not None)
+    return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), not plan.own_decoder)
 
 
 def of_task(asked: Task) -> Iterator[str]:

@@ -180,17 +180,17 @@ def _not_cut(module: nn.Module, why: str) -> ConfigurationError:
 
 
 def say_as_json(describe: Callable[..., dict[str, Any]], arguments: list[str]) -> int:
-    """Print what ``describe`` finds out about the model in a folder; print errors as JSON ``error``.
+    """Print what ``describe`` finds out about the model that ``arguments`` name; print errors as JSON ``error``.
 
-    ``arguments`` are the folder and, if its code may run, the code's hash. Returns the exit code of the process.
+    Returns the exit code of the process.
     """
     torch.set_num_threads(1)
     try:
-        found = describe(Path(arguments[0]), *arguments[1:2])
+        found = describe(*arguments)
     except ConfigurationError as error:
         return _failed(error)
     except Exception as error:  # a model's own code may raise anything
-        message = f"the model of {arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
+        message = f"{arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
         return _failed(ConfigurationError("PT644", message, "Its code differs from that of decoders partool knows."))
     print(json.dumps(found))
     return EXIT_DONE

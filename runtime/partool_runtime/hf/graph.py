@@ -77,25 +77,36 @@ _LONG = 2**17
 """Tokens of the sequence for which masks are described; longer than usual windows."""
 
 
-def describe(path: Path, code: str = "") -> dict[str, Any]:
+def describe(path: Path | str, code: str = "") -> dict[str, Any]:
     """Return ``problem``, why ranks cannot share the model's graph (empty if they can), and its ``attention``.
 
-    Each attention node has the fields of ``partool.planner.described.GraphAttention``. Raises ConfigurationError PT643,
-    PT590, PT591.
+    Raises ConfigurationError PT643, PT590, PT591.
     """
-    causal = build_causal(path, code)
+    causal = build_causal(Path(path), code)
     base = causal.get_submodule(base_name(causal))
+    try:
+        problem, attention = attention_in(capture_base(base, dtype=torch.float32, training=True), base)
+    except CaptureError as error:
+        problem, attention = str(error), []
+    return {"problem": problem, "attention": attention}
+
+
+def attention_in(captured: Captured, root: nn.Module) -> tuple[str, list[dict[str, Any]]]:
+    """Return why ranks cannot share a graph (empty if they can), and the fields of each attention node in it.
+
+    The fields are those of :class:`partool.planner.described.GraphAttention`.
+    """
     found: list[dict[str, Any]] = []
     try:
-        captured = capture_base(base, dtype=torch.float32, training=True)
         check_tokenwise(captured)
-        seen = partial(_seen, captured, dict(base.named_buffers()), found)
-        shared = share(captured, Sharing(_LONG, (0, _LONG // 2), seen, base.get_submodule, torch.device("cpu")))
+        seen = partial(_seen, captured, dict(root.named_buffers()), found)
+        sharing = Sharing(_LONG, (0, _LONG // 2), seen, root.get_submodule, torch.device("cpu"))
+        shared = share(captured, sharing)
     except CaptureError as error:
-        return {"problem": str(error), "attention": found}
+        return str(error), []
     for each, (node, _) in zip(found, shared.attention, strict=True):
         each |= {"module": (inside(node) or [""])[-1], "line": line_of(node)}
-    return {"problem": "", "attention": found}
+    return "", found
 
 
 def _seen(

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig
+from partool_runtime.graph.capture import Captured
 from partool_runtime.hf.attention import holding
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
 from partool_runtime.hf.experts import plain_experts
+from partool_runtime.hf.graph import capture_base
 from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.attention import Tokens
@@ -186,6 +188,10 @@ class HfDecoder(HfPart):
         if self.captured:
             return graph_hidden(self.base, cast(Contexts, self.contexts), tokens_BS, documents_BL)
         return base_hidden(self.base, self.contexts, documents_BL, input_ids=tokens_BS)
+
+    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool) -> Captured:
+        """Return the graph of the base model; raises CaptureError."""
+        return capture_base(self.base, dtype=dtype, training=training, documents=documents)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return all logits, ``[B, S, V]``; only for tests and small batches."""

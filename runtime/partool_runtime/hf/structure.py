@@ -60,7 +60,7 @@ def tiles_problem(blocks: nn.ModuleList) -> str:
     return ""
 
 
-def describe(path: Path, code: str = "") -> dict[str, Any]:
+def describe(path: Path | str, code: str = "") -> dict[str, Any]:
     """Return ``structure`` (:class:`Structure`) and facts that decide which layouts the model allows.
 
     Four entries give reasons; an empty text means no problem. ``head_problem`` is why the head is more than one
@@ -70,7 +70,7 @@ def describe(path: Path, code: str = "") -> dict[str, Any]:
     ``ModelConfig``, for the planner's costs. If the model code in the folder is allowed, the argument ``code`` is the
     hash of this code. Raises ConfigurationError PT643, PT644, PT649, PT590, PT591.
     """
-    causal = build_causal(path, code)
+    causal = build_causal(Path(path), code)
     check_sizes(causal)
     check_buffers(causal)
     config = cast(Any, causal).config
@@ -120,7 +120,7 @@ def structure_of(causal: nn.Module) -> Structure:
     return Structure(
         model_type=config.model_type,
         architecture=type(causal).__name__,
-        modules=tuple(_module(name, module, causal, experts) for name, module in causal.named_modules()),
+        modules=tuple(structure_module(name, module, causal, experts) for name, module in causal.named_modules()),
         blocks=f"{base}.{blocks_name(causal.get_submodule(base), config.num_hidden_layers)}",
         embedding=next(name for name, module in causal.named_modules() if module is embedding),
         head=head,
@@ -134,7 +134,8 @@ def structure_of(causal: nn.Module) -> Structure:
     )
 
 
-def _module(name: str, module: nn.Module, causal: nn.Module, experts: int) -> StructureModule:
+def structure_module(name: str, module: nn.Module, causal: nn.Module, experts: int) -> StructureModule:
+    """Return the record of one module of a model whose layers have so many experts."""
     shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
     # A tied parameter is listed under each of its names.
     for own, parameter in module._parameters.items():

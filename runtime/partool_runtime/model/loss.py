@@ -81,14 +81,41 @@ def _cross_entropy(
     labels_T: torch.Tensor,
     terms: _Terms,
 ) -> torch.Tensor:
+    kernels = terms[1]
+    return _of_logits(_logits(hidden_TH, head_weight_VH, bias_V, wide=kernels is None), labels_T, terms, in_place=True)
+
+
+def _of_logits(logits_TV: torch.Tensor, labels_T: torch.Tensor, terms: _Terms, *, in_place: bool) -> torch.Tensor:
+    """Return the sum of token losses; kernels write the gradients over the logits if ``in_place``."""
     z_loss, kernels = terms
-    logits_TV = _logits(hidden_TH, head_weight_VH, bias_V, wide=kernels is None)
     if kernels is not None:
-        return cross_entropy(logits_TV, labels_T, Terms(z_loss), kernels.mode, in_place=True)
+        return cross_entropy(logits_TV, labels_T, Terms(z_loss), kernels.mode, in_place=in_place)
     total = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
     if not z_loss:
         return total
     return total + z_loss * logits_TV.logsumexp(1).square().where(labels_T != IGNORED, 0.0).sum()
+
+
+def loss_of_logits(
+    logits_BSV: torch.Tensor,
+    labels_BS: torch.Tensor,
+    *,
+    tile: int = 0,
+    z_loss: float = 0.0,
+    kernels: LossKernels | None = None,
+) -> torch.Tensor:
+    """Return what :func:`loss` returns, for a model that computes the logits by itself.
+
+    The wide copy of the logits is made for ``tile`` positions at a time (0: of :data:`CHUNK_LOGITS` logits).
+    """
+    logits_TV, labels_T = logits_BSV.flatten(0, -2), labels_BS.flatten()
+    rows = tile or max(1, CHUNK_LOGITS // logits_TV.shape[1])
+    wide = wide_dtype(logits_TV.dtype)
+    total = logits_TV.new_zeros((), dtype=wide)
+    for logits_CV, labels_C in zip(logits_TV.split(rows), labels_T.split(rows), strict=True):
+        given = logits_CV if kernels is not None else logits_CV.to(wide)
+        total = total + _of_logits(given, labels_C, (z_loss, kernels), in_place=False)
+    return total
 
 
 class _Chunks(NamedTuple):

@@ -115,7 +115,7 @@ def open_norms(plan: Plan, model: AnyDecoder, names: Iterable[str], ranks: Ranks
 def matrix_counts(plan: Plan, model: AnyDecoder) -> dict[str, int]:
     """Return :func:`scaled_matrices` of the whole model, also of one that transformers builds."""
     adapt = plan.optimizer.adapt
-    if plan.hf is None:
+    if plan.own_decoder:
         return scaled_matrices(plan.model, adapt, plan.frozen)
     shapes = {name: shape for name, shape in model.whole_shapes().items() if not is_frozen(name, plan.frozen)}
     # transformers stacks the matrices of experts in a dimension of its own.

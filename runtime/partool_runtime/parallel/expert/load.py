@@ -200,7 +200,7 @@ class ExpertLoads:
 
         Returns None for a dense model. A collective of all ranks.
         """
-        if plan.model.moe is None or not isinstance(model, StagedDecoder) or plan.hf is not None:
+        if plan.model.moe is None or not isinstance(model, StagedDecoder) or not plan.own_decoder:
             return None
         scopes = _scopes(plan, plan.model.moe, ranks)
         weight = torch.zeros((), dtype=torch.float64, device=ranks.device)

@@ -24,7 +24,6 @@ from partool_runtime.graph.masks import rule_of
 from partool_runtime.graph.share import Shared, Sharing, share
 from partool_runtime.graph.tokenwise import check_tokenwise
 from partool_runtime.hf.attention import attend_whole, keep_attention
-from partool_runtime.hf.graph import capture_base
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.attention import AttentionLayout, Tokens
@@ -33,9 +32,10 @@ from partool_runtime.parallel.sequence.exchange import HeadExchange
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals.tensors import without_modes
+from partool_runtime.usermodel.model import ModuleDecoder
 
 
-def share_graph(model: HfDecoder, plan: Plan, team: SequenceTeam, device: torch.device) -> None:
+def share_graph(model: HfDecoder | ModuleDecoder, plan: Plan, team: SequenceTeam, device: torch.device) -> None:
     """Make a model compute this rank's share of the tokens, in place; raises ConfigurationError PT448.
 
     Call it before parameters are sharded, and before layers are recomputed. Models with dropout get two graphs, one
@@ -45,8 +45,7 @@ def share_graph(model: HfDecoder, plan: Plan, team: SequenceTeam, device: torch.
     try:
         with without_modes():
             for training in (True, False) if model.draws else (True,):
-                captured = capture_base(
-                    model.base,
+                captured = model.capture(
                     dtype=COMPUTE_DTYPE[plan.training.precision],
                     training=training,
                     documents=plan.data.attend == "document",
@@ -63,7 +62,7 @@ def share_graph(model: HfDecoder, plan: Plan, team: SequenceTeam, device: torch.
 class _Rank:
     """What one rank puts in place of the attention and of the experts of a captured graph."""
 
-    def __init__(self, model: HfDecoder, captured: Captured, plan: Plan, team: SequenceTeam) -> None:
+    def __init__(self, model: HfDecoder | ModuleDecoder, captured: Captured, plan: Plan, team: SequenceTeam) -> None:
         self.base, self.captured = model.base, captured
         self.documents = plan.data.attend == "document"
         self.team = team
@@ -150,7 +149,7 @@ def _call(module: nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, module(*tensors))
 
 
-def _put(model: HfDecoder, graphs: dict[bool, Shared], team: SequenceTeam, plan: Plan) -> None:
+def _put(model: HfDecoder | ModuleDecoder, graphs: dict[bool, Shared], team: SequenceTeam, plan: Plan) -> None:
     base = model.base
     names = {module: name for name, module in base.named_modules()}
     units = [names[module] for group in model.groups()[:-1] for module in group]

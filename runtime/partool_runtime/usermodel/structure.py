@@ -1,0 +1,122 @@
+"""``python -P -m partool_runtime.usermodel.structure MODEL`` prints facts about a user's module for the planner.
+
+MODEL is a :class:`partool.plan.types.ModuleModel` as JSON. The program is a process of its own, so that the planner
+needs no torch and does not run the user's code. The module is built without memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from partool.layout.tensor.structure import Structure
+from partool.plan.types import ModuleModel
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.graph.capture import CaptureError, is_experts
+from partool_runtime.graph.nodes import value_of
+from partool_runtime.hf.building import say_as_json
+from partool_runtime.hf.graph import attention_in
+from partool_runtime.hf.model import aliases, draws_random
+from partool_runtime.hf.structure import structure_module
+from partool_runtime.usermodel.building import blocks_of, build_module
+from partool_runtime.usermodel.model import capture_module
+
+_LONGEST = 2**20
+"""Positions of a model that has no table of them."""
+
+
+def describe(text: str) -> dict[str, Any]:
+    """Return a description with the entries of :func:`partool_runtime.hf.structure.describe` and of its graph.
+
+    Sizes are read from the graph, so a module whose graph cannot be captured is refused: PT655.
+    """
+    model = ModuleModel.model_validate_json(text)
+    own = build_module(model)
+    blocks = blocks_of(own)
+    try:
+        captured = capture_module(own, dtype=torch.float32, training=True)
+        problem, attention = attention_in(captured, own)
+    except CaptureError as error:
+        raise ConfigurationError(
+            "PT655", f"{model.module}: {error}", "partool reads its sizes from its graph."
+        ) from error
+    if not attention:
+        raise ConfigurationError("PT655", f"{model.module}: {problem}", "Its layers need torch's attention function.")
+    vocab = value_of(captured.graph.output_node().args[0][0]).shape[-1]  # type: ignore[index,union-attr]
+    fields = _fields(own, own.get_submodule(blocks), attention, int(vocab))
+    name = model.module.rpartition(":")[2]
+    why = f"{name} is a module of yours, whose code partool runs as it is"
+    return {
+        "structure": _structure(own, blocks, name, fields).model_dump(mode="json"),
+        "head_problem": "",
+        "pipeline_problem": why,
+        "draws": draws_random(own),
+        "tiles_problem": why,
+        "auxiliary_loss": False,
+        "fields": fields,
+        "attention_problem": why,
+        "attention_dropout": 0.0,
+        "graph_problem": problem,
+        "graph_attention": attention,
+    }
+
+
+def _structure(own: nn.Module, blocks: str, name: str, fields: dict[str, Any]) -> Structure:
+    embedding = next((each for each, module in own.named_modules() if isinstance(module, nn.Embedding)), "")
+    return Structure(
+        model_type="module",
+        architecture=name,
+        modules=tuple(structure_module(each, module, own, 0) for each, module in own.named_modules()),
+        blocks=blocks,
+        embedding=embedding,
+        head="",
+        tied=aliases(own),
+        hidden=fields["hidden"],
+        heads=fields["heads"],
+        kv_heads=fields["kv_heads"],
+        head_dim=fields["head_dim"],
+    )
+
+
+def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], vocab: int) -> dict[str, Any]:
+    """Return the fields of the decoder of partool that is nearest: with the same attention and as many parameters."""
+    one = attention[0]
+    heads, keys, width = one["heads"], one["key_heads"], one["head_dim"]
+    count = sum(1 for _ in layers.children())
+    tables = [module for module in own.modules() if isinstance(module, nn.Embedding)]
+    hidden = tables[0].embedding_dim if tables else heads * width
+    outside = {parameter for parameter in own.parameters()} - set(layers.parameters())
+    each = sum(parameter.numel() for parameter in layers.parameters()) // count
+    products = sum(isinstance(module, nn.Linear) or is_experts(module) for module in layers.modules()) // count
+    gated = products > _PLAIN
+    network = each - 2 * hidden * width * (heads + keys)
+    return {
+        "layers": count,
+        "hidden": hidden,
+        "ffn_hidden": max(1, round(network / (hidden * (3 if gated else 2)))),
+        "heads": heads,
+        "kv_heads": keys,
+        "head_dim": width,
+        "vocab": vocab,
+        "max_position": tables[1].num_embeddings if len(tables) > 1 else _LONGEST,
+        "norm": "layernorm" if any(isinstance(module, nn.LayerNorm) for module in own.modules()) else "rmsnorm",
+        "activation": "swiglu" if gated else "gelu",
+        "position": "learned" if len(tables) > 1 else "none",
+        "tied_embeddings": sum(parameter.numel() for parameter in outside) < 2 * vocab * hidden,
+    }
+
+
+_PLAIN = 6
+"""Products of a layer without a gate: at most four of attention and two of the network."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the description of a module as JSON, or an error."""
+    return say_as_json(describe, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
