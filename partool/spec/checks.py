@@ -60,7 +60,7 @@ _SETTINGS = ("betas", "momentum", "eps", "newton_schulz", "one_bit", "adapt", "n
 def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
     """Yield errors for betas out of range, and findings about settings that the optimizer does not read."""
     optimizer = spec.optimizer
-    if (spec.model.hf or spec.model.module) and OPTIMIZERS[optimizer.name].rest:
+    if spec.model.by_others and OPTIMIZERS[optimizer.name].rest:
         message = f"{optimizer.name} knows the matrices of partool's own decoder, and other code builds this model"
         help = "use adamw, or give the model's configuration as model.config, which partool's decoder reads"
         yield Diagnostic("PT241", message, path=("optimizer", "name"), help=help)
@@ -268,9 +268,7 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
         message = f"weights: {weights.source} reads no files, but a path is given"
         path = ("model", "weights", "path")
         yield Diagnostic("PT212", message, path=path, help="set source: hf or checkpoint, or drop the path")
-    if weights.upcycle and (
-        weights.source not in ("checkpoint", "hf") or spec.model.hf is not None or spec.model.module
-    ):
+    if weights.upcycle and (weights.source not in ("checkpoint", "hf") or spec.model.by_others):
         message = "upcycle: true copies the networks of a dense model, from a checkpoint or from a Hugging Face folder"
         help = "write source, path and upcycle: true beside the fields of a model of partool's own, or drop upcycle"
         yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)

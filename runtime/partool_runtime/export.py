@@ -22,6 +22,7 @@ from partool_runtime.data import open_tokenizer
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf import family_of, write_folder
 from partool_runtime.hf.folder import write_model_folder
+from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 from partool_runtime.weights import check_finite, whole_shapes
 from partool_runtime.weights.from_checkpoint import load_whole
 
@@ -58,17 +59,19 @@ def export(
     plan = _read_plan(run_dir)
     folder = Path(plan.checkpoint.dir) / run_dir.name if plan.checkpoint.dir else run_dir / "checkpoints"
     checkpoint = _checkpoint(folder, step)
-    model_type = plan.hf.model_type if plan.hf is not None else family_of(plan.model).model_type
+    model_type = _model_type(plan)
     _check_out(out, force)
     precision = dtype or plan.training.precision
-    # A model that transformers builds has the names of the checkpoint, so its shapes are not checked.
-    state = load_whole(checkpoint, DTYPES[precision], None if plan.hf is not None else whole_shapes(plan.model))
+    # A model that other code builds has the names of the checkpoint, so its shapes are not checked.
+    state = load_whole(checkpoint, DTYPES[precision], whole_shapes(plan.model) if plan.own_decoder else None)
     check_finite(state)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         if plan.hf is not None:
             write_model_folder(state, plan.hf, temporary)
+        elif plan.module is not None:
+            write_tensors(state, temporary, SHARD_BYTES)
         else:
             write_folder(state, plan.model, temporary, generation=plan.generation or _of_tokenizer(plan))
         tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
@@ -78,6 +81,13 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
     return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} parameters in {precision}\n{tokenizer}"
+
+
+def _model_type(plan: Plan) -> str:
+    """Return the Hugging Face model type of a plan's model, or the class of the user's module."""
+    if plan.module is not None:
+        return plan.module.module
+    return plan.hf.model_type if plan.hf is not None else family_of(plan.model).model_type
 
 
 def _of_tokenizer(plan: Plan) -> Generation | None:

@@ -54,12 +54,7 @@ def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: 
     folder's ``config.json``; ranks compare the weights themselves later.
     """
     weights = spec.model.weights
-    if (
-        weights.path is None
-        or weights.source not in _HELP
-        or spec.model.hf is not None
-        or spec.model.module is not None
-    ):
+    if weights.path is None or weights.source not in _HELP or spec.model.by_others:
         return
     if weights.upcycle:
         yield from _copies(model)

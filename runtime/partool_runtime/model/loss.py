@@ -112,7 +112,7 @@ def loss_of_logits(
     rows = tile or max(1, CHUNK_LOGITS // logits_TV.shape[1])
     wide = wide_dtype(logits_TV.dtype)
     total = logits_TV.new_zeros((), dtype=wide)
-    for logits_CV, labels_C in zip(logits_TV.split(rows), labels_T.split(rows), strict=True):
+    for logits_CV, labels_C in zip(*(torch.split(each, rows) for each in (logits_TV, labels_T)), strict=True):
         given = logits_CV if kernels is not None else logits_CV.to(wide)
         total = total + _of_logits(given, labels_C, (z_loss, kernels), in_place=False)
     return total

@@ -46,11 +46,9 @@ def blocks_of(own: nn.Module) -> str:
     """Return the name of the list of layers: the list of modules with most parameters; raises PT655."""
     lists = {name: module for name, module in own.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     if not lists:
-        message = (
-            f"{type(own).__name__} has no nn.ModuleList of layers, which would be sharded and recomputed one by one"
-        )
+        message = f"{type(own).__name__} has no nn.ModuleList of layers, which are sharded and recomputed one by one"
         raise ConfigurationError("PT655", message, "Put its layers into an nn.ModuleList.")
-    return max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    return str(max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters())))
 
 
 def _class(model: ModuleModel) -> type[nn.Module]:
@@ -74,7 +72,7 @@ def _class(model: ModuleModel) -> type[nn.Module]:
 
 def _built(kind: type[nn.Module], model: ModuleModel) -> nn.Module:
     try:
-        return cast(Any, kind)(**model.config)
+        return cast(nn.Module, cast(Any, kind)(**model.config))
     except Exception as error:  # the user's code may raise anything
         message = f"model.module: {model.module} cannot be built: {type(error).__name__}: {error}"
         raise ConfigurationError("PT655", message, "model.config holds the keywords of its constructor.") from error

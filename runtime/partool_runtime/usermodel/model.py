@@ -87,7 +87,7 @@ class ModuleDecoder(HfPart):
         self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, documents_BL: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
-        return cast(Any, self.loss)(self.logits(tokens_BS), labels_BS)
+        return cast(torch.Tensor, cast(Any, self.loss)(self.logits(tokens_BS), labels_BS))
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return all logits of the tokens, or of this rank's share of them, ``[B, S, V]``."""

@@ -24,6 +24,7 @@ from partool_runtime.hf.structure import structure_module
 from partool_runtime.usermodel.building import blocks_of, build_module
 from partool_runtime.usermodel.model import capture_module
 
+_SIZES = "partool reads the sizes of the model from its graph."
 _LONGEST = 2**20
 """Positions of a model that has no table of them."""
 
@@ -40,12 +41,10 @@ def describe(text: str) -> dict[str, Any]:
         captured = capture_module(own, dtype=torch.float32, training=True)
         problem, attention = attention_in(captured, own)
     except CaptureError as error:
-        raise ConfigurationError(
-            "PT655", f"{model.module}: {error}", "partool reads its sizes from its graph."
-        ) from error
+        raise ConfigurationError("PT655", f"{model.module}: {error}", _SIZES) from error
     if not attention:
         raise ConfigurationError("PT655", f"{model.module}: {problem}", "Its layers need torch's attention function.")
-    vocab = value_of(captured.graph.output_node().args[0][0]).shape[-1]  # type: ignore[index,union-attr]
+    vocab = value_of(captured.graph.output_node().args[0][0]).shape[-1]  # type: ignore[index]
     fields = _fields(own, own.get_submodule(blocks), attention, int(vocab))
     name = model.module.rpartition(":")[2]
     why = f"{name} is a module of yours, whose code partool runs as it is"
@@ -88,7 +87,7 @@ def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], 
     count = sum(1 for _ in layers.children())
     tables = [module for module in own.modules() if isinstance(module, nn.Embedding)]
     hidden = tables[0].embedding_dim if tables else heads * width
-    outside = {parameter for parameter in own.parameters()} - set(layers.parameters())
+    outside = set(own.parameters()) - set(layers.parameters())
     each = sum(parameter.numel() for parameter in layers.parameters()) // count
     products = sum(isinstance(module, nn.Linear) or is_experts(module) for module in layers.modules()) // count
     gated = products > _PLAIN

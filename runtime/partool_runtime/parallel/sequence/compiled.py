@@ -110,7 +110,7 @@ class GraphAttention:
         """Return the attention of this rank's tokens, ``[B, N, S, D]``; masks and documents are of all tokens."""
         queries, keys = heads[0].shape[1], heads[1].shape[1]
         if self.exchange is None:
-            return cast(torch.Tensor, self.core(*heads, mask, sinks_N, documents_BL))
+            return self.core(*heads, mask, sinks_N, documents_BL)
         first, stop = self.exchange.ranges(queries, keys)[0][self.exchange.rank]
         if mask is not None and mask.dim() > 2 and mask.shape[-3] == queries:
             mask = mask[..., first:stop, :, :]
@@ -133,10 +133,10 @@ class GraphAttention:
         """Return the attention of whole sequences, ``[B, n, L, D]``."""
         node = self._node
         if node.softcap is not None or sinks_n is not None:
-            return attend_with(
-                q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal,
-                scale=node.scale, softcap=node.softcap, sinks=sinks_n,
-            )  # fmt: skip
+            out: torch.Tensor = attend_with(
+                q_BnLD, k_BmLD, v_BmLD, mask, node.dropout, node.causal, node.scale, node.softcap, sinks_n
+            )
+            return out
         if self._layout is not None:
             tokens = Tokens(q_BnLD.shape[2], None, documents_BL)
             return attend_whole(q_BnLD, k_BmLD, v_BmLD, self._layout, tokens, node.dropout)
