@@ -108,7 +108,9 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         _widen(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
         loads = ExpertLoads.of(model, plan, ranks)
-        perturb = Perturbed(model, sync, plan, ranks).find if plan.training.adversarial.epsilon else None
+        perturb = None
+        if plan.training.adversarial.epsilon and not isinstance(model, ModuleDecoder):
+            perturb = Perturbed(model, sync, plan, ranks).find
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb), plan, ranks)
     late = TensorGradients.names(model)
     return Prepared.sharded(model, passes, memory, sync, late, shards=shards, host=host, loads=loads)

@@ -31,6 +31,7 @@ from partool_runtime.torch_internals.group_gather import gather_otherwise
 from partool_runtime.torch_internals.tensors import without_modes
 from partool_runtime.usermodel.model import ModuleDecoder
 
+WholeModel = Decoder | HfDecoder | ModuleDecoder
 Layer = Sequence[FSDPModule]
 """Units that are gathered for one layer: the layer's unit, then units within the layer, in the order of use."""
 
@@ -63,9 +64,7 @@ def _flat(layers: object) -> list[FSDPModule]:
     return [unit for layer in layers for unit in layer]  # type: ignore[attr-defined]
 
 
-def shard(
-    model: Decoder | HfDecoder | ModuleDecoder, *, layout: Layout, precision: Precision, ranks: Ranks
-) -> GradSync:
+def shard(model: WholeModel, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
     """Shard parameters over the shard axis, in place; the model may still be on the meta device.
 
     Every ZeRO stage shards master weights and moments. The stages differ in when parameters are gathered and gradients
