@@ -6,16 +6,21 @@ from _sequence_hf_worker import Case, check_case, ways, written
 
 __all__ = ["Case", "cases", "check_case", "written"]
 
-FAMILIES = ("llama", "qwen3_deep", "mixtral", "gpt2", "gemma3_text_deep", "falcon", "gemma2", "gpt_oss", "deepseek_v2")
+FAMILIES = ("odd", "llama", "qwen3_deep", "mixtral", "gpt2", "gemma3_text_deep", "falcon", "gemma2", "gpt_oss", "deepseek_v2")
 
 
 def cases(world: int) -> list[Case]:
     """Return the models and layouts that so many ranks check."""
     found = [Case(name, "compiled", cp=world) for name in FAMILIES]
+    if world == 1:
+        return [Case("odd", cp=1)]
     if world == 2:
         for policy in ("full", "selective", "attention", "keep_attention"):
             found.append(Case("llama", "compiled", cp=2, fields=ways(recompute=(policy,) * 2), steps=0))
+        for policy in ("full", "selective", "attention", "keep_attention"):
+            found.append(Case("odd", "compiled", cp=2, fields=ways(recompute=(policy,) * 3), steps=0))
         found += [Case("llama", "compiled", cp=2, documents=True), Case("gpt2", "compiled", cp=2, documents=True)]
     if world == 4:
+        found += [Case("odd", "compiled", cp=2, dp=2, fields=ways(zero=zero)) for zero in (0, 3)]
         found += [Case("qwen2", "compiled", cp=2, dp=2, fields=ways(zero=zero)) for zero in range(4)]
     return found

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from _hf_models import MODELS, plan_of
 from _hf_worker import folder
 from _hf_worker import written as models_written
+from _own_models import OWN, own_model, own_plan, write_own
 from _plans import small_plan
 from _ranks import in_group
 
@@ -97,6 +98,8 @@ class Case:
         data = base.data.model_copy(update={"attend": "document" if self.documents else "sequence"})
         plan = base.model_copy(update={"training": base.training.model_copy(update=settings), "data": data})
         mesh = Mesh(pp=self.pp, dp_shard=self.dp, cp=self.cp, tp=self.tp)
+        if self.model in OWN:
+            return own_plan(plan, self.model, mesh, sequence_method=self.method, **dict(self.fields))
         return plan_of(
             plan, folder() / self.model, mesh, dict(self.patterns), sequence_method=self.method, **dict(self.fields)
         )
@@ -119,11 +122,18 @@ def loss_of(model: torch.nn.Module, step: int, documents: bool) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for row in range(SEQUENCES):
         for start, stop in stretches(numbers[row]) if documents else [(0, LENGTH)]:
-            with KeepWide():
-                logits = model(input_ids=tokens[row : row + 1, start:stop], use_cache=False).logits
+            logits = logits_of(model, tokens[row : row + 1, start:stop])
             part = torch.nn.functional.cross_entropy(logits[0], labels[row, start:stop], reduction="sum")
             total = total + part
     return total
+
+
+def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return all logits of a model of transformers, or of one of the test's own."""
+    if type(model).__module__ == own_model.__module__:
+        return cast(torch.Tensor, model(tokens))
+    with KeepWide():
+        return cast(torch.Tensor, model(input_ids=tokens, use_cache=False).logits)
 
 
 def stretches(numbers: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -132,7 +142,9 @@ def stretches(numbers: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def theirs(name: str) -> Any:
-    """Return the model of transformers."""
+    """Return the model of transformers, or the test's own."""
+    if name in OWN:
+        return own_model(name, folder() / name)
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(str(folder() / name), dtype=torch.float64).double()
@@ -372,7 +384,10 @@ def dropped_weights_are_those_of_one_process() -> None:
 
 def written(name: str) -> None:
     """Write a model, further ones among them, that is not there yet."""
-    models_written(name)
+    if name not in OWN:
+        models_written(name)
+    elif not (folder() / name).exists():
+        write_own(name, folder())
 
 
 def check_case(case: Case) -> None:

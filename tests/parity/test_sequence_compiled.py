@@ -16,7 +16,7 @@ OFTEN = ("2 ", "3 llama", "4 ")
     ("world", "case"),
     [
         pytest.param(world, case, id=f"{world} {name}", marks=beginning(f"{world} {name}", OFTEN))
-        for world in (2, 3, 4)
+        for world in (1, 2, 3, 4)
         for name, case in named(worker.cases(world)).items()
     ],
 )
