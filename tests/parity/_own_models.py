@@ -49,7 +49,11 @@ class Layer(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].expand(batch, -1, -1, -1))
         x = x + self.gain * self.out(y.transpose(1, 2).reshape(batch, length, width))
         gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        # A table that is filled piece by piece, and numbers of the whole sequence.
+        found = x.new_zeros(batch, length, width)
+        found[..., :7] = self.down(F.silu(gate) * up)[..., :7]
+        found[..., 7:] = self.down(F.silu(gate) * up)[..., 7:] * (1 + length / 40)
+        return x + found / (length - 3)
 
 
 class Odd(nn.Module):

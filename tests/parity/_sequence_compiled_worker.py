@@ -6,7 +6,18 @@ from _sequence_hf_worker import Case, check_case, ways, written
 
 __all__ = ["Case", "cases", "check_case", "written"]
 
-FAMILIES = ("odd", "llama", "qwen3_deep", "mixtral", "gpt2", "gemma3_text_deep", "falcon", "gemma2", "gpt_oss", "deepseek_v2")
+FAMILIES = (
+    "odd",
+    "llama",
+    "qwen3_deep",
+    "mixtral",
+    "gpt2",
+    "gemma3_text_deep",
+    "falcon",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v2",
+)
 
 
 def cases(world: int) -> list[Case]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,18 +55,19 @@ def capture(
     inputs: Mapping[str, str],
     fixed: Mapping[str, Any],
     training: bool,
+    opaque: Collection[str] = (),
     before: Callable[[nn.Module], None] = lambda _: None,
 ) -> Captured:
     """Return the graph of ``module``'s forward pass with parameters of type ``dtype``, for CPUs.
 
     ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments;
     ``fixed`` are further arguments; ``before`` changes the copy of the
-    module that is traced. The first tensor that the module returns is the graph's result. Modules with
-    three-dimensional parameters are experts: each stays one node, as its code may depend on the data. Raises
+    module that is traced. The first tensor that the module returns is the graph's result. ``opaque`` are names of
+    experts, which map every token by itself: each stays one node, as its code may depend on the data. Raises
     :class:`CaptureError`.
     """
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    clone = _without_memory(module, mode, dtype).train(training)
+    clone = _without_memory(module, mode, dtype, opaque).train(training)
     before(clone)
     seen: list[tuple[fx.GraphModule, list[Any]]] = []
 
@@ -144,7 +145,9 @@ def where(node: fx.Node) -> str:
     return f"{place} ({line})" if line else place
 
 
-def _without_memory(module: nn.Module, mode: torch._subclasses.FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def _without_memory(
+    module: nn.Module, mode: torch._subclasses.FakeTensorMode, dtype: torch.dtype, opaque: Collection[str]
+) -> nn.Module:
     """Return a copy of a module whose tensors have no memory, with its class's own forward passes."""
     clone = copy.deepcopy(module)
     for name, each in clone.named_modules():
@@ -158,14 +161,9 @@ def _without_memory(module: nn.Module, mode: torch._subclasses.FakeTensorMode, d
             if buffer is not None:
                 with mode:
                     each._buffers[own] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        if is_experts(each):
+        if name in opaque:
             each.__dict__["forward"] = partial(call_experts, name)
     return clone
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return True if a module holds the matrices of several experts in one parameter, ``[E, out, in]``."""
-    return any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
 
 
 def _named(graph: fx.GraphModule, examples: list[Any], clone: nn.Module, given: Mapping[str, torch.Tensor]) -> Captured:
@@ -201,6 +199,8 @@ def _symbol(size: Any) -> sympy.Symbol:
 def _reason(error: Exception) -> str:
     """Return the first line of Dynamo's message, and the line of the model's code that it names."""
     text = str(error)
+    if "onstraint" in text and "iolat" in text:
+        return "its code works for one length of sequences only"
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     places = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', text)
     explained = re.search(r"Explanation: (.*)", text)

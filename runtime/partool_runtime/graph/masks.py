@@ -25,12 +25,12 @@ _SHORT, _LONGEST = 67, 16_384
 def rule_of(mask: fx.Node, captured: Captured, buffers: Mapping[str, torch.Tensor], length: int) -> int | str | None:
     """Return the window of a causal mask (None: all earlier tokens), or why the mask follows no known rule.
 
-    The mask is compared for sequences of ``length`` tokens or, if these are long, for a short length and for lengths
+    The mask is compared for sequences of ``length`` tokens or, if these are long, for two short lengths and for lengths
     just above each integer in the mask's part of the graph, as a window must be one of these integers, or next to one.
     """
     nodes = _ancestors(mask)
     numbers = {number for node in nodes for number in _integers((node.args, node.kwargs)) if number < length}
-    lengths = {min(length, _SHORT), *(number + 3 for number in numbers if number > _SHORT)}
+    lengths = {_SHORT, 2 * _SHORT + 1, *(number + 3 for number in numbers if number > _SHORT)}
     lengths = {min(each, length) for each in lengths}
     if max(lengths) > _LONGEST:
         return "its window is too long to compute the mask for a test"

@@ -22,6 +22,14 @@ from partool_runtime.graph.nodes import expression, in_proportion, is_number, to
 _SILENT = frozenset({"_log_api_usage_once"})
 """Names of functions in graphs that compute nothing."""
 
+_ALLOCATED = frozenset({"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty"})
+"""Names of functions that make tensors in which all elements are alike."""
+_SHAPED = _ALLOCATED | frozenset({
+    "view", "reshape", "expand", "unflatten", "repeat", "tile", "broadcast_to", "new_full", "split", "Size", "rand",
+    "randn", "unsafe_view",
+})  # fmt: skip
+"""Names of functions whose numbers are sizes. Other functions compute with numbers."""
+
 Replacement = Callable[..., torch.Tensor]
 """Function of (heads, mask, sinks, documents) that replaces an attention node."""
 
@@ -63,26 +71,36 @@ def share(captured: Captured, sharing: Sharing) -> Shared:
 
 
 def shares_of(captured: Captured) -> set[fx.Node]:
-    """Return the nodes of a captured graph that depend on tokens."""
+    """Return the nodes of a captured graph that depend on tokens; raises :class:`CaptureError`.
+
+    A tensor that code allocates, and then fills with values of tokens, depends on tokens from the beginning.
+    """
     found = {captured.tokens}
-    for node in captured.graph.nodes:
-        if any(each in found for each in node.all_input_nodes) and not is_number(node):
-            found.add(node)
-    allocated = {_written(node) for node in found if _written(node) is not None} - found
-    # Code that fills an allocated tensor with values of tokens makes it a share from the beginning.
-    while allocated:
-        found |= {node for node in allocated if node is not None}
-        later = {n for n in captured.graph.nodes if n not in found and not is_number(n)}
-        allocated = {n for n in later if any(each in found for each in n.all_input_nodes)}
-    return found
+    while True:
+        for node in captured.graph.nodes:
+            if not is_number(node) and any(each in found for each in node.all_input_nodes):
+                found.add(node)
+        filled = [node for node in found if (changed := _written(node)) is not None and changed not in found]
+        if not filled:
+            return found
+        for node in filled:
+            changed = _written(node)
+            assert changed is not None
+            if _name(changed) not in _ALLOCATED or isinstance(changed.kwargs.get("fill_value"), fx.Node):
+                raise CaptureError(f"its code writes values of tokens into a tensor that has others{where(node)}")
+            found.add(changed)
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """Return the node whose tensor a node changes in place, and that is no view of another; None if there is none."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """Return the node whose tensor a node changes in place; None if it changes none."""
+    name = _name(node)
     changes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
-    first = node.args[0] if changes and node.args else None
+    first = node.kwargs.get("out", node.args[0] if changes and node.args else None)
     return first if isinstance(first, fx.Node) else None
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
 class _Rewriting:
@@ -133,7 +151,7 @@ class _Rewriting:
         self.whole[node], self.mine[node] = sizes[size]
 
     def _copy(self, node: fx.Node) -> None:
-        if str(getattr(node.target, "__name__", "")) in _SILENT:
+        if _name(node) in _SILENT:
             return
         if is_number(node):
             self.whole[node] = self.out.graph.node_copy(node, self.whole.__getitem__)
@@ -177,10 +195,12 @@ class _Rewriting:
 
     def _given(self, value: fx.Node, user: fx.Node) -> Any:
         """Return a share's input: a share, a number for the rank's tokens, or the rank's part of a whole value."""
+        if is_number(value) and _name(user) not in _SHAPED:
+            return self.whole[value]  # a value, such as the length that a mean is divided by
         if value in self.mine:
             return self.mine[value]
         if is_number(value):
-            raise CaptureError(f"its code computes with a number that follows the tokens otherwise{where(user)}")
+            raise CaptureError(f"its code makes a shape that is in no proportion to the tokens{where(user)}")
         example, length = value_of(value), self.captured.length
         dims = token_dims(example, length)
         if not dims:

@@ -31,7 +31,7 @@ _ALONG = frozenset({
     "_softmax", "_log_softmax", "sum", "mean", "var", "std", "var_mean", "amax", "amin", "max", "min", "topk", "sort",
     "argmax", "argmin", "argsort", "cumsum", "cumprod", "gather", "scatter", "scatter_add", "scatter_reduce",
     "index_select", "linalg_vector_norm", "logsumexp", "prod", "select", "split", "split_with_sizes", "unbind", "cat",
-    "stack", "flip", "any", "all", "unsafe_split",
+    "stack", "flip", "roll", "any", "all", "unsafe_split",
 })  # fmt: skip
 """Operators that work along the dimensions ``dim``, and on all dimensions if ``dim`` is not given."""
 _CONTRACTED = {"mm": ((0, 1), (1, 0)), "bmm": ((0, 2), (1, 1)), "addmm": ((1, 1), (2, 0)), "baddbmm": ((1, 2), (2, 1))}
@@ -115,7 +115,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "has no rule that says so"
 
     def _along(self, told: dict[str, Any]) -> str:
-        dims = told.get("dim")
+        dims = told.get("dim", told.get("dims"))
         for tensor in tensors_in(tuple(told.values())):
             every = range(tensor.dim())
             asked = every if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims

@@ -35,7 +35,14 @@ def capture_base(base: nn.Module, *, dtype: torch.dtype, training: bool, documen
             raise CaptureError("it takes no positions, which start anew in each document")
         inputs["positions"] = "position_ids"
     fixed = {"use_cache": False, "return_dict": True}
-    return capture(base, dtype=dtype, inputs=inputs, fixed=fixed, training=training, before=_with_nodes)
+    experts = {name for name, module in base.named_modules() if _is_experts(module)}
+    return capture(base, dtype=dtype, inputs=inputs, fixed=fixed, training=training, opaque=experts, before=_with_nodes)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Return True for the experts of transformers, whose class holds all matrices of a kind as ``[E, out, in]``."""
+    stacked = any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values())
+    return stacked and type(module).__name__.endswith("Experts")
 
 
 def _with_nodes(base: nn.Module) -> None:

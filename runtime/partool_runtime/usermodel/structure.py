@@ -15,7 +15,7 @@ from torch import nn
 from partool.layout.tensor.structure import Structure
 from partool.plan.types import ModuleModel
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.graph.capture import CaptureError, is_experts
+from partool_runtime.graph.capture import CaptureError
 from partool_runtime.graph.nodes import value_of
 from partool_runtime.hf.building import say_as_json
 from partool_runtime.hf.graph import attention_in
@@ -89,7 +89,7 @@ def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], 
     hidden = tables[0].embedding_dim if tables else heads * width
     outside = set(own.parameters()) - set(layers.parameters())
     each = sum(parameter.numel() for parameter in layers.parameters()) // count
-    products = sum(isinstance(module, nn.Linear) or is_experts(module) for module in layers.modules()) // count
+    products = sum(isinstance(module, nn.Linear) for module in layers.modules()) // count
     gated = products > _PLAIN
     network = each - 2 * hidden * width * (heads + keys)
     return {
