@@ -10,7 +10,7 @@ from partool.layout.tensor.structure import Structure
 from partool.strategies.sequence import BY_GRAPH, WHOLE_SEQUENCES
 
 
-class GraphAttention(BaseModel):
+class FoundAttention(BaseModel):
     """An attention node in the graph of a model's forward pass."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
@@ -46,7 +46,7 @@ class Description(BaseModel):
     graph_problem: str | None = None
     """Reason why the graph of the model's forward pass cannot be shared by ranks; empty if it can, None if nobody has
     looked."""
-    graph_attention: tuple[GraphAttention, ...] = ()
+    graph_attention: tuple[FoundAttention, ...] = ()
     """Attention that was found in the graph."""
     code_hash: str = ""
     """Hash of the modelling code in the model's folder; empty if the folder has none (transformers' code is used)."""

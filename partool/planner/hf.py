@@ -12,7 +12,7 @@ from partool.catalog.transformers_process import describe_graph
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
 from partool.plan.types import HfModel, ModuleModel
-from partool.planner.described import Description, GraphAttention
+from partool.planner.described import Description, FoundAttention
 from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
@@ -63,7 +63,7 @@ def with_graph(spec: Spec, described: Description, base_dir: Path) -> Descriptio
     return described.model_copy(
         update={
             "graph_problem": found["problem"],
-            "graph_attention": tuple(GraphAttention.model_validate(each) for each in found["attention"]),
+            "graph_attention": tuple(FoundAttention.model_validate(each) for each in found["attention"]),
         }
     )
 

@@ -81,6 +81,11 @@ def shared(model: nn.Module, span: tuple[int, int] = (0, 5)) -> tuple[Shared, li
     return share(captured(model), Sharing(LENGTH, span, replace, model.get_submodule, torch.device("cpu"))), found
 
 
+def looked_at(model: nn.Module) -> None:
+    check_tokenwise(captured(model))
+    shared(model)
+
+
 def attends(make: Callable[[torch.Tensor], torch.Tensor]) -> Attend:
     """Return attention whose mask is made from the distances of queries and keys."""
 
@@ -184,8 +189,7 @@ REFUSED: dict[str, tuple[Attend, Mix, str]] = {
 def test_models_that_cannot_be_shared_are_refused(name: str) -> None:
     attend, mix, why = REFUSED[name]
     with pytest.raises(CaptureError, match=why) as raised:
-        check_tokenwise(captured(Model(attend, mix)))
-        shared(Model(attend, mix))
+        looked_at(Model(attend, mix))
     if name in ("cumsum", "mean", "branch", "written out"):
         assert "test_graph.py" in str(raised.value), "the message names the line"
 

@@ -140,7 +140,8 @@ class _Rewriting:
                 self._copy(node)
         if not self.out.attention:
             raise CaptureError("it has no attention that partool knows")
-        graph.eliminate_dead_code()
+        # By default torch removes nodes that write into a tensor, as nothing reads the writing nodes themselves.
+        graph.eliminate_dead_code(lambda node: node.is_impure() or _written(node) is not None)
         graph.lint()
         return self.out
 

@@ -101,7 +101,7 @@ def describe(path: Path | str, code: str = "") -> dict[str, Any]:
 def attention_in(captured: Captured, root: nn.Module) -> tuple[str, list[dict[str, Any]]]:
     """Return why ranks cannot share a graph (empty if they can), and the fields of each attention node in it.
 
-    The fields are those of :class:`partool.planner.described.GraphAttention`.
+    The fields are those of :class:`partool.planner.described.FoundAttention`.
     """
     found: list[dict[str, Any]] = []
     try:
