@@ -130,7 +130,8 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
         help = "use sequence: 1, and tensor or zero: 3, or a model whose attention transformers registers"
         message = f"{name} cannot share sequences between ranks: {why}{why_not}"
         yield Diagnostic("PT483", message, path=("parallel", "sequence"), help=help)
-    if why and data.attend == "document":
+    by_graph = sequence.method in BY_GRAPH and shared and sequence.degree != "auto"
+    if why and data.attend == "document" and not by_graph:
         message = f"{name} cannot mask attention between documents: {why}"
         yield Diagnostic("PT483", message, path=("data", "attend"), help="use attend: sequence")
     whole = set(left) & set(WHOLE_SEQUENCES)

@@ -22,6 +22,19 @@ FIELDS = {
 }  # fmt: skip
 
 
+ATTENTION = [
+    {
+        "module": f"layers.{n}.self_attn",
+        "line": "",
+        "heads": 4,
+        "key_heads": 2,
+        "head_dim": 8,
+        "sees": "all earlier tokens",
+    }
+    for n in range(2)
+]
+
+
 def structure() -> Structure:
     """Return the structure of a Llama of two layers."""
     attention, network = "model.layers.{}.self_attn", "model.layers.{}.mlp"
@@ -57,9 +70,13 @@ def planned(
     model: str = "",
     *,
     data: str = "python-stdlib",
+    graph: str | None = None,
     **said: Any,
 ) -> PlanResult:
-    """Plan a spec whose model the runtime describes as a Llama, with ``said`` replacing fields of the description."""
+    """Plan a spec whose model the runtime describes as a Llama, with ``said`` replacing fields of the description.
+
+    ``graph`` is why the model's graph cannot be shared, empty if it can; None means that nobody may ask.
+    """
     (tmp_path / "m").mkdir(exist_ok=True, parents=True)
     (tmp_path / "m" / "config.json").write_text("{}")
     found = {
@@ -71,7 +88,14 @@ def planned(
         "auxiliary_loss": False,
     }
     monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(transformers_process, "_asked", lambda folder, code: found | said)
+
+    def answer(module: str, *arguments: str) -> dict[str, Any]:
+        if module.endswith("structure"):
+            return found | said
+        assert graph is not None, "asked for the graph"
+        return {"problem": graph, "attention": ATTENTION}
+
+    monkeypatch.setattr(transformers_process, "_answer", answer)
     text = f"model: {{hf: m{model}}}\nparallel: {parallel}\nhardware: {{accelerator: cpu, per_node: 2}}\n"
     text += f"data: {data}\ntraining: {{steps: 2, sequence_length: 16, global_batch: 4}}\n"
     loaded = load_text(text)
@@ -103,10 +127,10 @@ def test_the_runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     kept = list((tmp_path / "home" / "models").iterdir())
     assert len(kept) == 1
     assert json.loads(kept[0].read_text())["fields"]["hidden"] == HIDDEN
-    monkeypatch.setattr(transformers_process, "_asked", lambda folder, code: pytest.fail("asked again"))
+    monkeypatch.setattr(transformers_process, "_answer", lambda module, *arguments: pytest.fail("asked again"))
     transformers_process.describe(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text('{"other": 1}')
-    monkeypatch.setattr(transformers_process, "_asked", lambda folder, code: {"fields": {}})
+    monkeypatch.setattr(transformers_process, "_answer", lambda module, *arguments: {"fields": {}})
     assert transformers_process.describe(tmp_path / "m")[0] == {"fields": {}, "code_hash": ""}
 
 
@@ -120,7 +144,9 @@ def test_the_runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("{tensor: {degree: 2, shape: [1, 2]}}", {}, "PT454"),
         ("{pipeline: {stages: 2, schedule: weipipe}}", {}, "PT454"),
         ("{tensor: {degree: 2, overlap: symmetric}}", {}, "PT454"),
-        ("{sequence: 2}", {"attention_problem": "its attention uses s_aux"}, "PT483"),
+        ("{sequence: 2}", {"attention_problem": "its attention uses s_aux", "graph": "it mixes tokens"}, "PT483"),
+        ("{sequence: {method: ring, degree: 2}}", {"attention_problem": "its attention uses s_aux"}, "PT483"),
+        ("{sequence: {method: compiled, degree: 2}}", {"graph": "it mixes tokens"}, "PT448"),
         ("{sequence: {method: ring, degree: 2}}", {"attention_dropout": 0.1}, "PT484"),
         ("{sequence: {method: all_gather}}", {"attention_dropout": 0.1}, "PT484"),
         ("{data: {zero: 3, leaves: ['*.mpl']}}", {}, "PT461"),
@@ -133,6 +159,53 @@ def test_what_such_a_model_cannot_do(
     result = planned(monkeypatch, tmp_path, parallel, **said)
     assert result.plan is None
     assert [found.code for found in result.diagnostics if found.severity == "error"] == [code]
+
+
+def test_graphs_serve_models_that_have_no_other_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = planned(monkeypatch, tmp_path, "{sequence: 2}", graph="", attention_problem="it computes with masks")
+    assert found.plan is not None, found.diagnostics
+    assert found.plan.layout.sequence.method == "compiled"
+    reasons = " ".join(found.plan.reasons)
+    assert "Attention in the graph: 2 × 4 heads of 8, 2 of keys, to all earlier tokens" in reasons
+    assert "Not here: ulysses, ring" in reasons
+    # Other models are asked for their graphs only if the spec says so, and then have it.
+    seam = planned(monkeypatch, tmp_path / "seam", "{sequence: 2}")
+    assert seam.plan is not None
+    assert seam.plan.layout.sequence.method != "compiled"
+    assert "compiled" not in " ".join(seam.plan.reasons)
+    asked = planned(monkeypatch, tmp_path / "asked", "{sequence: {method: compiled, degree: 2}}", graph="")
+    assert asked.plan is not None
+    assert (asked.plan.layout.sequence.method, asked.plan.runnable) == ("compiled", True)
+    like = planned(monkeypatch, tmp_path / "like", "{sequence: {method: ulysses, degree: 2}}")
+    assert like.plan is not None
+    sent = [plan.prediction.time.traffic_bytes["sequence"] for plan in (asked.plan, like.plan)]
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "{sequence: {method: compiled, degree: 1}, tensor: 2}",
+        "{sequence: {method: compiled, degree: 2}, tiles: {mlp: 4}}",
+    ],
+)
+def test_what_a_graph_cannot_be_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str) -> None:
+    result = planned(monkeypatch, tmp_path, parallel, graph="")
+    shared = "degree: 2" in parallel
+    assert result.plan is not None, result.diagnostics
+    assert result.plan.runnable is not shared
+    assert ("PT449" in codes(result)) is shared
+
+
+def test_a_graph_is_for_models_of_other_code() -> None:
+    text = "model: {layers: 2, hidden: 64, heads: 4, vocab: 300}\nhardware: {accelerator: cpu, per_node: 2}\n"
+    text += "data: {source: python-stdlib}\ntraining: {steps: 2, sequence_length: 16, global_batch: 4}\n"
+    loaded = load_text(text + "parallel: {sequence: {method: compiled, degree: 2}}\n")
+    assert loaded.spec is not None, loaded.diagnostics
+    result = make_plan(loaded.spec, base_dir=Path(), default_name="x")
+    assert result.plan is None
+    (error,) = [found for found in result.diagnostics if found.severity == "error"]
+    assert "partool's own decoder has ulysses" in error.message
 
 
 def test_leaves_are_modules_that_are_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,7 +255,8 @@ def test_models_share_sequences_where_their_attention_can_be_taken(
     dropping = planned(monkeypatch, tmp_path / "dropping", "{sequence: 2}", attention_dropout=0.1)
     assert dropping.plan is not None
     assert dropping.plan.layout.sequence.method == "ulysses"
-    alone = planned(monkeypatch, tmp_path / "alone", attention_problem="its attention uses s_aux")
+    said = {"attention_problem": "its attention uses s_aux"}
+    alone = planned(monkeypatch, tmp_path / "alone", graph="it mixes tokens", **said)
     assert alone.plan is not None
     assert alone.plan.layout.mesh.cp == 1
 
@@ -191,9 +265,11 @@ def test_documents_need_attention_that_can_be_taken(monkeypatch: pytest.MonkeyPa
     data = "{source: python-stdlib, attend: document}"
     assert "PT483" not in codes(planned(monkeypatch, tmp_path, data=data))
     said = {"attention_problem": "its layers compute with masks themselves"}
-    result = planned(monkeypatch, tmp_path / "refused", data=data, **said)
+    result = planned(monkeypatch, tmp_path / "refused", data=data, graph="", **said)
     (found,) = [found for found in result.diagnostics if found.severity == "error"]
     assert (found.code, found.path) == ("PT483", ("data", "attend"))
+    shared = "{sequence: {method: compiled, degree: 2}}"
+    assert "PT483" not in codes(planned(monkeypatch, tmp_path / "graph", shared, data=data, graph="", **said))
 
 
 def test_differences_in_size_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

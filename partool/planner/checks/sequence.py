@@ -11,6 +11,7 @@ from partool.planner.search.sequence_rules import (
     layers_problem,
     least_heads,
     may_balance,
+    method_problem,
     methods,
     team_sizes,
     windowed,
@@ -43,7 +44,8 @@ def _layers(problem: Problem) -> Iterator[Diagnostic]:
     left = methods_of(sequence)
     if left and problem.described is not None and problem.described.method_problem(left[0]):
         return  # reported in hf.py
-    whys = [layers_problem(model, method) for method in left]
+    own = problem.described is None
+    whys = [method_problem(problem, method) if own else layers_problem(model, method) for method in left]
     if whys and all(whys):
         why = whys[0] or ""
         path = (*_PATH, "method") if sequence.method != "auto" else _PATH
