@@ -73,7 +73,7 @@ class Odd(nn.Module):
         return self.norm(x) @ self.embed.weight.T
 
 
-OWN: dict[str, tuple[str, dict[str, Any]]] = {"odd": ("Odd", {})}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {"odd": ("Odd", {}), "bytes": ("Odd", {"vocab": 257, "layers": 2})}
 """Class and keywords of each model."""
 
 

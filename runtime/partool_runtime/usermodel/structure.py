@@ -88,7 +88,7 @@ def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], 
     tables = [module for module in own.modules() if isinstance(module, nn.Embedding)]
     hidden = tables[0].embedding_dim if tables else heads * width
     outside = set(own.parameters()) - set(layers.parameters())
-    each = sum(parameter.numel() for parameter in layers.parameters()) // count
+    each = sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() > 1) // count
     products = sum(isinstance(module, nn.Linear) for module in layers.modules()) // count
     gated = products > _PLAIN
     network = each - 2 * hidden * width * (heads + keys)
