@@ -35,7 +35,7 @@ from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
-from partool.strategies.sequence import ON_GRIDS
+from partool.strategies.sequence import METHODS, ON_GRIDS
 
 ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = map(
     SEQUENCE_METHODS.index, ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
@@ -305,7 +305,7 @@ def even_cases(draw: st.DrawFn) -> tuple[TrainingJob, Layout, Kind]:
     ranks = {"usp": inner * draw(st.integers(2, 5)), "startrail": teams**2 * draw(st.integers(1, 4))}.get(
         method, draw(st.integers(2, 9))
     )
-    trading = ranks if method == "ulysses" else inner
+    trading = ranks if METHODS[method].heads == "all" else inner
     keys = trading * draw(st.integers(1, 3)) if draw(st.booleans()) else 1
     queries = max(keys, trading) * draw(st.integers(1, 3))
     length = 2 * ranks * draw(st.integers(1, 40))

@@ -82,6 +82,7 @@ def every_kind() -> list[Asked]:
         needs(offload_optimizer="nvme"), needs(offload_parameters="nvme"), needs(offload_activations="cpu"),
         needs(zero=3, leaves=("a",), **every_way), needs(hf=True), needs(hf=True, mesh=SHARED),
         needs(mlp_tile_tokens=4), needs(loss_tile_tokens=4),
+        needs(mesh=Mesh(cp=2, tp=2), sequence_method="compiled"),
         needs(zero=3, **piped), needs(zero=3, mesh=CUT), needs(mesh=Mesh(cp=2, tp=2)),
         needs(mesh=Mesh(dp_replicate=2, tp=2)),
         needs(zero=3, mesh=TWO), needs(accumulation=2), needs(frozen=True),

@@ -32,7 +32,7 @@ from partool.planner.search.solve import solve
 from partool.planner.search.space import build
 from partool.report.plan import longest_rows, render_longest
 from partool.spec import load_text
-from partool.strategies.sequence import METHODS, ON_GRIDS, PREFERENCE
+from partool.strategies.sequence import BY_GRAPH, METHODS, ON_GRIDS, PREFERENCE
 
 ROOT = Path(__file__).parents[2]
 MODEL = "model: {layers: 4, hidden: 448, heads: 7, kv_heads: 7, vocab: 256, max_position: 1000000}\n"
@@ -204,7 +204,7 @@ def test_of_forms_alike_the_preferred_one_is_kept() -> None:
             assert times[at] < times[quickest] * 1.002 or form.name != forms[quickest].name
 
 
-@pytest.mark.parametrize("method", SEQUENCE_METHODS)
+@pytest.mark.parametrize("method", [name for name in SEQUENCE_METHODS if name not in BY_GRAPH])
 def test_what_a_table_proposes_plans_the_same_layout(method: str) -> None:
     text = (GRID if method == "dsp" else MODEL) + REST + LENGTH
     first = plan_of(text, *ALONE, f"parallel.sequence={{method: {method}, degree: 4}}")
@@ -244,6 +244,7 @@ def test_reasons_name_what_is_taken_and_what_it_is_compared_with() -> None:
     others = rivals(problem, best.layout)
     assert {one.layout.sequence.method for one in others} == set(SEQUENCE_METHODS) - {
         "dsp",
+        "compiled",
         best.layout.sequence.method,
     }
     assert [one.time.step_time_s for one in others] == sorted(one.time.step_time_s for one in others)
@@ -297,7 +298,7 @@ SMALL = (
 def test_the_longest_sequence_of_each_method_fits_and_a_longer_one_does_not() -> None:
     spec = spec_of(SMALL)
     found = {one.method: one for one in longest(spec, ROOT, 4096)}
-    assert list(found) == [NONE, *(name for name in METHODS if name not in ON_GRIDS)]
+    assert list(found) == [NONE, *(name for name in METHODS if name not in (*ON_GRIDS, *BY_GRAPH))]
     for name, one in found.items():
         plan = plan_of(SMALL, *one.overrides)
         assert plan.prediction.memory.verdict == "green"
@@ -329,7 +330,7 @@ def test_what_if_of_lengths_tells_the_longest_of_each_method(
     rows = json.loads(out)
     assert [row["with"] for row in rows[:2]] == [[f"training.sequence_length={n}"] for n in (4096, 8192)]
     methods_ = [row["method"] for row in rows[2:]]
-    assert methods_ == [NONE, *(name for name in METHODS if name not in ON_GRIDS)]
+    assert methods_ == [NONE, *(name for name in METHODS if name not in (*ON_GRIDS, *BY_GRAPH))]
     assert all(row["plan"]["verdict"] == "green" and row["longest_tokens"] > 8192 for row in rows[2:])
 
 

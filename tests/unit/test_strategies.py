@@ -28,6 +28,7 @@ from partool.strategies.targets import JOB_SCRIPTS, SECTIONS, TARGETS
 from partool_kernels.host import MOMENTS
 from partool_runtime.fused.apply import PARTS as PUT
 from partool_runtime.optim.steps import STEPS
+from partool_runtime.parallel.sequence.compiled import share_graph
 from partool_runtime.parallel.sequence.types import method_named
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_a_schedule_is_made_tested_and_told(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_run_tested_and_told(name: str) -> None:
     record = METHODS[name]
-    assert callable(method_named(name))
+    assert callable(share_graph if record.by_graph else method_named(name))
     price = price_of(name)
     assert all(callable(each) for each in (price.parts, price.exchange, price.buffers))
     assert has_test(record.parity, name)

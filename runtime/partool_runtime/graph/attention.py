@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from partool_runtime.graph.capture import CaptureError, where
 from partool_runtime.graph.nodes import value_of
+from partool_runtime.torch_internals.tracing import one_node
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@one_node  # type: ignore[untyped-decorator]
 def attend_with(  # noqa: PLR0917 - as torch's function
     query: torch.Tensor,
     key: torch.Tensor,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn import functional as F
+
+from partool_runtime.torch_internals.tracing import one_node, trace, without_memory
 
 _BATCH, _LENGTH = 3, 11
 """Sizes of the example; any sizes above 1 give the same graph."""
@@ -42,7 +42,7 @@ class Captured(NamedTuple):
     """Symbols of the numbers of sequences and of tokens in a sequence."""
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+@one_node  # type: ignore[untyped-decorator]
 def call_experts(name: str, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Stand-in for the experts of the module ``name``, which map every token by itself; a single node of a graph."""
     return torch.empty_like(x)
@@ -66,47 +66,17 @@ def capture(
     experts, which map every token by itself: each stays one node, as its code may depend on the data. Raises
     :class:`CaptureError`.
     """
-    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = without_memory()
     clone = _without_memory(module, mode, dtype, opaque).train(training)
     before(clone)
-    seen: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def take(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        seen.append((graph, examples))
-        return graph.forward
-
     with mode:
         given = {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.long) for name in inputs}
-    for tensor in given.values():
-        torch._dynamo.mark_dynamic(tensor, (0, 1))
-    torch._dynamo.reset()
+    arguments = {inputs[name]: tensor for name, tensor in given.items()}
     try:
-        with mode, torch.no_grad(), torch.compiler.set_stance("default"), _torch_functions():
-            arguments = {inputs[name]: tensor for name, tensor in given.items()}
-            torch.compile(_First(clone), backend=take, fullgraph=True)(**arguments, **fixed)
+        graph, examples = trace(_First(clone), {**arguments, **fixed}, dict.fromkeys(arguments, (0, 1)), mode)
     except Exception as error:  # a model's own code may raise anything
         raise CaptureError(_reason(error)) from error
-    finally:
-        torch._dynamo.reset()
-    (graph, examples) = seen[0]
     return _named(graph, examples, clone, given)
-
-
-_REPLACED = ((F, "scaled_dot_product_attention", F.scaled_dot_product_attention), (torch, "tensor", torch.tensor))
-"""Functions of torch that a dry run replaces, by module and name."""
-
-
-@contextmanager
-def _torch_functions() -> Iterator[None]:
-    """Undo within the context what a dry run replaces, so that a graph holds torch's own functions."""
-    before = [getattr(module, name) for module, name, _ in _REPLACED]
-    for module, name, own in _REPLACED:
-        setattr(module, name, own)
-    try:
-        yield
-    finally:
-        for (module, name, _), replaced in zip(_REPLACED, before, strict=True):
-            setattr(module, name, replaced)
 
 
 class _First(nn.Module):
@@ -146,7 +116,7 @@ def where(node: fx.Node) -> str:
 
 
 def _without_memory(
-    module: nn.Module, mode: torch._subclasses.FakeTensorMode, dtype: torch.dtype, opaque: Collection[str]
+    module: nn.Module, mode: AbstractContextManager[Any], dtype: torch.dtype, opaque: Collection[str]
 ) -> nn.Module:
     """Return a copy of a module whose tensors have no memory, with its class's own forward passes."""
     clone = copy.deepcopy(module)

@@ -30,6 +30,10 @@ _SHAPED = _ALLOCATED | frozenset({
 })  # fmt: skip
 """Names of functions whose numbers are sizes. Other functions compute with numbers."""
 
+_IN_PLACE = frozenset({"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))})
+_IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
+"""Names of operators of Python that change their first argument."""
+
 Replacement = Callable[..., torch.Tensor]
 """Function of (heads, mask, sinks, documents) that replaces an attention node."""
 
@@ -94,7 +98,9 @@ def shares_of(captured: Captured) -> set[fx.Node]:
 def _written(node: fx.Node) -> fx.Node | None:
     """Return the node whose tensor a node changes in place; None if it changes none."""
     name = _name(node)
-    changes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    own = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
+    changes = name in _IN_PLACE if own else name.endswith("_") and not name.endswith("__")
+    changes = changes or node.kwargs.get("inplace") is True
     first = node.kwargs.get("out", node.args[0] if changes and node.args else None)
     return first if isinstance(first, fx.Node) else None
 

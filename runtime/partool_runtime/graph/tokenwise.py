@@ -13,12 +13,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool_runtime.graph.attention import ATTENTION
 from partool_runtime.graph.capture import Captured, CaptureError, call_experts, where
 from partool_runtime.graph.nodes import computed, expression, tensors_in, token_dims, value_of
 from partool_runtime.graph.share import shares_of
+from partool_runtime.torch_internals.tracing import OperatorMode, context_of
 
 _SHAPES = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand",
@@ -47,11 +47,11 @@ def check_tokenwise(captured: Captured) -> None:
         values = [value_of(each) for each in node.all_input_nodes]
         if node.target is operator.getitem and not isinstance(values[0], torch.Tensor):
             continue  # an item of a tuple
-        tensors = [each for each in tensors_in(values) if isinstance(each, torch._subclasses.FakeTensor)]
-        if not tensors:
+        context = next(filter(None, map(context_of, tensors_in(values))), None)
+        if context is None:
             continue
         try:
-            with tensors[0].fake_mode, torch.no_grad(), _Watch(captured.length):
+            with context, torch.no_grad(), _Watch(captured.length):
                 computed(node, value_of)
         except _MixesError as error:
             raise CaptureError(f"its code may mix tokens outside of attention: {error}{where(node)}") from None
@@ -67,7 +67,7 @@ class _MixesError(Exception):
     """An operator may mix tokens; the text names it."""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
     """Raises :class:`_MixesError` at the first operator that may mix tokens."""
 
     def __init__(self, length: sympy.Symbol) -> None:
