@@ -78,7 +78,7 @@ def shared(model: nn.Module, span: tuple[int, int] = (0, 5)) -> tuple[Shared, li
         found.append(node)
         return as_values, False
 
-    return share(captured(model), Sharing(LENGTH, span, replace, model.get_submodule, torch.device("cpu"))), found
+    return share(captured(model), Sharing(2, LENGTH, span, replace, model.get_submodule, torch.device("cpu"))), found
 
 
 def looked_at(model: nn.Module) -> None:
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Attend, Mix, str]] = {
     "softmax": (causal, lambda layer, x: x.softmax(-2), "_softmax works along the tokens"),
     "flip": (causal, lambda layer, x: x.flip(1), "flip works along the tokens"),
     "roll": (causal, lambda layer, x: x.roll(1, 1), "roll works along the tokens"),
-    "convolution": (causal, lambda layer, x: layer.conv(x.mT).mT, "convolution has no rule"),
+    "convolution": (causal, lambda layer, x: layer.conv(x.mT).mT, "does not know whether convolution keeps"),
     "norm": (causal, lambda layer, x: F.layer_norm(x.mT, (11,)).mT, "one length"),
     "products": (causal, lambda layer, x: x + (x.mT @ x).sum(), "bmm sums over tokens"),
     "some": (causal, half, "tokens"),
@@ -217,7 +217,7 @@ RULES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | str | None]
     "both ways": (lambda d: d.abs() < 4, "not causal"),
     "later": (lambda d: d <= 0, "not causal"),
     "gap": (lambda d: (d >= 0) & (d != 2), "not causal"),
-    "slope": (lambda d: torch.where(d >= 0, -0.5 * d, -torch.inf), "no mask of zeros"),
+    "slope": (lambda d: torch.where(d >= 0, -0.5 * d, -torch.inf), "no mask of zeros|mul makes it"),
     "growing": (lambda d: (d >= 0) & (d < (d.shape[-1] + 1) // 2), "window|not causal"),
     "too long": (lambda d: (d >= 0) & (d < 40_000), "too long"),
 }

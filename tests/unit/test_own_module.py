@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -166,9 +167,18 @@ def test_what_is_refused(tmp_path: Path, name: str, config: dict[str, Any], code
     assert raised.value.code == code
 
 
-def test_a_module_that_mixes_tokens_trains_on_whole_sequences_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"cumsum works along the tokens.*net\.py:"):
-        describe(named(tmp_path, "net:Sums").model_dump_json())
+def test_a_module_that_mixes_tokens_trains_on_whole_sequences_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = describe(named(tmp_path, "net:Sums").model_dump_json())
+    assert re.search(r"cumsum works along the tokens.*net\.py:", found["graph_problem"])
+    alone = planned(monkeypatch, tmp_path, 'model: {module: "net:Sums"}\n')
+    assert alone.plan is not None, alone.diagnostics
+    assert alone.plan.layout.mesh.cp == 1
+    shared = planned(monkeypatch, tmp_path, 'model: {module: "net:Sums"}\nparallel: {sequence: 2}\n')
+    (error,) = [each for each in shared.diagnostics if each.severity == "error"]
+    assert error.code == "PT483"
+    assert "cumsum works along the tokens" in error.message
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

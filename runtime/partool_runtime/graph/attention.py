@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -62,6 +63,14 @@ _SIGNATURES: dict[Any, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def _inserts(node: Any) -> bool:
+    """Return True if a node inserts a dimension, and changes nothing else."""
+    if node.target in ("unsqueeze", torch.unsqueeze):
+        return True
+    index = node.args[1] if node.target is operator.getitem and len(node.args) > 1 else ()
+    return isinstance(index, tuple) and index != () and all(one is None or one == slice(None) for one in index)
+
+
 class AttentionNode(NamedTuple):
     """The arguments of an attention node."""
 
@@ -85,8 +94,12 @@ def attention_node(node: fx.Node) -> AttentionNode | None:
         raise CaptureError(f"its attention has queries of {query.meta['example_value'].dim()} dimensions{where(node)}")
     heads = value_of(query).shape[1]
     key, value = _few(key, value, heads)
+    numbers = ("scale", "softcap", "dropout_p", "is_causal")
+    if any(isinstance(given.get(name), fx.Node) for name in numbers):
+        raise CaptureError(f"its attention has a number that follows the tokens{where(node)}")
     keys = value_of(key).shape[1]
-    if not all(isinstance(count, int) for count in (heads, keys)) or heads % keys:
+    even = keys == value_of(value).shape[1] and all(isinstance(count, int) for count in (heads, keys))
+    if not even or heads % keys:
         raise CaptureError(f"its attention has {heads} heads of queries and {keys} of keys{where(node)}")
     return AttentionNode(
         (query, key, value),
@@ -125,7 +138,7 @@ def _unrepeated(node: fx.Node) -> fx.Node:
     narrow: Any = expanded.args[0]
     origin: Any = narrow.args[0] if narrow.args else None
     batch, keys, copies, length, width = value_of(expanded).shape
-    inserted = tuple(value_of(narrow).shape) == (batch, keys, 1, length, width) and isinstance(origin, fx.Node)
+    inserted = tuple(value_of(narrow).shape) == (batch, keys, 1, length, width) and _inserts(narrow)
     merged = tuple(value_of(node).shape) == (batch, keys * copies, length, width)
     if inserted and merged and tuple(value_of(origin).shape) == (batch, keys, length, width):
         return cast(fx.Node, origin)

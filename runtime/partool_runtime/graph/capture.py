@@ -17,10 +17,11 @@ import sympy
 import torch
 from torch import fx, nn
 
+from partool_runtime.graph.nodes import expression, value_of
 from partool_runtime.torch_internals.tracing import one_node, trace, without_memory
 
 _BATCH, _LENGTH = 3, 11
-"""Sizes of the example; any sizes above 1 give the same graph."""
+"""Sizes of the example. Where code branches on them, :meth:`Captured.wrong_guard` tells for which the graph holds."""
 
 
 class CaptureError(Exception):
@@ -37,9 +38,16 @@ class Captured(NamedTuple):
     """The input of positions, ``[B, S]``; None if the module takes none, or does not use them."""
     names: Mapping[fx.Node, str]
     """Name of the parameter or buffer that each other input of the graph stands for."""
-    batch: sympy.Symbol
+    batch: sympy.Symbol | int
     length: sympy.Symbol
-    """Symbols of the numbers of sequences and of tokens in a sequence."""
+    """Symbols of the numbers of sequences and of tokens in a sequence; a graph of one sequence has the number 1."""
+    guards: tuple[sympy.Basic, ...] = ()
+    """Conditions on the sizes that the model's code asked for, and that the graph takes for granted."""
+
+    def wrong_guard(self, batch: int, length: int) -> str:
+        """Return a condition that does not hold for so many sequences and tokens; empty if all do."""
+        numbers = {self.batch: batch, self.length: length}
+        return next((str(guard) for guard in self.guards if guard.subs(numbers) == False), "")  # noqa: E712
 
 
 @one_node  # type: ignore[untyped-decorator]
@@ -55,25 +63,29 @@ def capture(
     inputs: Mapping[str, str],
     fixed: Mapping[str, Any],
     training: bool,
+    batch: int = _BATCH,
     opaque: Collection[str] = (),
     before: Callable[[nn.Module], None] = lambda _: None,
 ) -> Captured:
     """Return the graph of ``module``'s forward pass with parameters of type ``dtype``, for CPUs.
 
-    ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments;
-    ``fixed`` are further arguments; ``before`` changes the copy of the
-    module that is traced. The first tensor that the module returns is the graph's result. ``opaque`` are names of
-    experts, which map every token by itself: each stays one node, as its code may depend on the data. Raises
-    :class:`CaptureError`.
+    With a ``batch`` of 1 the graph is one of 1 sequence: torch treats this size otherwise than all larger ones, which
+    share a graph. ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's
+    arguments; ``fixed`` are further arguments; ``before`` changes the copy of the module that is traced. The first
+    tensor that the module returns is the graph's result. ``opaque`` are names of experts, which map every token by
+    itself: each stays one node, as its code may depend on the data. Raises :class:`CaptureError`.
     """
     mode = without_memory()
     clone = _without_memory(module, mode, dtype, opaque).train(training)
     before(clone)
     with mode:
-        given = {name: torch.zeros(_BATCH, _LENGTH, dtype=torch.long) for name in inputs}
+        given = {name: torch.zeros(min(batch, _BATCH), _LENGTH, dtype=torch.long) for name in inputs}
     arguments = {inputs[name]: tensor for name, tensor in given.items()}
+    free = (1,) if batch == 1 else (0, 1)
     try:
-        graph, examples = trace(_First(clone), {**arguments, **fixed}, dict.fromkeys(arguments, (0, 1)), mode)
+        graph, examples = trace(
+            _First(clone).train(training), {**arguments, **fixed}, dict.fromkeys(arguments, free), mode
+        )
     except Exception as error:  # a model's own code may raise anything
         raise CaptureError(_reason(error)) from error
     return _named(graph, examples, clone, given)
@@ -151,19 +163,18 @@ def _named(graph: fx.GraphModule, examples: list[Any], clone: nn.Module, given: 
         elif isinstance(example, torch.Tensor):
             raise CaptureError(f"its code reads a tensor, {node.name}, that is neither a parameter nor a buffer")
     constant = next(iter(graph.graph.find_nodes(op="get_attr")), None)
+    if constant is not None and isinstance(getattr(graph, str(constant.target)), nn.Module):
+        raise CaptureError("its code has a backward pass of its own, or recomputes itself (torch.utils.checkpoint)")
     if constant is not None:
         raise CaptureError(f"its code holds a tensor, {constant.target}, that is neither a parameter nor a buffer")
     if "tokens" not in inputs:
         raise CaptureError("its forward pass does not read the tokens")
-    batch, length = (_symbol(size) for size in inputs["tokens"].meta["example_value"].shape)
-    return Captured(graph.graph, inputs["tokens"], inputs.get("positions"), names, batch, length)
-
-
-def _symbol(size: Any) -> sympy.Symbol:
-    expression = size.node.expr if isinstance(size, torch.SymInt) else None
-    if not isinstance(expression, sympy.Symbol):
-        raise CaptureError(f"its code works for one size of the tokens only ({size})")
-    return expression
+    batch, length = value_of(inputs["tokens"]).shape
+    if not isinstance(length, torch.SymInt) or not isinstance(expression(length), sympy.Symbol):
+        raise CaptureError("its code works for one length of sequences only")
+    guards = tuple(guard.expr for guard in length.node.shape_env.guards)
+    symbols = inputs.get("positions"), names, expression(batch), expression(length), guards
+    return Captured(graph.graph, inputs["tokens"], *symbols)
 
 
 def _reason(error: Exception) -> str:

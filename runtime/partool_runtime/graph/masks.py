@@ -6,38 +6,56 @@ makes it can be computed for small numbers, and compared with the rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from partool_runtime.graph.capture import Captured
-from partool_runtime.graph.nodes import computed, expression, value_of
+from partool_runtime.graph.functions import name_of
+from partool_runtime.graph.nodes import Number, computed, is_number, value_of
 from partool_runtime.model.attention import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import without_modes
 
 _BATCH = 2
-_SHORT, _LONGEST = 67, 16_384
-"""Lengths of sequences for which masks are computed: the first is short, none is longer than the last."""
+_SHORT, _WHOLE, _LONGEST = 67, 4096, 8192
+"""Length of a short sequence, and the longest sequences for which whole masks are computed: as a proof, as a test."""
+_CALLS = frozenset({
+    "arange", "getitem", "unsqueeze", "expand", "view", "reshape", "to", "bool", "and_", "or_", "invert", "ge", "gt",
+    "le", "lt", "eq", "ne", "add", "sub", "neg", "abs", "where", "masked_fill", "full", "zeros", "ones", "new_zeros",
+    "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "tril", "triu", "logical_and", "logical_or",
+    "logical_not", "__and__", "__or__", "__invert__", "size", "diff", "cumsum", "narrow", "contiguous", "clone",
+    "tensor", "scalar_tensor", "broadcast_tensors", "_set_grad_enabled", "finfo", "squeeze", "transpose", "long", "int",
+})  # fmt: skip
+"""Functions in which a distance between tokens is compared with integers of the graph, and with nothing else."""
 
 
 def rule_of(mask: fx.Node, captured: Captured, buffers: Mapping[str, torch.Tensor], length: int) -> int | str | None:
     """Return the window of a causal mask (None: all earlier tokens), or why the mask follows no known rule.
 
-    The mask is compared for sequences of ``length`` tokens or, if these are long, for two short lengths and for lengths
-    just above each integer in the mask's part of the graph, as a window must be one of these integers, or next to one.
+    The mask of all pairs is computed and compared with the rule. Above :data:`_WHOLE` tokens that would take too much
+    memory. There the mask must be made by :data:`_CALLS` only, and is computed for two short lengths and for lengths
+    just above each integer in its part of the graph: a window is one of these integers, or next to one.
     """
     nodes = _ancestors(mask)
-    numbers = {number for node in nodes for number in _integers((node.args, node.kwargs)) if number < length}
-    lengths = {_SHORT, 2 * _SHORT + 1, *(number + 3 for number in numbers if number > _SHORT)}
-    lengths = {min(each, length) for each in lengths}
-    if max(lengths) > _LONGEST:
+    if any(node in captured.names and captured.names[node] not in buffers for node in nodes):
+        return "it is learned"
+    lengths = {length}
+    if length > _WHOLE:
+        if other := next((node for node in nodes if not _is_simple(node, captured)), None):
+            return f"{name_of(other) or other.name} makes it, and it is too long to compute it for a test"
+        numbers = {number for node in nodes for number in _integers((node.args, node.kwargs)) if number < length}
+        lengths = {_SHORT, 2 * _SHORT + 1, *(number + 3 for number in numbers if number > _SHORT)}
+    if max(lengths) > max(_LONGEST, _WHOLE):
         return "its window is too long to compute the mask for a test"
     found: set[int | None] = set()
     for tokens in sorted(lengths):
-        with without_modes(), torch.no_grad():
-            seen = _seen(_computed(mask, nodes, captured, buffers, tokens))
+        try:
+            with without_modes(), torch.no_grad():
+                seen = _seen(_computed(mask, nodes, captured, buffers, tokens))
+        except Exception as error:  # a model's own code may raise anything
+            return f"it cannot be computed for a test ({type(error).__name__})"
         if seen is None or seen.shape[-2:] != (tokens, tokens):
             return "it is no mask of zeros and minus infinity over all tokens"
         window = int(seen.reshape(-1, tokens)[-1].sum())
@@ -51,6 +69,20 @@ def rule_of(mask: fx.Node, captured: Captured, buffers: Mapping[str, torch.Tenso
     return windows.pop() if len(windows) == 1 else None if not windows else "its window grows with the sequence"
 
 
+def _is_simple(node: fx.Node, captured: Captured) -> bool:
+    """Return True if a node of a mask compares places with integers, or makes such a comparison a mask."""
+    if node in captured.names:
+        return False
+    if node.op == "placeholder" or is_number(node):
+        return True
+    floats = [each for each in _numbers((node.args, node.kwargs)) if isinstance(each, float)]
+    return name_of(node) in _CALLS and all(each == 0 or abs(each) > _HIDDEN for each in floats)
+
+
+_HIDDEN = 1e30
+"""Numbers above this stand for infinity in masks that are added to scores; float16 masks have none."""
+
+
 def _ancestors(node: fx.Node) -> list[fx.Node]:
     """Return the nodes from which a node is computed, and the node, in the order of the graph."""
     found, ahead = {node}, [node]
@@ -62,15 +94,19 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def _integers(value: Any) -> set[int]:
-    if isinstance(value, bool):
-        return set()
-    if isinstance(value, int):
-        return {abs(value)}
-    if isinstance(value, slice):
-        return _integers((value.start, value.stop, value.step))
-    if isinstance(value, tuple | list):
-        return {number for each in value for number in _integers(each)}
-    return {number for each in value.values() for number in _integers(each)} if isinstance(value, dict) else set()
+    return {abs(each) for each in _numbers(value) if isinstance(each, int) and not isinstance(each, bool)}
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, slice):
+        yield from _numbers((value.start, value.stop, value.step))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, dict):
+        yield from _numbers(list(value.values()))
 
 
 def _computed(
@@ -78,14 +114,14 @@ def _computed(
 ) -> Any:
     """Compute a mask on the CPU for sequences of ``length`` tokens."""
     values: dict[fx.Node, Any] = {}
-    sizes = {captured.batch: _BATCH, captured.length: length}
+    batch = captured.batch if isinstance(captured.batch, int) else _BATCH
     for node in nodes:
         if node is captured.positions:
-            values[node] = torch.arange(length)[None].expand(_BATCH, length)
+            values[node] = torch.arange(length)[None].expand(batch, length)
         elif node in captured.names:
             values[node] = buffers[captured.names[node]]
-        elif node.op == "placeholder":
-            values[node] = sizes[expression(value_of(node))]
+        elif is_number(node):
+            values[node] = Number(value_of(node), captured.batch, captured.length)(batch, length)
         else:
             values[node] = computed(node, values.__getitem__)
     return values[mask]

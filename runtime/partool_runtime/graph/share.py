@@ -9,30 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.graph.attention import AttentionNode, attention_node
 from partool_runtime.graph.capture import Captured, CaptureError, call_experts, inside, where
-from partool_runtime.graph.nodes import expression, in_proportion, is_number, token_dims, value_of
+from partool_runtime.graph.functions import allocates, draws, fill_of, name_of, takes_sizes, written
+from partool_runtime.graph.nodes import Number, expression, in_proportion, is_number, token_dims, value_of
 
 _SILENT = frozenset({"_log_api_usage_once"})
 """Names of functions in graphs that compute nothing."""
-
-_ALLOCATED = frozenset({"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty"})
-"""Names of functions that make tensors in which all elements are alike."""
-_SHAPED = _ALLOCATED | frozenset({
-    "view", "reshape", "expand", "unflatten", "repeat", "tile", "broadcast_to", "new_full", "split", "Size", "rand",
-    "randn", "unsafe_view",
-})  # fmt: skip
-"""Names of functions whose numbers are sizes. Other functions compute with numbers."""
-
-_IN_PLACE = frozenset({"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))})
-_IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
-"""Names of operators of Python that change their first argument."""
 
 Replacement = Callable[..., torch.Tensor]
 """Function of (heads, mask, sinks, documents) that replaces an attention node."""
@@ -42,6 +32,8 @@ Replacement = Callable[..., torch.Tensor]
 class Sharing:
     """What a rank needs to rewrite a graph."""
 
+    batch: int
+    """Sequences of a micro-batch."""
     length: int
     """Tokens of a whole sequence."""
     span: tuple[int, int]
@@ -84,29 +76,15 @@ def shares_of(captured: Captured) -> set[fx.Node]:
         for node in captured.graph.nodes:
             if not is_number(node) and any(each in found for each in node.all_input_nodes):
                 found.add(node)
-        filled = [node for node in found if (changed := _written(node)) is not None and changed not in found]
+        filled = [node for node in found if (changed := written(node)) is not None and changed not in found]
         if not filled:
             return found
         for node in filled:
-            changed = _written(node)
+            changed = written(node)
             assert changed is not None
-            if _name(changed) not in _ALLOCATED or isinstance(changed.kwargs.get("fill_value"), fx.Node):
+            if not allocates(changed):
                 raise CaptureError(f"its code writes values of tokens into a tensor that has others{where(node)}")
             found.add(changed)
-
-
-def _written(node: fx.Node) -> fx.Node | None:
-    """Return the node whose tensor a node changes in place; None if it changes none."""
-    name = _name(node)
-    own = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
-    changes = name in _IN_PLACE if own else name.endswith("_") and not name.endswith("__")
-    changes = changes or node.kwargs.get("inplace") is True
-    first = node.kwargs.get("out", node.args[0] if changes and node.args else None)
-    return first if isinstance(first, fx.Node) else None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
 class _Rewriting:
@@ -119,16 +97,17 @@ class _Rewriting:
         self.whole: dict[fx.Node, Any] = {}
         self.mine: dict[fx.Node, Any] = {}
         self.documents: fx.Node | None = None
+        self.sizes: tuple[Any, Any] = (None, None)
+        """The numbers of sequences, and of this rank's tokens."""
 
     def run(self) -> Shared:
         graph = self.out.graph
         tokens = graph.placeholder("tokens_BS")
         positions = graph.placeholder("positions_BL")
         self.documents = graph.placeholder("documents_BL")
-        sizes = {
-            self.captured.batch: (graph.call_method("size", (tokens, 0)),) * 2,
-            self.captured.length: (self.sharing.length, graph.call_method("size", (tokens, 1))),
-        }
+        check = _function(partial(_sizes, self.captured, self.sharing.length))
+        self.sizes = graph.call_function(check, (tokens,)), graph.call_method("size", (tokens, 1))
+        _check_guards(self.captured, self.sharing.batch, self.sharing.length)
         known = {self.captured.tokens: tokens, self.captured.positions: positions}
         for node in self.captured.graph.nodes:
             if node in known:
@@ -139,7 +118,7 @@ class _Rewriting:
                 made.meta = dict(node.meta)
                 self.out.names[made] = self.captured.names[node]
             elif node.op == "placeholder":
-                self._size(node, sizes)
+                self._number(node)
             elif node.op == "output":
                 graph.output(self._result(node))
             else:
@@ -147,23 +126,28 @@ class _Rewriting:
         if not self.out.attention:
             raise CaptureError("it has no attention that partool knows")
         # By default torch removes nodes that write into a tensor, as nothing reads the writing nodes themselves.
-        graph.eliminate_dead_code(lambda node: node.is_impure() or _written(node) is not None)
+        graph.eliminate_dead_code(lambda node: node.is_impure() or written(node) is not None)
         graph.lint()
         return self.out
 
-    def _size(self, node: fx.Node, sizes: dict[sympy.Symbol, tuple[Any, Any]]) -> None:
-        size = expression(value_of(node))
-        if size not in sizes:
+    def _number(self, node: fx.Node) -> None:
+        """Compute a number or a shape anew, for whole sequences and for the rank's share."""
+        value = value_of(node)
+        if node.op == "placeholder" and expression(value) not in (self.captured.batch, self.captured.length):
             raise CaptureError(f"its graph has an input {node.name} that is neither a size of the tokens nor a tensor")
-        self.whole[node], self.mine[node] = sizes[size]
+        batch, length = self.sizes
+        number = _function(Number(value, self.captured.batch, self.captured.length))
+        self.whole[node] = self.out.graph.call_function(number, (batch, self.sharing.length))
+        self.whole[node].meta = dict(node.meta)
+        if in_proportion(value, self.captured.length):
+            self.mine[node] = self.out.graph.call_function(number, (batch, length))
+            self.mine[node].meta = dict(node.meta)
 
     def _copy(self, node: fx.Node) -> None:
-        if _name(node) in _SILENT:
+        if name_of(node) in _SILENT:
             return
         if is_number(node):
-            self.whole[node] = self.out.graph.node_copy(node, self.whole.__getitem__)
-            if in_proportion(value_of(node), self.captured.length):
-                self.mine[node] = self.out.graph.node_copy(node, self.mine.__getitem__)
+            self._number(node)
             return
         attention = attention_node(node)
         if attention is not None:
@@ -171,6 +155,8 @@ class _Rewriting:
         elif node in self.shares:
             self.mine[node] = self._mine(node)
         else:
+            if draws(node):
+                raise CaptureError(f"its code draws random numbers, which ranks would draw otherwise{where(node)}")
             self.whole[node] = self._placed(node, self.whole.__getitem__)
 
     def _placed(self, node: fx.Node, find: Callable[[fx.Node], Any]) -> fx.Node:
@@ -187,6 +173,8 @@ class _Rewriting:
         return made
 
     def _mine(self, node: fx.Node) -> fx.Node:
+        if isinstance(fill_of(node), fx.Node):
+            raise CaptureError(f"its code fills a tensor with a number that follows the tokens{where(node)}")
         given = [self._given(each, node) for each in node.all_input_nodes]
         found = dict(zip(node.all_input_nodes, given, strict=True))
         if node.target is call_experts:
@@ -202,7 +190,7 @@ class _Rewriting:
 
     def _given(self, value: fx.Node, user: fx.Node) -> Any:
         """Return a share's input: a share, a number for the rank's tokens, or the rank's part of a whole value."""
-        if is_number(value) and _name(user) not in _SHAPED:
+        if is_number(value) and not takes_sizes(user):
             return self.whole[value]  # a value, such as the length that a mean is divided by
         if value in self.mine:
             return self.mine[value]
@@ -250,10 +238,30 @@ class _Rewriting:
         return self.mine[result]
 
 
-def _function(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _function(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls an object; nodes of a graph need names, which objects lack."""
 
-    def called(*args: Any) -> torch.Tensor:
+    def called(*args: Any) -> Any:
         return call(*args)
 
     return called
+
+
+def _sizes(captured: Captured, length: int, tokens_BS: torch.Tensor) -> int:
+    """Return the number of sequences of a pass; raises ConfigurationError PT448 if the graph is of another number."""
+    batch = tokens_BS.shape[0]
+    try:
+        _check_guards(captured, batch, length)
+    except CaptureError as error:
+        raise ConfigurationError("PT448", str(error), "Use one size of micro-batches.") from None
+    return batch
+
+
+def _check_guards(captured: Captured, batch: int, length: int) -> None:
+    """Raise :class:`CaptureError` if code takes another branch for these sizes than it took in the graph."""
+    if isinstance(captured.batch, int) and batch != captured.batch:
+        raise CaptureError(f"its graph is of {captured.batch} sequence, and is called with {batch}")
+    wrong = captured.wrong_guard(batch, length)
+    if wrong:
+        message = f"its code branches on sizes ({wrong}), and takes another way for {batch} × {length} tokens"
+        raise CaptureError(f"{message} than for the example of the graph")

@@ -169,6 +169,14 @@ def check_buffers(causal: nn.Module) -> None:
         raise ConfigurationError("PT649", message, fix)
 
 
+def draws_random(module: nn.Module) -> bool:
+    """Return True if a training forward pass draws random numbers, for dropout or for noise on routers."""
+    rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
+    names = ("attention_dropout", "jitter_noise", "dropout")
+    rates += [getattr(m, name) for m in module.modules() for name in names if isinstance(getattr(m, name, None), float)]
+    return any(rate > 0.0 for rate in rates)
+
+
 def _name_of(wanted: nn.Module, causal: nn.Module) -> str:
     names: list[str] = [name for name, module in causal.named_modules() if module is wanted]
     return names[0]

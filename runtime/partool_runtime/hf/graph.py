@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from partool_runtime.graph.attention import AttentionNode, attend_with
+from partool_runtime.graph.attention import AttentionNode, attend_with, attention_node
 from partool_runtime.graph.capture import Captured, CaptureError, capture, inside, line_of
+from partool_runtime.graph.cut import cut
 from partool_runtime.graph.masks import rule_of
+from partool_runtime.graph.nodes import value_of
 from partool_runtime.graph.share import Sharing, share
 from partool_runtime.graph.tokenwise import check_tokenwise
 from partool_runtime.hf.attention import unknown_options
-from partool_runtime.hf.building import base_name, build_causal, say_as_json
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, draws_random, say_as_json
 
 _NAME = "partool_graph"
 """Name of the attention, for models that lack torch's function: their scores are capped, or they have sinks."""
 
 
-def capture_base(base: nn.Module, *, dtype: torch.dtype, training: bool, documents: bool = False) -> Captured:
+def capture_base(
+    base: nn.Module, *, dtype: torch.dtype, training: bool, documents: bool = False, batch: int = 2
+) -> Captured:
     """Return the graph of a base model; with ``documents`` it takes positions. Raises :class:`CaptureError`."""
     inputs = {"tokens": "input_ids"}
     if documents:
@@ -36,7 +40,16 @@ def capture_base(base: nn.Module, *, dtype: torch.dtype, training: bool, documen
         inputs["positions"] = "position_ids"
     fixed = {"use_cache": False, "return_dict": True}
     experts = {name for name, module in base.named_modules() if _is_experts(module)}
-    return capture(base, dtype=dtype, inputs=inputs, fixed=fixed, training=training, opaque=experts, before=_with_nodes)
+    return capture(
+        base,
+        dtype=dtype,
+        inputs=inputs,
+        fixed=fixed,
+        training=training,
+        batch=batch,
+        opaque=experts,
+        before=_with_nodes,
+    )
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -80,8 +93,8 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     return out.transpose(1, 2).contiguous(), None
 
 
-_LONG = 2**17
-"""Tokens of the sequence for which masks are described; longer than usual windows."""
+_LONG, _EXAMPLE = 2**17, 11
+"""Tokens of the sequence for which masks are described, longer than usual windows; and those of the example."""
 
 
 def describe(path: Path | str, code: str = "") -> dict[str, Any]:
@@ -91,44 +104,48 @@ def describe(path: Path | str, code: str = "") -> dict[str, Any]:
     """
     causal = build_causal(Path(path), code)
     base = causal.get_submodule(base_name(causal))
+    layers = causal.config.num_hidden_layers  # type: ignore[union-attr]
+    units = [f"{blocks_name(base, cast(int, layers))}.{number}" for number in range(cast(int, layers))]
     try:
-        problem, attention = attention_in(capture_base(base, dtype=torch.float32, training=True), base)
+        problem, attention = attention_in(capture_base(base, dtype=torch.float32, training=True), base, units)
+        if not problem and draws_random(causal):
+            problem, _ = attention_in(capture_base(base, dtype=torch.float32, training=False), base, units)
     except CaptureError as error:
         problem, attention = str(error), []
     return {"problem": problem, "attention": attention}
 
 
-def attention_in(captured: Captured, root: nn.Module) -> tuple[str, list[dict[str, Any]]]:
+def attention_in(captured: Captured, root: nn.Module, units: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
     """Return why ranks cannot share a graph (empty if they can), and the fields of each attention node in it.
 
-    The fields are those of :class:`partool.planner.described.FoundAttention`.
+    The fields are those of :class:`partool.planner.described.FoundAttention`. ``units`` are the names of the layers.
     """
     found: list[dict[str, Any]] = []
     try:
+        nodes = [(node, seen) for node in captured.graph.nodes if (seen := attention_node(node)) is not None]
+        buffers = dict(root.named_buffers())
+        found = [_fields(node, seen, captured, buffers) for node, seen in nodes]
         check_tokenwise(captured)
-        seen = partial(_seen, captured, dict(root.named_buffers()), found)
-        sharing = Sharing(_LONG, (0, _LONG // 2), seen, root.get_submodule, torch.device("cpu"))
-        shared = share(captured, sharing)
+        batch = captured.batch if isinstance(captured.batch, int) else 2
+        sharing = Sharing(
+            batch, _EXAMPLE, (0, _EXAMPLE // 2), lambda node: (_unused, True), root.get_submodule, torch.device("cpu")
+        )
+        cut(share(captured, sharing).graph, root, units)
     except CaptureError as error:
-        return str(error), []
-    for each, (node, _) in zip(found, shared.attention, strict=True):
-        each |= {"module": (inside(node) or [""])[-1], "line": line_of(node)}
+        return str(error), found
     return "", found
 
 
-def _seen(
-    captured: Captured, buffers: dict[str, torch.Tensor], found: list[dict[str, Any]], node: AttentionNode
-) -> tuple[Any, bool]:
-    """Record an attention node, without replacing it."""
-    query, key, _ = (each.meta["example_value"].shape for each in node.heads)
-    rule: int | str | None = None
-    if node.mask is not None:
-        rule = rule_of(node.mask, captured, buffers, _LONG)
+def _fields(node: fx.Node, seen: AttentionNode, captured: Captured, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+    query, key, _ = (value_of(each).shape for each in seen.heads)
+    rule: int | str | None = rule_of(seen.mask, captured, buffers, _LONG) if seen.mask is not None else None
     sees = "all earlier tokens" if rule is None else f"the last {rule} tokens" if isinstance(rule, int) else "a mask"
-    if node.mask is None and not node.causal:
+    if seen.mask is None and not seen.causal:
         sees = "all tokens"
-    found.append({"heads": query[1], "key_heads": key[1], "head_dim": int(query[3]), "sees": sees})
-    return _unused, True
+    return {
+        "heads": query[1], "key_heads": key[1], "head_dim": int(query[3]), "sees": sees,
+        "module": (inside(node) or [""])[-1], "line": line_of(node),
+    }  # fmt: skip
 
 
 def _unused(*arguments: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig
 from partool_runtime.graph.capture import Captured
 from partool_runtime.hf.attention import holding
-from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, draws_random, head_name
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.graph import capture_base
 from partool_runtime.hf.load import HfFiles, open_model_files
@@ -189,9 +189,9 @@ class HfDecoder(HfPart):
             return graph_hidden(self.base, cast(Contexts, self.contexts), tokens_BS, documents_BL)
         return base_hidden(self.base, self.contexts, documents_BL, input_ids=tokens_BS)
 
-    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool) -> Captured:
+    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool, batch: int) -> Captured:
         """Return the graph of the base model; raises CaptureError."""
-        return capture_base(self.base, dtype=dtype, training=training, documents=documents)
+        return capture_base(self.base, dtype=dtype, training=training, documents=documents, batch=batch)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return all logits, ``[B, S, V]``; only for tests and small batches."""
@@ -267,11 +267,3 @@ def constants(causal: nn.Module) -> dict[str, float]:
             if bool((parameter == first).all()):
                 found[f"{prefix}.{name}" if prefix else name] = first
     return found
-
-
-def draws_random(module: nn.Module) -> bool:
-    """Return True if a training forward pass draws random numbers, for dropout or for noise on routers."""
-    rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
-    names = ("attention_dropout", "jitter_noise", "dropout")
-    rates += [getattr(m, name) for m in module.modules() for name in names if isinstance(getattr(m, name, None), float)]
-    return any(rate > 0.0 for rate in rates)

@@ -13,14 +13,13 @@ from torch import nn
 from partool.plan.types import HfModel, Plan
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.building import base_name, blocks_name, build_causal
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, draws_random
 from partool_runtime.hf.cutting import cut_base, returns_tuples
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.model import (
     HfPart,
     LossOfHead,
     base_hidden,
-    draws_random,
     has_parameters,
     head_loss,
     tie,

@@ -21,11 +21,12 @@ from partool_runtime.hf.building import (
     build_causal,
     check_buffers,
     check_sizes,
+    draws_random,
     head_name,
     say_as_json,
 )
 from partool_runtime.hf.cutting import head_problem, returns_tuples
-from partool_runtime.hf.model import aliases, draws_random
+from partool_runtime.hf.model import aliases
 from partool_runtime.hf.sizes import expert_count, kv_heads, model_fields
 
 _NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")

@@ -41,7 +41,7 @@ def trace(
 
     ``free`` are the dimensions of arguments whose sizes are symbols in the graph. ``mode`` is the
     :func:`without_memory` in which the module's tensors and the arguments were made. Raises whatever Dynamo raises
-    where the call is more than a graph.
+    where the call is more than a graph. A module that trains is traced with gradients, others without.
     """
     seen: list[tuple[fx.GraphModule, list[Any]]] = []
 
@@ -53,7 +53,7 @@ def trace(
         torch._dynamo.mark_dynamic(arguments[name], dims)
     torch._dynamo.reset()
     try:
-        with mode, torch.no_grad(), torch.compiler.set_stance("default"), _torch_functions():
+        with mode, torch.set_grad_enabled(module.training), torch.compiler.set_stance("default"), _torch_functions():
             torch.compile(module, backend=take, fullgraph=True)(**arguments)
     finally:
         torch._dynamo.reset()

@@ -13,7 +13,7 @@ from torch import nn
 from partool.plan.types import ModuleModel
 from partool.spec.model import ModelConfig
 from partool_runtime.graph.capture import Captured, CaptureError, capture
-from partool_runtime.hf.model import HfPart, aliases, draws_random, tie
+from partool_runtime.hf.model import HfPart, aliases, tie
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.loss import loss_of_logits
 from partool_runtime.usermodel.building import blocks_of, build_module, built_weights
@@ -41,7 +41,7 @@ class ModuleDecoder(HfPart):
         self.base_prefix, self.head_name, self.constants = "", "", {}
         self._blocks = blocks_of(own)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in own.named_parameters()}
-        self.aliases, self.draws = aliases(own), draws_random(own)
+        self.aliases, self.draws = aliases(own), True  # functions may draw numbers, which no module tells
         self._loss = cast(Any, loss_of_logits)
         for each in (own, *self.layers):
             stay_wide(each)
@@ -77,11 +77,11 @@ class ModuleDecoder(HfPart):
         tie(self, self.aliases)
         return self
 
-    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool) -> Captured:
+    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool, batch: int) -> Captured:
         """Return the graph of the forward pass; raises CaptureError."""
         if documents:
             raise CaptureError("it takes no positions, which start anew in each document")
-        return capture_module(self.base, dtype=dtype, training=training)
+        return capture_module(self.base, dtype=dtype, training=training, batch=batch)
 
     def forward(
         self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, documents_BL: torch.Tensor | None = None
@@ -110,9 +110,10 @@ class ModuleDecoder(HfPart):
         return values
 
 
-def capture_module(own: nn.Module, *, dtype: torch.dtype, training: bool) -> Captured:
+def capture_module(own: nn.Module, *, dtype: torch.dtype, training: bool, batch: int = 2) -> Captured:
     """Return the graph of a module that maps tokens to logits; raises CaptureError."""
-    return capture(own, dtype=dtype, inputs={"tokens": tokens_argument(own)}, fixed={}, training=training)
+    inputs = {"tokens": tokens_argument(own)}
+    return capture(own, dtype=dtype, inputs=inputs, fixed={}, training=training, batch=batch)
 
 
 def tokens_argument(own: nn.Module) -> str:

@@ -15,11 +15,13 @@ from torch import nn
 from partool.layout.tensor.structure import Structure
 from partool.plan.types import ModuleModel
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.graph.capture import CaptureError
+from partool_runtime.graph.capture import Captured, CaptureError
+from partool_runtime.graph.functions import name_of
 from partool_runtime.graph.nodes import value_of
+from partool_runtime.graph.share import shares_of
 from partool_runtime.hf.building import say_as_json
 from partool_runtime.hf.graph import attention_in
-from partool_runtime.hf.model import aliases, draws_random
+from partool_runtime.hf.model import aliases
 from partool_runtime.hf.structure import structure_module
 from partool_runtime.usermodel.building import blocks_of, build_module
 from partool_runtime.usermodel.model import capture_module
@@ -37,22 +39,25 @@ def describe(text: str) -> dict[str, Any]:
     model = ModuleModel.model_validate_json(text)
     own = build_module(model)
     blocks = blocks_of(own)
+    units = [f"{blocks}.{number}" for number, _ in enumerate(own.get_submodule(blocks).children())]
     try:
         captured = capture_module(own, dtype=torch.float32, training=True)
-        problem, attention = attention_in(captured, own)
+        problem, attention = attention_in(captured, own, units)
+        if not problem:
+            problem, _ = attention_in(capture_module(own, dtype=torch.float32, training=False), own, units)
     except CaptureError as error:
         raise ConfigurationError("PT655", f"{model.module}: {error}", _SIZES) from error
     if not attention:
         raise ConfigurationError("PT655", f"{model.module}: {problem}", "Its layers need torch's attention function.")
     vocab = value_of(captured.graph.output_node().args[0][0]).shape[-1]  # type: ignore[index]
-    fields = _fields(own, own.get_submodule(blocks), attention, int(vocab))
+    fields = _fields(own, own.get_submodule(blocks), attention, int(vocab)) | _positions(captured)
     name = model.module.rpartition(":")[2]
     why = f"{name} is a module of yours, whose code partool runs as it is"
     return {
         "structure": _structure(own, blocks, name, fields).model_dump(mode="json"),
         "head_problem": "",
         "pipeline_problem": why,
-        "draws": draws_random(own),
+        "draws": True,
         "tiles_problem": why,
         "auxiliary_loss": False,
         "fields": fields,
@@ -100,12 +105,19 @@ def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], 
         "kv_heads": keys,
         "head_dim": width,
         "vocab": vocab,
-        "max_position": tables[1].num_embeddings if len(tables) > 1 else _LONGEST,
         "norm": "layernorm" if any(isinstance(module, nn.LayerNorm) for module in own.modules()) else "rmsnorm",
         "activation": "swiglu" if gated else "gelu",
-        "position": "learned" if len(tables) > 1 else "none",
         "tied_embeddings": sum(parameter.numel() for parameter in outside) < 2 * vocab * hidden,
     }
+
+
+def _positions(captured: Captured) -> dict[str, Any]:
+    """Return the table of positions, if one is looked up by numbers that depend on no token."""
+    shares = shares_of(captured)
+    for node in captured.graph.nodes:
+        if name_of(node) == "embedding" and node not in shares:
+            return {"position": "learned", "max_position": int(value_of(node.args[1]).shape[0])}
+    return {"position": "none", "max_position": _LONGEST}
 
 
 _PLAIN = 6

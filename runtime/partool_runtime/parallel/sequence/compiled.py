@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from partool.plan.types import Plan
@@ -49,14 +49,15 @@ def share_graph(model: HfDecoder | ModuleDecoder, plan: Plan, team: SequenceTeam
                     dtype=COMPUTE_DTYPE[plan.training.precision],
                     training=training,
                     documents=plan.data.attend == "document",
+                    batch=plan.layout.micro_batch,
                 )
                 check_tokenwise(captured)
                 graphs[training] = _Rank(model, captured, plan, team).share(device)
+        _put(model, graphs, team, plan)
     except CaptureError as error:
         name = type(model.base).__name__
         help = "parallel.sequence: 1, with zero: 3 or tensor; partool plan --verify lists the attention that it found"
         raise ConfigurationError("PT448", f"{name} cannot be sharded as a graph: {error}", help) from error
-    _put(model, graphs, team, plan)
 
 
 class _Rank:
@@ -65,20 +66,25 @@ class _Rank:
     def __init__(self, model: HfDecoder | ModuleDecoder, captured: Captured, plan: Plan, team: SequenceTeam) -> None:
         self.base, self.captured = model.base, captured
         self.documents = plan.data.attend == "document"
-        self.team = team
+        self.team, self.batch = team, plan.layout.micro_batch
         self.exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
         self.buffers = dict(model.base.named_buffers())
+        self.rules: dict[fx.Node, int | str | None] = {}
+        """Rules of masks; layers have masks in common."""
 
     def share(self, device: torch.device) -> Shared:
         """Return the graph of this rank's share."""
         mine = self.team.shares[self.team.rank]
         (span,) = mine  # whole sequences are exchanged, so each rank holds one stretch of tokens
-        return share(self.captured, Sharing(self.team.length, span, self._attention, self._experts, device))
+        sizes = self.batch, self.team.length
+        return share(self.captured, Sharing(*sizes, span, self._attention, self._experts, device))
 
     def _attention(self, node: AttentionNode) -> tuple[GraphAttention, bool]:
         rule: int | str | None = "it has none" if node.mask is None and not node.causal else None
         if node.mask is not None:
-            rule = rule_of(node.mask, self.captured, self.buffers, self.team.length)
+            if node.mask not in self.rules:
+                self.rules[node.mask] = rule_of(node.mask, self.captured, self.buffers, self.team.length)
+            rule = self.rules[node.mask]
         known = not isinstance(rule, str) and node.softcap is None and node.sinks is None
         if self.documents and not known:
             raise CaptureError(f"documents need causal attention, and its mask is another ({rule})")
@@ -153,6 +159,8 @@ def _put(model: HfDecoder | ModuleDecoder, graphs: dict[bool, Shared], team: Seq
     base = model.base
     names = {module: name for name, module in base.named_modules()}
     units = [names[module] for group in model.groups()[:-1] for module in group]
+    if hooked := [unit for unit in units if (one := base.get_submodule(unit))._forward_hooks or one._forward_pre_hooks]:
+        raise CaptureError(f"{hooked[0]} has hooks, which would run within the graph and around it")
     functions = {training: cut(graph.graph, base, units) for training, graph in graphs.items()}
     for unit in units:
         module = base.get_submodule(unit)
