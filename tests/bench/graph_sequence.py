@@ -3,11 +3,13 @@
 ``python tests/bench/graph_sequence.py`` takes three minutes on an otherwise idle machine. A small Llama is trained in
 float32 on two CPU ranks that share its sequences, in three ways that take turns: built by transformers and rewritten as
 a graph, built by transformers with its attention replaced, and as partool's own decoder. Tensors that are saved for the
-backward pass are counted once by their storage.
+backward pass are counted once by their storage. Where ``deepspeed`` can be imported (0.19 or newer), its AutoSP pass
+takes turns as well, on the same model, with torch's functions as its backend and a sum of gradients after each step.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -42,10 +44,11 @@ def spec(folder: Path, source: str, method: str) -> str:
     return f"""
 model: {{{source}: {folder / "model"}}}
 hardware: {{accelerator: cpu, per_node: {RANKS}}}
-training: {{sequence_length: {LENGTH}, steps: 4, global_batch: 1, precision: fp32, micro_batch: 1}}
+training: {{sequence_length: {LENGTH}, steps: 4, global_batch: 1, precision: fp32}}
 data: {{source: python-stdlib}}
 kernels: {{mode: torch}}
 parallel:
+  micro_batch: 1
   sequence: {{method: {method}, degree: {RANKS}}}
   data: {{zero: 0}}
   recompute: none
@@ -93,6 +96,43 @@ def main() -> None:
     write("graph_sequence", result, "torch", "transformers")
 
 
+class DeepSpeedPass:
+    """Steps of transformers' model through DeepSpeed's AutoSP pass."""
+
+    def __init__(self, folder: str) -> None:
+        import deepspeed
+        import transformers
+        from deepspeed.compile.passes.sp_compile import apply_autosp, prepare_autosp_inputs
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32
+        )
+        self.prepare = prepare_autosp_inputs
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            apply_autosp(graph, inputs, sp_size=RANKS, dp_size=1)
+            return graph.forward
+
+        def loss(tokens: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            logits = self.model(input_ids=tokens, position_ids=places, use_cache=False).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+        self.loss = torch.compile(loss, backend=backend, fullgraph=True)
+
+    def step(self, batch: Any, weight: torch.Tensor, timer: Any) -> torch.Tensor:
+        """Run one step like ``Passes.step``."""
+        tokens, labels = batch[0].tokens_BS, batch[0].labels_BS
+        places = torch.arange(LENGTH)[None].clone()
+        tokens, labels, places, _ = self.prepare(tokens.clone(), labels.clone(), places)
+        self.model.zero_grad()
+        total: torch.Tensor = self.loss(tokens, labels, places)
+        (total * weight).backward()
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+        return total.detach()
+
+
 def rank(job: Path, out: Path) -> None:
     """Run all ways in turn, as one rank."""
     from partool.plan.types import Plan
@@ -115,7 +155,11 @@ def rank(job: Path, out: Path) -> None:
         post_load(one.model)
         prepared[way] = one
         found[way] = {"step_s": [], "cpu_s": []}
-    for way, one in prepared.items():
+    passes: dict[str, Any] = {way: one.passes for way, one in prepared.items()}
+    if importlib.util.find_spec("deepspeed") is not None:
+        passes["DeepSpeed's AutoSP"] = DeepSpeedPass(str(job.parent / "model"))
+        found["DeepSpeed's AutoSP"] = {"step_s": [], "cpu_s": []}
+    for way, one in passes.items():
         saved: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
@@ -125,15 +169,15 @@ def rank(job: Path, out: Path) -> None:
             return tensor
 
         with CommCounter() as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = one.passes.step(batch, weight, lambda term: nullcontext())
+            loss = one.step(batch, weight, lambda term: nullcontext())
         sent = sum(each.sent_bytes for each in counter.snapshot(described=SEQUENCE).values())
         dist.all_reduce(loss)
         found[way] |= {"saved_bytes": sum(saved.values()), "sent_bytes": sent, "loss": float(loss) / LENGTH}
     for number in range(ROUNDS + WARMUP):
-        for way, one in prepared.items():
+        for way, one in passes.items():
             dist.barrier()
             start_s, cpu_s = time.perf_counter(), time.process_time()
-            one.passes.step(batch, weight, lambda term: nullcontext())
+            one.step(batch, weight, lambda term: nullcontext())
             both = torch.tensor([time.perf_counter() - start_s, time.process_time() - cpu_s], dtype=torch.float64)
             dist.all_reduce(both)
             if number >= WARMUP:
