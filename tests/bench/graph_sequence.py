@@ -4,13 +4,16 @@
 float32 on two CPU ranks that share its sequences, in three ways that take turns: built by transformers and rewritten as
 a graph, built by transformers with its attention replaced, and as partool's own decoder. Tensors that are saved for the
 backward pass are counted once by their storage. Where ``deepspeed`` can be imported (0.19 or newer), its AutoSP pass
-takes turns as well, on the same model, with torch's functions as its backend and a sum of gradients after each step.
+takes turns as well, with torch's functions as its backend and a sum of gradients after each step. It does not rewrite
+the Llama of transformers 5 (the mask keeps the size of the whole sequence), so it trains a plain module, as does
+partool.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import _graph_net
 import torch
 import torch.distributed as dist
 from _record import write
@@ -36,13 +40,16 @@ WAYS = {
     "compiled": ("hf", "compiled"),
     "ulysses in transformers": ("hf", "ulysses"),
     "ulysses in partool's decoder": ("config", "ulysses"),
+    "compiled, plain module": ("module", "compiled"),
 }
+PEER = "DeepSpeed's AutoSP, plain module"
 
 
 def spec(folder: Path, source: str, method: str) -> str:
     """Return the spec of one way."""
+    model = f'"{_graph_net.__name__}:Net"' if source == "module" else folder / "model"
     return f"""
-model: {{{source}: {folder / "model"}}}
+model: {{{source}: {model}}}
 hardware: {{accelerator: cpu, per_node: {RANKS}}}
 training: {{sequence_length: {LENGTH}, steps: 4, global_batch: 1, precision: fp32}}
 data: {{source: python-stdlib}}
@@ -56,6 +63,11 @@ parallel:
 """
 
 
+def own_path() -> list[str]:
+    """Return the folders of this process's PYTHONPATH."""
+    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+
+
 def main() -> None:
     """Plan the three ways, run them in turns, and write ratios."""
     with tempfile.TemporaryDirectory() as name:
@@ -66,22 +78,24 @@ def main() -> None:
         for number, (way, (source, method)) in enumerate(WAYS.items()):
             file, out = folder / f"{number}.yaml", folder / f"{number}-plan.json"
             file.write_text(spec(folder, source, method), encoding="utf-8")
-            subprocess.run([BIN / "partool", "plan", file, "--out", out], check=True, capture_output=True)
+            command = [BIN / "partool", "plan", file, "--out", out, "--trust-remote-code"]
+            paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *own_path()])}
+            subprocess.run(command, check=True, capture_output=True, env=paths)
             plans[way] = str(out)
         (folder / "job.json").write_text(json.dumps(plans), encoding="utf-8")
         start_ranks(Path(__file__), folder, RANKS, 900)
         found: dict[str, dict[str, Any]] = json.loads((folder / "0.json").read_text(encoding="utf-8"))
-    first = found["compiled"]
-    ratios = {
-        way: {
-            "speed": statistics.median(b / a for a, b in zip(first["step_s"], other["step_s"], strict=True)),
-            "cpu_s": statistics.median(a / b for a, b in zip(first["cpu_s"], other["cpu_s"], strict=True)),
-            "saved_bytes": first["saved_bytes"] / other["saved_bytes"],
-            "sent_bytes": first["sent_bytes"] / other["sent_bytes"],
-        }
-        for way, other in found.items()
-        if way != "compiled"
-    }
+    ratios = {}
+    for way, other in found.items():
+        own = "compiled, plain module" if "plain module" in way else "compiled"
+        if way != own:
+            first = found[own]
+            ratios[way] = {
+                "speed": statistics.median(b / a for a, b in zip(first["step_s"], other["step_s"], strict=True)),
+                "cpu_s": statistics.median(a / b for a, b in zip(first["cpu_s"], other["cpu_s"], strict=True)),
+                "saved_bytes": first["saved_bytes"] / other["saved_bytes"],
+                "sent_bytes": first["sent_bytes"] / other["sent_bytes"] if other["sent_bytes"] else None,
+            }
     medians = {
         way: {
             "step_s": statistics.median(each["step_s"]),
@@ -97,25 +111,22 @@ def main() -> None:
 
 
 class DeepSpeedPass:
-    """Steps of transformers' model through DeepSpeed's AutoSP pass."""
+    """Steps of the plain module through DeepSpeed's AutoSP pass."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         import deepspeed
-        import transformers
         from deepspeed.compile.passes.sp_compile import apply_autosp, prepare_autosp_inputs
 
         deepspeed.init_distributed(dist_backend="gloo")
-        self.model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32
-        )
+        self.model = _graph_net.Net()
         self.prepare = prepare_autosp_inputs
 
         def backend(graph: Any, inputs: Any) -> Any:
             apply_autosp(graph, inputs, sp_size=RANKS, dp_size=1)
             return graph.forward
 
-        def loss(tokens: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            logits = self.model(input_ids=tokens, position_ids=places, use_cache=False).logits
+        def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.model(tokens)
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
         self.loss = torch.compile(loss, backend=backend, fullgraph=True)
@@ -123,10 +134,9 @@ class DeepSpeedPass:
     def step(self, batch: Any, weight: torch.Tensor, timer: Any) -> torch.Tensor:
         """Run one step like ``Passes.step``."""
         tokens, labels = batch[0].tokens_BS, batch[0].labels_BS
-        places = torch.arange(LENGTH)[None].clone()
-        tokens, labels, places, _ = self.prepare(tokens.clone(), labels.clone(), places)
+        tokens, labels, _, _ = self.prepare(tokens.clone(), labels.clone())
         self.model.zero_grad()
-        total: torch.Tensor = self.loss(tokens, labels, places)
+        total: torch.Tensor = self.loss(tokens, labels)
         (total * weight).backward()
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
@@ -157,8 +167,8 @@ def rank(job: Path, out: Path) -> None:
         found[way] = {"step_s": [], "cpu_s": []}
     passes: dict[str, Any] = {way: one.passes for way, one in prepared.items()}
     if importlib.util.find_spec("deepspeed") is not None:
-        passes["DeepSpeed's AutoSP"] = DeepSpeedPass(str(job.parent / "model"))
-        found["DeepSpeed's AutoSP"] = {"step_s": [], "cpu_s": []}
+        passes[PEER] = DeepSpeedPass()
+        found[PEER] = {"step_s": [], "cpu_s": []}
     for way, one in passes.items():
         saved: dict[int, int] = {}
 
@@ -168,9 +178,12 @@ def rank(job: Path, out: Path) -> None:
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with CommCounter() as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        one.step(batch, weight, lambda term: nullcontext())
+        # A compiled function does not run under a counter.
+        counting = CommCounter() if way in prepared else nullcontext(None)
+        with counting as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = one.step(batch, weight, lambda term: nullcontext())
-        sent = sum(each.sent_bytes for each in counter.snapshot(described=SEQUENCE).values())
+        sent = sum(each.sent_bytes for each in counter.snapshot(described=SEQUENCE).values()) if counter else 0
         dist.all_reduce(loss)
         found[way] |= {"saved_bytes": sum(saved.values()), "sent_bytes": sent, "loss": float(loss) / LENGTH}
     for number in range(ROUNDS + WARMUP):
