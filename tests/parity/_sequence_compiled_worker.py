@@ -9,7 +9,7 @@ __all__ = ["Case", "cases", "check_case", "written"]
 FAMILIES = (
     "odd",
     "llama",
-    "qwen3_deep",
+    "qwen2_deep",
     "mixtral",
     "gpt2",
     "gemma3_text_deep",

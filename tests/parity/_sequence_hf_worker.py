@@ -68,6 +68,10 @@ FURTHER: dict[str, dict[str, Any]] = {
         "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
         "sliding_window": 3, "num_local_experts": 4, "num_experts_per_tok": 2,
     },
+    "qwen2_deep": {
+        **MODELS["qwen2"], "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 3,
+        "max_window_layers": 2,
+    },
     "phi3_long": {
         **MODELS["phi3"], "original_max_position_embeddings": 8,
         "rope_parameters": {

@@ -19,7 +19,7 @@ from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 
 OFTEN = (
-    "1 odd", "2 llama compiled cp=2 documents", "2 odd compiled cp=2 fields=recompute-keep", "3 qwen3_deep", "3 gemma2",
+    "1 odd", "2 llama compiled cp=2 documents", "2 odd compiled cp=2 fields=recompute-keep", "3 qwen2_deep", "3 gemma2",
     "4 mixtral", "4 falcon", "4 gpt2", "4 odd compiled cp=2 dp=2 fields=zero-3",
 )  # fmt: skip
 """First words of the cases that run each time."""
