@@ -20,7 +20,7 @@ from typing import Any
 from partool import __version__
 from partool.catalog.profile_file import home
 from partool.process import python_command
-from partool.spec.model_code import asked_code, code_hash
+from partool.spec.model_code import asked_code, code_hash, module_file
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
@@ -62,11 +62,7 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
         help = "give a folder on this machine; names of a model hub are not looked up"
         raise DescriptionError(f"{folder / 'config.json'} cannot be read: {error.strerror}", help) from error
     code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
-    kept = home() / "models" / f"{_key(content, code)}.json"
-    found = _read(kept)
-    if found is None:
-        found = _answer(_MODULE, str(folder.absolute()), code)
-        _keep(found, kept)
+    found = _known(_key(content, code), _MODULE, str(folder.absolute()), code)
     return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
 
@@ -76,12 +72,8 @@ def describe_graph(folder: Path) -> dict[str, Any]:
     :func:`describe` must have described the model before. Raises :class:`DescriptionError`.
     """
     code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
-    kept = home() / "models" / f"{_key((folder / 'config.json').read_bytes(), code)}-graph.json"
-    found = _read(kept)
-    if found is None:
-        found = _answer(_GRAPH, str(folder.absolute()), code)
-        _keep(found, kept)
-    return found
+    key = _key((folder / "config.json").read_bytes(), code)
+    return _known(f"{key}-graph", _GRAPH, str(folder.absolute()), code)
 
 
 def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +85,18 @@ def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
         message = f"the model is built by your code {model['module']}, which is not run"
         raise DescriptionError(message, "give --trust-remote-code on the command line if you trust it", "PT590")
     text = json.dumps(model, sort_keys=True)
-    kept = home() / "models" / f"{_key(text.encode(), _MODULE_OF_USER)}.json"
+    # The class may use files beside its own, so a change of one of them makes the answer invalid.
+    beside = sorted(module_file(model["module"].partition(":")[0], model["folder"]).parent.glob("*.py"))
+    content = b"\0".join([text.encode(), *(path.read_bytes() for path in beside)])
+    return _known(_key(content, _MODULE_OF_USER), _MODULE_OF_USER, text)
+
+
+def _known(key: str, module: str, *arguments: str) -> dict[str, Any]:
+    """Return the answer that is kept under ``key``, or ask a module of the runtime and keep its answer."""
+    kept = home() / "models" / f"{key}.json"
     found = _read(kept)
     if found is None:
-        found = _answer(_MODULE_OF_USER, text)
+        found = _answer(module, *arguments)
         _keep(found, kept)
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from partool.catalog.models import module_model
-from partool.catalog.transformers_process import describe_graph
+from partool.catalog.transformers_process import DescriptionError, describe_graph
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
 from partool.plan.types import HfModel, ModuleModel
@@ -59,7 +59,10 @@ def with_graph(spec: Spec, described: Description, base_dir: Path) -> Descriptio
     may = sequence.method in BY_GRAPH or (sequence.method == "auto" and bool(described.attention_problem))
     if sequence.degree == 1 or not may or spec.model.hf is None:
         return described
-    found = describe_graph(base_dir / spec.model.hf)
+    try:
+        found = describe_graph(base_dir / spec.model.hf)
+    except DescriptionError as error:
+        found = {"problem": str(error), "attention": []}
     return described.model_copy(
         update={
             "graph_problem": found["problem"],

@@ -182,6 +182,24 @@ def test_graphs_serve_models_that_have_no_other_method(monkeypatch: pytest.Monke
     assert sent[0] == sent[1]
 
 
+def test_a_process_that_fails_to_show_the_graph_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert planned(monkeypatch, tmp_path).plan is not None  # the model's description is kept from here on
+
+    def fail(module: str, *arguments: str) -> dict[str, Any]:
+        raise transformers_process.DescriptionError("the runtime could not inspect the model: killed")
+
+    monkeypatch.setattr(transformers_process, "_answer", fail)
+    loaded = load_text(
+        "model: {hf: m}\nparallel: {sequence: {method: compiled, degree: 2}}\ndata: {source: python-stdlib}\n"
+        "hardware: {accelerator: cpu, per_node: 2}\ntraining: {steps: 2, sequence_length: 16, global_batch: 4}\n"
+    )
+    assert loaded.spec is not None, loaded.diagnostics
+    result = make_plan(loaded.spec, base_dir=tmp_path, default_name="x")
+    (error,) = [found for found in result.diagnostics if found.severity == "error"]
+    assert error.code == "PT448"
+    assert "killed" in error.message
+
+
 @pytest.mark.parametrize(
     "parallel",
     [

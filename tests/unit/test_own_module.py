@@ -233,6 +233,10 @@ def test_plans_hold_the_module_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp
     kept = list((tmp_path / "home" / "models").iterdir())
     assert len(kept) == 1
     assert json.loads(kept[0].read_text())["fields"]["layers"] == 2
+    # A file beside the module may be one that it uses.
+    (tmp_path / "parts.py").write_text("width = 3\n", encoding="utf-8")
+    assert planned(monkeypatch, tmp_path, spec).plan is not None
+    assert len(list((tmp_path / "home" / "models").iterdir())) == 2
 
 
 @pytest.mark.parametrize(

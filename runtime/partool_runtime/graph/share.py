@@ -51,8 +51,6 @@ class Shared:
     """A graph of a rank's share. Its inputs are tokens ``[B, S]`` and, if they are used, positions and documents."""
 
     graph: fx.Graph
-    names: dict[fx.Node, str] = field(default_factory=dict)
-    """Name of the parameter or buffer that an input stands for."""
     attention: list[tuple[fx.Node, Replacement]] = field(default_factory=list)
     """Nodes of the new graph that replaced attention, with what they call."""
 
@@ -116,7 +114,6 @@ class _Rewriting:
             elif node in self.captured.names:
                 self.whole[node] = self.mine[node] = made = graph.get_attr(self.captured.names[node])
                 made.meta = dict(node.meta)
-                self.out.names[made] = self.captured.names[node]
             elif node.op == "placeholder":
                 self._number(node)
             elif node.op == "output":

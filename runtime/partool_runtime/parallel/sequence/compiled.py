@@ -98,11 +98,11 @@ class _Rank:
 class GraphAttention:
     """What replaces an attention node: ranks exchange tokens for heads around attention of whole sequences."""
 
-    def __init__(self, node: AttentionNode, layout: AttentionLayout | None, exchange: HeadExchange | None) -> None:
+    def __init__(self, node: AttentionNode, layout: AttentionLayout | None, exchange: HeadExchange) -> None:
         """``layout`` is the rule that the node's mask follows; None if the mask itself is needed, or if all attend."""
         self._node, self._layout = node, layout
         self.exchange = exchange
-        """Exchanges tokens for heads; None on one rank."""
+        """Exchanges tokens for heads."""
         self.core: Callable[..., torch.Tensor] = self.whole
         """Attention of whole sequences, which recomputation wraps."""
 
@@ -115,8 +115,6 @@ class GraphAttention:
     ) -> torch.Tensor:
         """Return the attention of this rank's tokens, ``[B, N, S, D]``; masks and documents are of all tokens."""
         queries, keys = heads[0].shape[1], heads[1].shape[1]
-        if self.exchange is None:
-            return self.core(*heads, mask, sinks_N, documents_BL)
         first, stop = self.exchange.ranges(queries, keys)[0][self.exchange.rank]
         if mask is not None and mask.dim() > 2 and mask.shape[-3] == queries:
             mask = mask[..., first:stop, :, :]
