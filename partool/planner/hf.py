@@ -131,6 +131,8 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
     elif why and shared and (described.graph_problem or not set(left) & set(BY_GRAPH)):
         why_not = f"; as a graph neither: {described.graph_problem}" if described.graph_problem else ""
         help = "use sequence: 1, and tensor or zero: 3, or a model whose attention transformers registers"
+        if not described.graph_problem:
+            help = "use method: compiled, which shares sequences through the graph of the model, or sequence: 1"
         message = f"{name} cannot share sequences between ranks: {why}{why_not}"
         yield Diagnostic("PT483", message, path=("parallel", "sequence"), help=help)
     by_graph = sequence.method in BY_GRAPH and shared and sequence.degree != "auto"

@@ -264,6 +264,12 @@ def test_what_a_spec_cannot_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert code in errors, found
 
 
+def test_another_method_is_answered_with_the_one_that_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = 'model: {module: "net:Net"}\nparallel: {sequence: {method: ring, degree: 2}}\n'
+    (error,) = [found for found in planned(monkeypatch, tmp_path, spec).diagnostics if found.severity == "error"]
+    assert "method: compiled" in error.help
+
+
 def test_code_that_is_not_allowed_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = planned(monkeypatch, tmp_path, 'model: {module: "net:Net"}\n', allowed=False)
     (error,) = [found for found in result.diagnostics if found.severity == "error"]
