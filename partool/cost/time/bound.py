@@ -15,6 +15,7 @@ from partool.cost import collective
 from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.optimizer import update_s
 from partool.cost.time import tensor as tensor_time
+from partool.cost.time.crowd import crowds
 from partool.cost.time.offload import offload
 from partool.cost.time.passes import PassLimits, passes, recorded, shared_most
 from partool.cost.time.split import Split, split
@@ -22,6 +23,7 @@ from partool.cost.time.step import held_elements, owned_elements, saved_bytes
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait, sync
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
+_GPIPE = SCHEDULES.index("gpipe")
 _FOLLOWED = 200_000
 """Number of actions up to which exact predictions follow a schedule (:mod:`partool.schedule.makespan`)."""
 _SEARCHED = 20_000
@@ -71,6 +73,13 @@ def _pipelined(job: TrainingJob, layouts: Layouts, known: PassLimits) -> tuple[C
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, path
+    elif job.recompute is None:
+        for crowd in crowds(layouts, known):
+            busiest = np.maximum(busiest, crowd.busiest_s)
+            through = np.maximum(through, crowd.span_s(layouts, limits))
+        # All forward passes end before the first backward pass. Of a tiled network the sum is no bound.
+        phased = (layouts.schedule == _GPIPE) & (np.asarray(layouts.mlp_tile_tokens) == 0)
+        through = np.where(phased, np.maximum(through, total + (m - 1.0) * busiest), through)
     if np.any(layouts.ring):
         # Every rank runs all stages on its own micro-batches; the last stage is not recomputed.
         slowest = np.maximum.reduce([np.asarray(unit.again_s) for unit in costs.layers.values()])
