@@ -29,10 +29,15 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
     extra = [0.0] * stages
     extra[0] += first
     extra[-1] += last
-    low, high = (sums[-1] + first + last) / stages * (1.0 - 1e-12), sums[-1] + first + last
+    whole = sums[-1] + first + last
+    low = max(whole / stages, max(costs)) * (1.0 - 1e-12)
+    # Stages that take layers up to a layer more than the mean suffice, unless one layer is all that is left for some.
+    high = whole / stages + max(costs) + max(first, last)
     ends = _fill(sums, extra, high)
+    if ends is None:
+        ends, high = _fill(sums, extra, whole), whole
     for _ in range(60):
-        if high - low <= 1e-12 * high:
+        if high - low <= 1e-9 * high:
             break
         middle = 0.5 * (low + high)
         found = _fill(sums, extra, middle)

@@ -78,6 +78,26 @@ def least_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> 
     return np.asarray(_known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows)[0])
 
 
+def least_passes(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> tuple[Column, Column]:
+    """Return bytes on the device and on the host that the fullest rank has at least.
+
+    On the device these are those of the optimizer's step, of the loss, or of the backward pass of one layer: with the
+    saved activations of all micro-batches in flight, or with the gradients of earlier micro-batches. Gathered
+    parameters count where they outlast a layer.
+    """
+    device, host = [], []
+    several, lasting = layouts.accumulation > 1, np.asarray(layouts.zero) != 3
+    for state, done in parts(job, layouts, places):
+        loss = np.minimum(done.loss, done.loss_backward)
+        working = done.at_work - done.of_norm
+        passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)
+        later = np.where(several, state.gradients_before, 0.0) + np.maximum(working - done.inputs, 0.0)
+        passes = np.maximum(passes, later) + np.where(lasting, state.gathered, 0.0)
+        device.append(state.parameters + state.optimizer + np.maximum(state.gradients_at_step, passes))
+        host.append(sum(state.host.values()) + done.on_host)
+    return np.maximum.reduce(device), np.maximum.reduce(host)
+
+
 def _work_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
     def of_work(first: Any) -> list[Column]:
         found = _work(job, layouts.take(first), places)

@@ -23,7 +23,7 @@ from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
 from partool.cost.memory.moments import Moment, either, fullest, plain_moments, ring_moments
-from partool.cost.memory.parts import Place, least_state, parts
+from partool.cost.memory.parts import Place, least_passes, least_state, parts
 from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.runtime_moments import moments
 from partool.cost.memory.stacks import MemoryStack, memory_stack
@@ -151,8 +151,30 @@ def least_memory(job: TrainingJob, layouts: Layouts) -> Column:
 
     ``layouts`` has columns. The memory of activations takes most of the time of :func:`peak_memory`.
     """
-    least = FRAMEWORK_BYTES[job.devices.backend] + least_state(job, layouts, _places(job, layouts))
+    return _with_framework(job, least_state(job, layouts, _places(job, layouts)))
+
+
+def least_memory_of_passes(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
+    """Return bytes that :func:`peak_memory` exceeds, by :func:`least_passes`, and bytes of host memory of a node.
+
+    ``layouts`` has columns. Comparing all moments of a step takes most of the time of :func:`peak_memory`.
+    """
+    device, host = least_passes(job, layouts, _places(job, layouts))
+    return _with_framework(job, device), host * np.minimum(layouts.world, job.devices.per_node)
+
+
+def _with_framework(job: TrainingJob, least: Column) -> Column:
+    """Return the bytes of a rank with ``least`` bytes of tensors and without communicators, or a few less."""
+    least = FRAMEWORK_BYTES[job.devices.backend] + (1.0 + _fragmented(job)) * least
     return np.asarray(job.memory_scalar * least - len(MEMORY_TERMS))  # each term is rounded down
+
+
+def _fragmented(job: TrainingJob) -> float:
+    """Return the allocator's overhead as a share of everything allocated."""
+    if job.devices.backend == "cpu":
+        return CPU_FRAGMENTATION
+    known = job.expandable_segments
+    return memory_stack(job.stack.name).fragmentation if known is None else FRAGMENTATION[known]
 
 
 def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryPrediction:
@@ -250,9 +272,7 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
         "framework": FRAMEWORK_BYTES[backend] + 0.0,
     }
     allocated = sum(terms.values()) - outside
-    known = job.expandable_segments
-    share = stack.fragmentation if known is None else FRAGMENTATION[known]
-    share = CPU_FRAGMENTATION if backend == "cpu" else share
+    share = _fragmented(job)
     terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else there.freed)
     empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + there.freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}

@@ -32,7 +32,6 @@ class Crowd:
     ranks: Column
     """Number of ranks that have as many layers at least, if none has more."""
 
-
     def span_s(self, layouts: Layouts, limits: Split) -> Column:
         """Return the least seconds of a step's passes.
 

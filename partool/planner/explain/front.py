@@ -20,8 +20,8 @@ from partool.planner.search.space import build
 _FRONT = 6
 _MARGIN = 0.99
 """Factor on the least time and the least memory of groups, which are not proven in every detail."""
-_AT_ONCE = 4096
-"""Number of groups whose memory is priced before the next groups are known to be slower."""
+_AT_FIRST, _AT_ONCE = 256, 4096
+"""Numbers of groups whose memory is priced before the next groups are known to be slower, at first and at most."""
 
 
 def front(solution: Solution) -> list[Priced]:
@@ -33,7 +33,12 @@ def front(solution: Solution) -> list[Priced]:
     leaves = solution.overall.leaves
     group, policy = [leaves.group], [leaves.policy]
     time, size = [leaves.bound_s], [leaves.memory_bytes]
-    plain = np.flatnonzero((space.groups.schedule == SCHEDULES.index("1f1b")) & _may_be_on_front(solution))
+    plain = np.flatnonzero(
+        (space.groups.schedule == SCHEDULES.index("1f1b")) & _may_be_on_front(solution, search.least_bytes)
+    )
+    exact = search.least_bytes.copy()
+    exact[plain] = search.least_memory(plain)[0]
+    plain = plain[_may_be_on_front(solution, exact)[plain]]
     for extreme in search.extremes():
         taken = np.full(len(plain), extreme)
         allowed = space.allowed(plain, taken)
@@ -53,17 +58,20 @@ def front(solution: Solution) -> list[Priced]:
     return [search.price(groups[index], policies[index]) for index in ends[list(steps)]]
 
 
-def _may_be_on_front(solution: Solution) -> Any:
-    """Return a mask of groups; False if all layouts of a group are too large, or no better than one of the search."""
+def _may_be_on_front(solution: Solution, least_bytes: Any) -> Any:
+    """Return a mask of groups; False if all layouts of a group are too large, or no better than one of the search.
+
+    ``least_bytes`` are those of each group.
+    """
     search, leaves, capacity = solution.search, solution.overall.leaves, solution.problem.capacity_bytes
-    may = search.least_bytes <= capacity * (1.0 + SLACK)
+    may = least_bytes <= capacity * (1.0 + SLACK)
     fits = np.flatnonzero(leaves.memory_bytes <= capacity)
     if not len(fits):
         return may
     order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
     least = np.concatenate([[np.inf], np.minimum.accumulate(leaves.memory_bytes[order])])
     before = np.searchsorted(leaves.bound_s[order], _MARGIN * search.bound_s, side="right")
-    return may & (least[before] > _MARGIN * search.least_bytes)
+    return may & (least[before] > _MARGIN * least_bytes)
 
 
 def quickest(problem: Problem) -> Priced | None:
@@ -80,8 +88,10 @@ def quickest(problem: Problem) -> Priced | None:
     policies, base = np.flatnonzero(alike), search.least_times()
     order = np.argsort(base, kind="stable")
     least: tuple[float, int, int] | None = None
-    for start in range(0, space.size, _AT_ONCE):
-        near = order[start : start + _AT_ONCE]
+    start, count = 0, _AT_FIRST
+    while start < space.size:
+        near = order[start : start + count]
+        start, count = start + count, min(4 * count, _AT_ONCE)
         if least is not None and _MARGIN * base[near[0]] > least[0]:
             break
         found = _quickest_of(search, np.sort(near), policies)

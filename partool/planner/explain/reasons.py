@@ -21,7 +21,6 @@ from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem
 from partool.planner.search import gathers, offload, tiles
-from partool.planner.search.branch_and_bound import SLACK
 from partool.planner.search.price import Priced
 from partool.planner.search.solve import Solution
 from partool.planner.search.tiers import is_small
@@ -180,10 +179,7 @@ def _zero(solution: Solution, best: Priced) -> str:
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
     """Return True if device memory is enough for at least one layout of the given groups of layouts."""
-    index = np.flatnonzero(groups)
-    if not len(index):
-        return False
-    return bool((solution.search.least_bytes[index] <= solution.problem.capacity_bytes).any())
+    return solution.search.fastest_that_fits(np.flatnonzero(groups)) is not None
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
@@ -191,11 +187,10 @@ def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
     search = solution.search
     if not np.any(column == 1):
         return "the spec's sizes leave no layout without it."
-    index = np.flatnonzero((column == 1) & (search.least_bytes <= solution.problem.capacity_bytes * (1.0 + SLACK)))
-    if not len(index):
+    fastest = search.fastest_that_fits(np.flatnonzero(column == 1))
+    if fastest is None:
         return f"no layout without {name.lower()} parallelism fits."
-    bound = float(search.bound_s[index].min())
-    slower = bound / best.step_time_s - 1.0
+    slower = float(search.bound_s[fastest]) / best.step_time_s - 1.0
     if slower > TIE:
         return f"every layout without it is slower, by {slower:.1%} or more."
     if solution.problem.spec.limits.prefer == "fastest":

@@ -19,7 +19,7 @@ from partool.cost.time.offload import FAST_LINK
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced, bounds_s, host_limit, prepare, room, room_below
+from partool.planner.search.price import Priced, bounds_s, host_limit, least_room, prepare, room, room_below
 from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.space import Space
 
@@ -129,7 +129,7 @@ class Search:
         self.bound_s: NDArray[np.float64] = np.zeros(0)
         """Lower bound of each group's step time in seconds."""
         self.least_bytes: NDArray[np.float64] = np.zeros(0)
-        """Bytes of device memory that each group needs at least."""
+        """Bytes of device memory that each group needs at least, or fewer."""
         self._parts: list[Leaves] = []
         self._start_s = limit_s
         self._limit_s = limit_s
@@ -157,13 +157,20 @@ class Search:
         return self.found
 
     def bound(self) -> None:
-        """Compute the least memory and the least time of every group, and count the groups that are too large.
+        """Bound the least memory and the least time of every group, and count the groups that are too large.
 
         The time of a group that is too large is infinite, unless all groups are too large.
         """
         if len(self.groups) and len(self.policies):
-            self.least_bytes, _ = self.least_memory(self.groups)
-            may = self.least_bytes <= self.problem.capacity_bytes * self._slack(self.groups)
+            self.problem.work.rows += len(self.groups)
+            most, sparing = self.problem.capacity_bytes * self._slack(self.groups), self._sparing(self.groups)
+            self.least_bytes = np.concatenate(
+                [
+                    least_room(self.problem, self.space.rows(self.groups[part], sparing[part]), most[part])
+                    for part in (slice(start, start + _MORE) for start in range(0, len(self.groups), _MORE))
+                ]
+            )
+            may = self.least_bytes <= most
             self._count_too_large(may)
             timed = may if may.any() else np.ones_like(may)
             self.bound_s = np.full(len(self.groups), np.inf)
@@ -202,13 +209,32 @@ class Search:
 
     def least_memory(self, groups: Any) -> tuple[Any, Any]:
         """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
+        total, likely, _ = self._room(groups, self._sparing(groups))
+        return total, likely
+
+    def fastest_that_fits(self, groups: Any) -> int | None:
+        """Return the group with the least bound of time among those that fit under some policy; None if none fits.
+
+        This search has bounds of all groups.
+        """
+        capacity = self.problem.capacity_bytes * (1.0 + SLACK)
+        may = groups[self.least_bytes[groups] <= capacity]
+        order = may[np.argsort(self.bound_s[may], kind="stable")]
+        for start in range(0, len(order), _CHUNK):
+            near = order[start : start + _CHUNK]
+            fits = np.flatnonzero(self.least_memory(near)[0] <= capacity)
+            if len(fits):
+                return int(near[fits[0]])
+        return None
+
+    def _sparing(self, groups: Any) -> Any:
+        """Return, for each group, the policy that needs least device memory."""
         table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]
         policy = np.full(len(groups), stays[-1] if len(stays) else self.policies[-1])
         if (table.parameters[self.policies] == 1).any():
             policy[zero3] = self.policies[-1]
-        total, likely, _ = self._room(groups, policy)
-        return total, likely
+        return policy
 
     def least_times(self) -> Any:
         """Return a lower bound of each group's step time in seconds, whether the group fits or not."""
@@ -252,7 +278,7 @@ class Search:
 
         Both are infinite where device or host memory is exceeded, or fitting is less probable than ``least_likely``.
         """
-        total, likely, host = self._room(group, policy)
+        total, likely, host = self._room(group, policy, host_too=True)
         fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem)) & (likely >= least_likely)
         bound = np.full(len(group), np.inf)
         bound[fits] = self._bounds(group[fits], policy[fits])
@@ -369,7 +395,7 @@ class Search:
             open_ &= ~(old_groups[groups][:, None] & old_policies[self.policies][None, :])
         which, column = np.nonzero(open_)
         group, policy = groups[which], self.policies[column]
-        total, likely, host = self._room(group, policy)
+        total, likely, host = self._room(group, policy, host_too=True)
         fits = (total <= self.problem.capacity_bytes * self._slack(group)) & (host <= host_limit(self.problem))
         group, policy = group[fits], policy[fits]
         leaves = Leaves(group, policy, self._bounds(group, policy), total[fits], likely[fits], host[fits])
@@ -434,18 +460,21 @@ class Search:
             parts.append(bounds_s(self.problem, rows, left))
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _room(self, group: Any, policy: Any, *, exact: bool = False) -> tuple[Any, Any, Any]:
+    def _room(self, group: Any, policy: Any, *, exact: bool = False, host_too: bool = False) -> tuple[Any, Any, Any]:
         """Return bytes of device memory, the probability that they fit, and bytes of host memory of some layouts.
 
         Unless all are to be ``exact``, layouts that are too large by far may get fewer bytes, by which they still are
-        too large.
+        too large; with ``host_too`` so do layouts that are too large for the host.
         """
         self.problem.work.rows += len(group)
         most = self.problem.capacity_bytes * np.broadcast_to(self._slack(group), len(group))
+        most_host = host_limit(self.problem) if host_too else float("inf")
         parts = []
         for i in range(0, len(group), _MORE):
             rows = self.space.rows(group[i : i + _MORE], policy[i : i + _MORE])
-            parts.append(room(self.problem, rows) if exact else room_below(self.problem, rows, most[i : i + _MORE]))
+            parts.append(
+                room(self.problem, rows) if exact else room_below(self.problem, rows, most[i : i + _MORE], most_host)
+            )
         if not parts:
             return np.zeros(0), np.zeros(0), np.zeros(0)
         return tuple(

@@ -28,9 +28,14 @@ def glance(search: Search, shared: Search, wanted: NDArray[np.bool_], few: NDArr
     allowed = search.space.allowed(group, policy) & (wanted[group] | few[policy]) if len(group) else np.zeros(0, bool)
     group, policy = group[allowed], policy[allowed]
     bound, _ = search.columns(group, policy, GREEN)
-    order = np.argsort(bound, kind="stable")[:_EXACT]
-    found = [search.price(group[index], policy[index]) for index in order if np.isfinite(bound[index])]
-    return min((one for one in found if one.safe), key=lambda one: one.step_time_s, default=None)
+    best: Priced | None = None
+    for index in np.argsort(bound, kind="stable")[:_EXACT]:
+        if not np.isfinite(bound[index]) or (best is not None and bound[index] >= best.step_time_s):
+            break
+        one = search.price(group[index], policy[index])
+        if (best is None or one.step_time_s < best.step_time_s) and one.safe:
+            best = one
+    return best
 
 
 def _first(search: Search, shared: Search) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
-from partool.cost.memory.peak import Memory, least_memory, peak_memory, predict_memory
+from partool.cost.memory.peak import Memory, least_memory, least_memory_of_passes, peak_memory, predict_memory
 from partool.cost.time import micro
 from partool.cost.time.bound import Open, bound_s
 from partool.cost.time.predict import predict_time, time_terms
@@ -100,22 +100,40 @@ class MemoryNeed:
     host_bytes: Column
 
 
-def room_below(problem: Problem, layouts: Layouts, most_bytes: Column) -> MemoryNeed:
+def room_below(
+    problem: Problem, layouts: Layouts, most_bytes: Column, most_host_bytes: float = float("inf")
+) -> MemoryNeed:
     """Return the predicted memory of the layouts that may need at most ``most_bytes``, and less of others.
 
-    Layouts whose training state alone needs more get the bytes of this state; they do not fit.
+    Layouts whose training state, or activations of the loss, need more get the bytes of these; they do not fit. So do
+    layouts that take more than ``most_host_bytes`` of a node's memory.
     """
-    shape = layouts.shape
-    least = np.broadcast_to(least_memory(cost_job(problem), layouts), shape)
-    rows = np.flatnonzero(least <= most_bytes)
-    if len(rows) == len(least):
-        return room(problem, layouts)
-    found = MemoryNeed(least.copy(), np.zeros(shape), np.full(shape, np.inf))
+    least, rows = _bounded(problem, layouts, most_bytes, most_host_bytes)
+    found = MemoryNeed(least, np.zeros(layouts.shape), np.full(layouts.shape, np.inf))
     if len(rows):
         one = room(problem, layouts.take(rows))
         for name in ("total_bytes", "probability", "host_bytes"):
             getattr(found, name)[rows] = getattr(one, name)
     return found
+
+
+def least_room(problem: Problem, layouts: Layouts, most_bytes: Column) -> NDArray[np.float64]:
+    """Return bytes of device memory that each layout exceeds, whether they are more than ``most_bytes`` or not."""
+    return _bounded(problem, layouts, most_bytes, float("inf"))[0]
+
+
+def _bounded(
+    problem: Problem, layouts: Layouts, most_bytes: Column, most_host_bytes: float
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return bytes that each layout exceeds, and the indices of layouts that these and the host's bytes leave."""
+    job, shape = cost_job(problem), layouts.shape
+    least = np.array(np.broadcast_to(least_memory(job, layouts), shape))
+    rows = np.flatnonzero(least <= most_bytes)
+    if len(rows):
+        device, host = least_memory_of_passes(job, layouts.take(rows))
+        least[rows] = device
+        rows = rows[(device <= np.broadcast_to(most_bytes, shape)[rows]) & (host <= most_host_bytes)]
+    return least, rows
 
 
 def room(problem: Problem, layouts: Layouts) -> MemoryNeed:

@@ -144,10 +144,11 @@ def build(problem: Problem) -> Space:
     """Enumerate a problem's layouts; constraints on whole meshes are applied first."""
     policies = policies_of(problem)
     builder = _Builder(problem, policies)
-    columns = builder.columns()
-    if columns.shape[1] > MANY:
+    columns = builder.columns(MANY)
+    if columns is None:
         builder = _Builder(problem, policies, coarse=True)
         columns = builder.columns()
+    assert columns is not None
     return builder.space(columns)
 
 
@@ -178,9 +179,14 @@ class _Builder:
         self._with_parameters = len(policies)
         self._without = int((policies.parameters == 0).sum())
 
-    def columns(self) -> NDArray[np.int64]:
-        """Return the groups as a matrix with one row for each name in :data:`_GROUP_COLUMNS`."""
-        blocks = [block for mesh in self._meshes() for block in self._below(*mesh)]
+    def columns(self, most: float = float("inf")) -> NDArray[np.int64] | None:
+        """Return the groups as a matrix with one row for each name in :data:`_GROUP_COLUMNS`; None if over ``most``."""
+        blocks, groups = [], 0
+        for block in (block for mesh in self._meshes() for block in self._below(*mesh)):
+            blocks.append(block)
+            groups += block.shape[1]
+            if groups > most:
+                return None
         return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
 
     def space(self, columns: NDArray[np.int64]) -> Space:
