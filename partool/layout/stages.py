@@ -30,7 +30,7 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
     extra[0] += first
     extra[-1] += last
     whole = sums[-1] + first + last
-    low = max(whole / stages, max(costs)) * (1.0 - 1e-12)
+    low = max(whole / stages, *costs) * (1.0 - 1e-12)
     # Stages that take layers up to a layer more than the mean suffice, unless one layer is all that is left for some.
     high = whole / stages + max(costs) + max(first, last)
     ends = _fill(sums, extra, high)

@@ -79,4 +79,5 @@ def _passes_s(layouts: Layouts, known: PassLimits, kind: Kind, layers: Column) -
     for other in units:
         if other is not kind:
             added = np.minimum(added, bare[other] + repeated * np.minimum(again[kind], again[other]))
-    return layers * bare[kind] + added
+    found: Column = layers * bare[kind] + added
+    return found
