@@ -95,7 +95,7 @@ def least_passes(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) ->
         passes = np.maximum(passes, later) + np.where(lasting, state.gathered, 0.0)
         device.append(state.parameters + state.optimizer + np.maximum(state.gradients_at_step, passes))
         host.append(sum(state.host.values()) + done.on_host)
-    return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (device, host))  # type: ignore[return-value]
+    return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (device, host))
 
 
 def _work_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
