@@ -7,13 +7,14 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import planned
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
 
-from partool.cost.case import CAPPED
-from partool.cost.memory.peak import least_memory
+from partool.cost.case import CAPPED, SCHEDULES
+from partool.cost.memory.peak import least_memory, least_memory_of_passes
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
@@ -73,6 +74,37 @@ def test_no_bound_is_above_the_exact_time(seed: int) -> None:
     assert above(problem_of(document(Random(seed).choice)), seed, LAYOUTS) == []
 
 
+LAYERS_DIFFER = """
+model: {layers: 13, hidden: 1024, heads: 8, kv_heads: 8, ffn_hidden: 1024, vocab: 512, max_position: 8192,
+  moe: {experts: 8, top_k: 2, ffn_hidden: 1024, first_dense_layers: 3}}
+hardware: {accelerator: h100-sxm, per_node: 8}
+data: python-stdlib
+training: {sequence_length: 4096, global_batch: 64}
+parallel: {tensor: 1, sequence: 1, expert: 1, pipeline: {stages: 4}, recompute: RECOMPUTE, offload: {optimizer: none,
+  activations: none, parameters: none}, tiles: {mlp: 0, loss: 0}}
+"""
+
+
+@pytest.mark.parametrize(("recompute", "least"), [("none", (0.81, 0.98)), ("auto", (0.80, 0.92))])
+def test_bounds_of_layers_that_differ_are_close_and_below_the_exact_time(
+    recompute: str, least: tuple[float, float]
+) -> None:
+    """Of ten layers with experts, three of four ranks have three at least: one waits for the passes of two others."""
+    problem = planned.problem_of(LAYERS_DIFFER.replace("RECOMPUTE", recompute))
+    space = build(problem)
+    random = np.random.default_rng(0)
+    group, policy = random.integers(0, space.size, 200), random.integers(0, len(space.policies), 200)
+    kept = space.allowed(group, policy)
+    group, policy = group[kept], policy[kept]
+    first = Search(problem, space)._bounds(group, policy)
+    pairs = zip(group, policy, strict=True)
+    exact = np.array([Priced(problem, layout_of(problem, space.rows(*pair))).step_time_s for pair in pairs])
+    assert np.all(first <= exact * CLOSE)
+    schedules = np.asarray(space.groups.schedule)[group]
+    close = [np.median((first / exact)[schedules == SCHEDULES.index(name)]) for name in ("1f1b", "gpipe")]
+    assert np.all(np.array(close) > least)
+
+
 def wrong_on_memory(problem: Problem, seed: int, count: int) -> tuple[list[str], int]:
     """Return a line for each random pipelined layout whose batched verdict on device memory is not the exact one.
 
@@ -121,21 +153,28 @@ def test_no_bound_of_many_problems_is_above_the_exact_time(seed: int) -> None:
 
 
 def test_layouts_that_are_not_priced_are_too_large() -> None:
-    """The training state that rules layouts out, before activations are priced, is never more than the whole."""
-    ruled_out = 0
-    for seed in range(12):
+    """The bytes that rule layouts out, before all moments of a step are priced, are never more than the whole."""
+    ruled_out = by_passes = 0
+    for seed in range(40):
         problem = problem_of(document(Random(seed).choice))
         space, random = build(problem), np.random.default_rng(seed)
         if not space.size:
             continue
         rows = space.rows(random.integers(0, space.size, 200), random.integers(0, len(space.policies), 200))
-        total = np.broadcast_to(room(problem, rows).total_bytes, 200)
-        assert np.all(least_memory(cost_job(problem), rows) <= total)
+        whole, state = room(problem, rows), np.broadcast_to(least_memory(cost_job(problem), rows), 200)
+        total = np.broadcast_to(whole.total_bytes, 200)
+        assert np.all(state <= total)
+        if not isinstance(problem.spec.parallel.recompute, list):
+            device, host = least_memory_of_passes(cost_job(problem), rows)
+            assert np.all(device <= total)
+            assert np.all(host <= whole.host_bytes * CLOSE)
+            by_passes += int(np.sum(device > state))
         most = np.quantile(total, 0.3)
         below = np.broadcast_to(room_below(problem, rows, most).total_bytes, 200)
         assert np.array_equal(below <= most, total <= most)
         ruled_out += int(np.sum(below != total))
     assert ruled_out > 0
+    assert by_passes > 0
 
 
 def prices(problem: Problem, space: Space) -> list[Priced]:

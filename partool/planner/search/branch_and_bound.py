@@ -33,9 +33,11 @@ LIKELY = GREEN - 0.05
 _CHUNK = 8192
 _MORE = 65536
 """Number of layouts whose memory is priced at once; more repeat each other more often."""
-_MOST_AT_ONCE = 256
-"""Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
-groups."""
+_AT_FIRST, _MOST_AT_ONCE = 32, 512
+"""Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
+later groups."""
+_PREPARED = 512
+"""Maximum number of groups whose micro-batches are priced at the begin of a pass, as most passes expand so many."""
 _EXACT_ROWS = 3_000
 """Number of layouts that the closed equations price in the time of one exact price."""
 _MOST_WORK = 3_000_000
@@ -335,7 +337,8 @@ class Search:
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
         self._limit_s = self._start_s
         self._queue = Queue(self.problem, self.space, self._second)
-        position, batch = 0, 32
+        self._prepare(self.groups[order[bound[order] <= self._limit_s * (1.0 + TIE)][:_PREPARED]])
+        position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _MOST_AT_ONCE
         start = self.problem.work.rows
         while not self._worked_enough(start):
             following = bound[order[position]] if position < len(order) else float("inf")
@@ -352,6 +355,13 @@ class Search:
                 break
         if self.problem.work.stopped:
             self._hurry(sure=sure)
+
+    def _prepare(self, groups: Any) -> None:
+        """Price the micro-batches of groups that will be expanded at once, which takes less time than one by one."""
+        one = self.policies[firsts(self._recompute)]
+        group, policy = np.repeat(groups, len(one)), np.tile(one, len(groups))
+        allowed = self.space.allowed(group, policy)
+        prepare(self.problem, replace(self.space.rows(group[allowed], policy[allowed]), **_ON_DEVICE))
 
     def _hurry(self, *, sure: bool) -> None:
         """Take the first layout of the queue that fits, if none has been taken before the user stopped the search."""

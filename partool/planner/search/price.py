@@ -129,7 +129,8 @@ def _bounded(
     job, shape = cost_job(problem), layouts.shape
     least = np.array(np.broadcast_to(least_memory(job, layouts), shape))
     rows = np.flatnonzero(least <= most_bytes)
-    if len(rows):
+    # Of a list of policies by layer, each takes less or more than the one that the columns name.
+    if len(rows) and not isinstance(problem.spec.parallel.recompute, list):
         device, host = least_memory_of_passes(job, layouts.take(rows))
         least[rows] = device
         rows = rows[(device <= np.broadcast_to(most_bytes, shape)[rows]) & (host <= most_host_bytes)]
