@@ -7,7 +7,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
@@ -104,12 +105,30 @@ def _call(name: str, words: list[str]) -> int:
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name)(_heedful(importlib.import_module(COMMANDS[name][0]).command))
+    with _one_thread():
+        app.command(name)(_heedful(importlib.import_module(COMMANDS[name][0]).command))
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
     code = app(args=words, prog_name=f"partool {name}", standalone_mode=False)
     return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Import numpy with one thread: those that it starts by default spin at first, a tenth of the time of a small plan.
+
+    Processes that partool starts do not inherit the setting, as it also holds for matrix products of training.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _heedful(command: Callable[..., None]) -> Callable[..., None]:

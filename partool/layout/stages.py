@@ -9,20 +9,25 @@ from functools import lru_cache
 _CLOSE = 1.0 + 1e-9
 
 
-def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[tuple[int, int], ...]:
+def balance(
+    costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0, grain: float = 0.0
+) -> tuple[tuple[int, int], ...]:
     """Return the first and the one-past-last layer of each stage; every stage has at least one layer.
 
     ``first`` and ``last`` are the additional costs of stage 0 (embedding) and of the last stage (head). The largest
     cost of a stage is as small as any contiguous split allows. If several splits reach this minimum, the split whose
-    stages have the most even numbers of layers is taken. Raises ``ValueError`` if there are fewer layers than stages.
+    stages have the most even numbers of layers is taken. ``grain``: a number of which all costs are multiples, which
+    shortens the search. Raises ``ValueError`` if there are fewer layers than stages.
     """
     if stages < 1 or len(costs) < stages:
         raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
-    return _balance(tuple(costs), stages, first, last)
+    return _balance(tuple(costs), stages, first, last, grain)
 
 
 @lru_cache(maxsize=4096)
-def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[tuple[int, int], ...]:
+def _balance(
+    costs: tuple[float, ...], stages: int, first: float, last: float, grain: float
+) -> tuple[tuple[int, int], ...]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -37,7 +42,7 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
     if ends is None:
         ends, high = _fill(sums, extra, whole), whole
     for _ in range(60):
-        if high - low <= 1e-9 * high:
+        if high - low <= max(1e-9 * high, grain * (1.0 - 1e-6)):
             break
         middle = 0.5 * (low + high)
         found = _fill(sums, extra, middle)

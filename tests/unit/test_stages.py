@@ -38,6 +38,16 @@ def test_no_split_is_better(costs: list[float], stages: int, first: float, last:
     assert balance(costs, stages, first, last) == found
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60)
+)
+def test_a_grain_of_all_costs_does_not_change_the_split(grains: list[int], stages: int, first: int, last: int) -> None:
+    costs, stages = [count / 20 for count in grains], min(stages, len(grains))
+    known = balance(costs, stages, first / 20, last / 20, grain=0.05)
+    assert known == balance(costs, stages, first / 20, last / 20)
+
+
 def test_equal_layers_are_split_evenly() -> None:
     assert balance([1.0] * 32, 4) == ((0, 8), (8, 16), (16, 24), (24, 32))
     assert [stop - start for start, stop in balance([1.0] * 10, 4)] == [3, 3, 2, 2]
