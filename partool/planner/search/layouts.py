@@ -141,8 +141,8 @@ def _even(layers: int, stages: int) -> Bounds:
 
 @lru_cache(maxsize=4096)
 def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[float, ...], stages: int) -> Bounds:
-    times = dict(zip(order, values[:-2], strict=True))
-    return balance([times[kind] for kind in layers], stages, *values[-2:], grain=1.0 / _GRAINS)
+    times, (first, last) = dict(zip(order, values[:-2], strict=True)), values[-2:]
+    return balance([times[kind] for kind in layers], stages, first, last, grain=1.0 / _GRAINS)
 
 
 def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
