@@ -76,7 +76,12 @@ def parallel(pick: Pick, layers: int) -> dict[str, Any]:
         found["tiles"] = {"loss": 128, "mlp": 128}
     elif pinned == "offload":
         found["offload"] = pick(
-            ["cpu", {"optimizer": "cpu", "speculate": pick([False, "undo"])}, {"activations": "cpu"}]
+            [
+                "cpu",
+                {"optimizer": "cpu", "speculate": pick([False, "undo"])},
+                {"activations": "cpu"},
+                {"optimizer": "cpu", "gpu_fraction": pick([0.5, 0.99])},
+            ]
         )
     elif pinned == "layers" and layers > 2:
         found["pipeline"] = {"layers": [1, layers - 1], "stages": 2}

@@ -116,9 +116,9 @@ def _call(name: str, words: list[str]) -> int:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Import numpy with one thread: those that it starts by default spin at first, a tenth of the time of a small plan.
+    """Have numpy start one thread only: its default threads spin at first, which takes a tenth of a small plan's time.
 
-    Processes that partool starts do not inherit the setting, as it also holds for matrix products of training.
+    Processes that partool starts do not inherit the variable, as it would also limit matrix products of training.
     """
     name = "OPENBLAS_NUM_THREADS"
     if name in os.environ:

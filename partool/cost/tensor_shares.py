@@ -79,7 +79,7 @@ class Shares(NamedTuple):
 def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int, sequence_norms: bool) -> Shares:
     """Return the numbers of elements of each group on the fullest of ``tensor`` ranks."""
     first = [next((at for at in range(model.layers) if model.is_moe_layer(at) == moe), None) for moe in (False, True)]
-    # Layers after the first of each kind have the same sizes; a model with many experts has ten thousands of them.
+    # Layers after the first of each kind have the same sizes, and cutting the parameters of all layers takes long.
     changes: dict[str, object] = {"layers": 1 + max(at for at in first if at is not None)}
     changes |= {} if padded_vocab is None else {"vocab": padded_vocab}
     model = model.model_copy(update=changes)

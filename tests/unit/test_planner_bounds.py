@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import planned
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
@@ -169,12 +170,47 @@ def test_layouts_that_are_not_priced_are_too_large() -> None:
             assert np.all(device <= total)
             assert np.all(host <= whole.host_bytes * CLOSE)
             by_passes += int(np.sum(device > state))
-        most = np.quantile(total, 0.3)
+        most, most_host = np.quantile(total, 0.3), float(np.quantile(whole.host_bytes, 0.9, method="lower"))
         below = np.broadcast_to(room_below(problem, rows, most).total_bytes, 200)
         assert np.array_equal(below <= most, total <= most)
         ruled_out += int(np.sum(below != total))
+        both = room_below(problem, rows, most, most_host)
+        fits = (both.total_bytes <= most) & (both.host_bytes <= most_host)
+        assert np.array_equal(fits, (total <= most) & (whole.host_bytes <= most_host))
     assert ruled_out > 0
     assert by_passes > 0
+
+
+SIZES = "layers: 4, hidden: 1024, heads: 8, kv_heads: 2, ffn_hidden: 4096, vocab: 32000, max_position: 8192"
+ENGINE = f"""
+engine: ENGINE
+model: {{{SIZES}}}
+hardware: {{accelerator: h100-sxm, nodes: 2, per_node: 3, fabric: ethernet-100g}}
+data: python-stdlib
+training: {{sequence_length: 256, global_batch: 24}}
+parallel: {{pipeline: {{stages: 1}}}}
+"""
+
+
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
+def test_bounds_of_groups_hold_where_collectives_hide_the_host(engine: str) -> None:
+    problem = planned.problem_of(ENGINE.replace("ENGINE", engine))
+    assert above(problem, 0, 50) == []
+
+
+def test_gradients_in_transfer_are_no_memory_of_a_cpu() -> None:
+    made = {
+        "model": {**yaml.safe_load(f"{{{SIZES}}}"), "hidden": 4096, "ffn_hidden": 16384},
+        "hardware": {"accelerator": "cpu", "per_node": 1, "memory_gib": 64},
+        "training": {"sequence_length": 256, "global_batch": 32, "precision": "fp32"},
+        "parallel": {"offload": {"optimizer": "cpu", "gpu_fraction": 0.99}, "micro_batch": 1, "compile": "none"},
+    }
+    problem = problem_of(made)
+    space = build(problem)
+    group, policy = (part.ravel() for part in np.indices((space.size, len(space.policies))))
+    rows = space.rows(group, policy)
+    least, _ = least_memory_of_passes(cost_job(problem), rows)
+    assert np.all(least <= room(problem, rows).total_bytes)
 
 
 def prices(problem: Problem, space: Space) -> list[Priced]:

@@ -91,7 +91,9 @@ def least_passes(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) ->
         loss = np.minimum(done.loss, done.loss_backward)
         working = done.at_work - done.of_norm
         passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)
-        later = np.where(several, state.gradients_before, 0.0) + np.maximum(working - done.inputs, 0.0)
+        # On a CPU, gradients in transfer to the host are nowhere else.
+        earlier = np.where(several, state.gradients_before - state.leaving, 0.0)
+        later = earlier + np.maximum(working - done.inputs, 0.0)
         passes = np.maximum(passes, later) + np.where(lasting, state.gathered, 0.0)
         device.append(state.parameters + state.optimizer + np.maximum(state.gradients_at_step, passes))
         host.append(sum(state.host.values()) + done.on_host)

@@ -39,7 +39,7 @@ class Crowd:
         backward passes; a zero-bubble schedule fills the time after it with weight gradients.
         """
         before, several = self.ranks - 1.0, layouts.chunks > 1
-        # Of several stages per rank, it waits for the first of each rank.
+        # A rank with several stages waits only for the first stage of each rank before it.
         whole = np.where(several, limits.first_s + (before - 1.0) * limits.inner_s, before * self.busiest_s)
         filled = np.where(several, 0.0, before * self.forward_s)
         waits = np.where(among(layouts.schedule, HALVED), filled, whole)

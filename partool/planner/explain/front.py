@@ -33,12 +33,9 @@ def front(solution: Solution) -> list[Priced]:
     leaves = solution.overall.leaves
     group, policy = [leaves.group], [leaves.policy]
     time, size = [leaves.bound_s], [leaves.memory_bytes]
-    plain = np.flatnonzero(
-        (space.groups.schedule == SCHEDULES.index("1f1b")) & _may_be_on_front(solution, search.least_bytes)
-    )
-    exact = search.least_bytes.copy()
-    exact[plain] = search.least_memory(plain)[0]
-    plain = plain[_may_be_on_front(solution, exact)[plain]]
+    plain = np.flatnonzero(np.broadcast_to(space.groups.schedule == SCHEDULES.index("1f1b"), space.size))
+    plain = plain[_may_be_on_front(solution, plain, search.least_bytes[plain])]
+    plain = plain[_may_be_on_front(solution, plain, search.least_memory(plain)[0])]
     for extreme in search.extremes():
         taken = np.full(len(plain), extreme)
         allowed = space.allowed(plain, taken)
@@ -58,10 +55,10 @@ def front(solution: Solution) -> list[Priced]:
     return [search.price(groups[index], policies[index]) for index in ends[list(steps)]]
 
 
-def _may_be_on_front(solution: Solution, least_bytes: Any) -> Any:
+def _may_be_on_front(solution: Solution, groups: Any, least_bytes: Any) -> Any:
     """Return a mask of groups; False if all layouts of a group are too large, or no better than one of the search.
 
-    ``least_bytes`` are those of each group.
+    Each group needs ``least_bytes`` at least.
     """
     search, leaves, capacity = solution.search, solution.overall.leaves, solution.problem.capacity_bytes
     may = least_bytes <= capacity * (1.0 + SLACK)
@@ -70,7 +67,7 @@ def _may_be_on_front(solution: Solution, least_bytes: Any) -> Any:
         return may
     order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
     least = np.concatenate([[np.inf], np.minimum.accumulate(leaves.memory_bytes[order])])
-    before = np.searchsorted(leaves.bound_s[order], _MARGIN * search.bound_s, side="right")
+    before = np.searchsorted(leaves.bound_s[order], _MARGIN * search.bound_s[groups], side="right")
     return may & (least[before] > _MARGIN * least_bytes)
 
 

@@ -179,7 +179,7 @@ def _zero(solution: Solution, best: Priced) -> str:
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
     """Return True if device memory is enough for at least one layout of the given groups of layouts."""
-    return solution.search.fastest_that_fits(np.flatnonzero(groups)) is not None
+    return solution.search.fastest_that_fits(np.flatnonzero(groups), slack=0.0) is not None
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:

@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.memory.fit import GREEN
+from partool.cost.stacks import PARTOOL
 from partool.cost.time.bound import Open
 from partool.cost.time.offload import FAST_LINK
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
+from partool.planner.search.cost_job import cost_job
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, bounds_s, host_limit, least_room, prepare, room, room_below
 from partool.planner.search.queue import Key, Queue, SecondBounds
@@ -37,7 +39,7 @@ _AT_FIRST, _MOST_AT_ONCE = 32, 512
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
 later groups."""
 _PREPARED = 512
-"""Maximum number of groups whose micro-batches are priced at the begin of a pass, as most passes expand so many."""
+"""Maximum number of groups whose micro-batches are priced at the beginning of a pass, as many as most passes expand."""
 _EXACT_ROWS = 3_000
 """Number of layouts that the closed equations price in the time of one exact price."""
 _MOST_WORK = 3_000_000
@@ -89,7 +91,7 @@ class SearchResult:
     """The fastest layout that is sure to fit; if there is none, the fastest layout that is predicted to fit."""
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
     too_large: int = 0
-    """Number of layouts in groups that do not fit even with everything recomputed and offloaded."""
+    """Number of layouts in groups whose bound of memory is too large even with everything recomputed and offloaded."""
     complete: bool = True
     """False if the search ended at its limit of work: layouts that the search did not reach may be faster."""
 
@@ -214,12 +216,12 @@ class Search:
         total, likely, _ = self._room(groups, self._sparing(groups))
         return total, likely
 
-    def fastest_that_fits(self, groups: Any) -> int | None:
+    def fastest_that_fits(self, groups: Any, slack: float = SLACK) -> int | None:
         """Return the group with the least bound of time among those that fit under some policy; None if none fits.
 
-        This search has bounds of all groups.
+        This search has bounds of all groups. ``slack`` is the share by which memory may be exceeded.
         """
-        capacity = self.problem.capacity_bytes * (1.0 + SLACK)
+        capacity = self.problem.capacity_bytes * (1.0 + slack)
         may = groups[self.least_bytes[groups] <= capacity]
         order = may[np.argsort(self.bound_s[may], kind="stable")]
         for start in range(0, len(order), _CHUNK):
@@ -318,11 +320,12 @@ class Search:
         """Return lower bounds of the step time of layouts that recompute as ``policy`` says, whatever they offload.
 
         With ``recompute``, the bounds also hold for policies that take longer. Over most links the host's update costs
-        as much as the device's update that it replaces, or more. Over a fast link, or where host and device are the
-        same CPU, it may cost nothing where other work hides it.
+        as much as the device's update that it replaces, or more. Over a fast link, where host and device are the same
+        CPU, and in other code bases, it may cost nothing where other work hides it.
         """
         devices = self.problem.devices
         fast = devices.backend == "cpu" or (devices.host_link_bytes_per_s or 0.0) >= FAST_LINK
+        fast |= cost_job(self.problem).stack.name != PARTOOL.name
         least = float(self.space.policies.gpu_fraction[self.policies].min()) if fast else 1.0
         return self._bounds(groups, policy, Open(least, recompute))
 
@@ -474,7 +477,7 @@ class Search:
         """Return bytes of device memory, the probability that they fit, and bytes of host memory of some layouts.
 
         Unless all are to be ``exact``, layouts that are too large by far may get fewer bytes, by which they still are
-        too large; with ``host_too`` so do layouts that are too large for the host.
+        too large. With ``host_too``, layouts that are too large for the host may get infinite bytes of it.
         """
         self.problem.work.rows += len(group)
         most = self.problem.capacity_bytes * np.broadcast_to(self._slack(group), len(group))

@@ -105,8 +105,9 @@ def room_below(
 ) -> MemoryNeed:
     """Return the predicted memory of the layouts that may need at most ``most_bytes``, and less of others.
 
-    Layouts whose training state, or activations of the loss, need more get the bytes of these; they do not fit. So do
-    layouts that take more than ``most_host_bytes`` of a node's memory.
+    Layouts whose training state needs more get the bytes of the state, and layouts that need more by
+    :func:`least_memory_of_passes` get those bytes; neither fit. Layouts that need more than ``most_host_bytes`` of a
+    node's memory get infinite host bytes.
     """
     least, rows = _bounded(problem, layouts, most_bytes, most_host_bytes)
     found = MemoryNeed(least, np.zeros(layouts.shape), np.full(layouts.shape, np.inf))

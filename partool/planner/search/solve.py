@@ -22,7 +22,7 @@ from partool.planner.search.tiles import in_tiles
 
 _NEAREST = 2048
 """Number of groups that are looked at for the fastest layout without a limit of memory."""
-TOO_LARGE = "too large even with everything recomputed and offloaded"
+TOO_LARGE = "known to be too large, even with everything recomputed and offloaded"
 
 
 @dataclass(frozen=True)
