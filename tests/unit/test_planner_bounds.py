@@ -35,15 +35,15 @@ LAYOUTS = 8
 def bounds(problem: Problem, space: Space, group: Any, policy: Any) -> dict[str, Any]:
     """Return every bound that a search has of layouts, by name."""
     search = Search(problem, space)
-    first = search._bounds(group, policy)
+    first = search.bounds(group, policy)
     second = first.copy()
     for at in np.flatnonzero(np.broadcast_to(space.groups.pp, space.size)[group] > 1):
         second[at] = refined(problem, space.rows(group[at : at + 1], policy[at : at + 1])).bound_s[0]
     return {
         "first": first,
         "second": second,
-        "of the group": search._group_bounds(group),
-        "of the group and what it recomputes": search._policy_bounds(group)[np.arange(len(group)), policy],
+        "of the group": search.group_bounds(group),
+        "of the group and what it recomputes": search.policy_bounds(group)[np.arange(len(group)), policy],
     }
 
 
@@ -97,7 +97,7 @@ def test_bounds_of_layers_that_differ_are_close_and_below_the_exact_time(
     group, policy = random.integers(0, space.size, 200), random.integers(0, len(space.policies), 200)
     kept = space.allowed(group, policy)
     group, policy = group[kept], policy[kept]
-    first = Search(problem, space)._bounds(group, policy)
+    first = Search(problem, space).bounds(group, policy)
     pairs = zip(group, policy, strict=True)
     exact = np.array([Priced(problem, layout_of(problem, space.rows(*pair))).step_time_s for pair in pairs])
     assert np.all(first <= exact * CLOSE)

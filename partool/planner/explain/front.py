@@ -12,8 +12,9 @@ import numpy as np
 from partool.cost.case import SCHEDULES
 from partool.cost.memory.fit import GREEN
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import SLACK, Search
+from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced, room
+from partool.planner.search.prices import SLACK
 from partool.planner.search.solve import Solution
 from partool.planner.search.space import build
 
