@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from partool_runtime.deferral import is_splitting
 from partool_runtime.dry.kinds import description
 from partool_runtime.dry.layer_log import Begin, Freed, LayerLog, Recorded, UnequalLayers
-from partool_runtime.torch_internals.tensors import is_plain
+from partool_runtime.dry.memory import MemoryRecord
+from partool_runtime.torch_internals.tensors import is_plain, tensors_in
 
 INPUT, GRADIENT = Freed("input", 0), Freed("gradient", 0)
 _DEPTH = 4
@@ -51,6 +53,8 @@ class Forward:
     returned: Like
     ordinal: int
     """Number of the allocation of what is returned."""
+    by_function: bool
+    """Whether it comes from a function of Python: torch makes one view more of a stage's result that does."""
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the arguments are like those of this pass."""
@@ -71,7 +75,7 @@ class Backward:
 
 @dataclass
 class LayersPass:
-    """One pass of a stage through the layers of a kind, forward and backward."""
+    """Passes that are alike: of a stage's layers of a kind, or of a layer's micro-batches."""
 
     forward: Forward | None = None
     """What the second layer did; None if its pass cannot be repeated."""
@@ -79,6 +83,30 @@ class LayersPass:
     """Place of the second layer's input."""
     backward: Backward | None = None
     """What the last layer but one did."""
+    held: bool | None = None
+    """Whether the second layer's input lasts until its backward pass; None as long as nobody has asked."""
+
+    def holds_input(self, memory: MemoryRecord) -> bool:
+        """Return :attr:`held`; ask after the second layer has run, and no code of the pass holds its input."""
+        if self.held is None:
+            self.held = memory.holds(self.input_place)
+        return self.held
+
+    def backward_begins(self, memory: MemoryRecord) -> None:
+        """Note whether the second layer's input is there; raises :class:`UnequalLayers` if others know otherwise."""
+        held = memory.holds(self.input_place)
+        if self.held not in (None, held):
+            raise UnequalLayers("the input of a layer is released by others")
+        self.held = held
+
+
+def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer with these arguments can be repeated: all gradients flow through the first of them."""
+    if not args or not isinstance(args[0], torch.Tensor) or not is_plain(args[0]) or is_splitting():
+        return False
+    if any(each.requires_grad for each in tensors_in((args[1:], kwargs))):
+        return False
+    return args[0].requires_grad or not torch.is_grad_enabled()
 
 
 def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -89,9 +117,12 @@ def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 class Sample:
     """Executes a layer, and records its passes."""
 
-    def __init__(self, log: LayerLog, now: LayersPass, block: nn.Module, *, first: bool) -> None:
-        """Prepare the passes of ``block``; those of the ``first`` of two samples of a pass through a stage are kept."""
-        self._log, self._now, self._block, self._first = log, now, block, first
+    def __init__(self, log: LayerLog, now: LayersPass, block: nn.Module, *, first: bool, must: bool = True) -> None:
+        """Prepare the passes of ``block``; those of the ``first`` of two samples are kept.
+
+        Unless it ``must``, a first sample that cannot be repeated is not kept.
+        """
+        self._log, self._now, self._block, self._first, self._must = log, now, block, first, must
         self._left: set[int] = set()
         self._given: dict[int, Freed] = {}
         self._begin = Begin(0, 0, 0)
@@ -102,15 +133,23 @@ class Sample:
         """Run and record the forward pass; return what it returns."""
         begin = self._log.begin()
         y = forward(*args, **kwargs)
+        try:
+            self._record(begin, args, kwargs, y)
+        except UnequalLayers:
+            if self._must or not self._first:
+                raise
+        return y
+
+    def _record(self, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         recorded, places = self._log.recorded(begin, {})
         with self._log.record.paused():
             if isinstance(y, torch.Tensor) and is_plain(y) and self._log.place(y) in places:
                 ordinal = places.index(self._log.place(y))
-                made = Forward(recorded, Like.of(args[0]), described(args, kwargs), Like.of(y), ordinal)
+                function = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+                made = Forward(recorded, Like.of(args[0]), described(args, kwargs), Like.of(y), ordinal, function)
                 self._keep(made, args[0], y, places)
             elif not self._first:
                 raise UnequalLayers("a layer returns something else")
-        return y
 
     def _keep(self, made: Forward, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> None:
         """Keep the forward pass, or compare it with the one that is kept, and wait for the backward pass."""
@@ -130,6 +169,8 @@ class Sample:
         gradient = gradients[number]
         if gradient is None:
             raise UnequalLayers("a layer whose result has no gradient")
+        if self._first:
+            self._now.backward_begins(self._log.memory)
         self._gradient = self._log.place(gradient)
         self._given[self._gradient] = GRADIENT
         self._had = [parameter.grad is not None for parameter in self._block.parameters()]
@@ -152,7 +193,7 @@ class Sample:
         expected = {each[0] for each in gradients if isinstance(each, tuple)} | {ordinal} - {-1}
         if left != expected or self._left != recorded.frees("forward"):
             raise UnequalLayers("a layer keeps tensors beyond its backward pass")
-        if not self._first:
+        if self._now.backward is None:
             self._now.backward = made
         elif made != self._now.backward:
             raise UnequalLayers("backward passes of layers")
@@ -174,25 +215,45 @@ class Again:
     """Repeats the passes of a layer that is not executed."""
 
     def __init__(
-        self, log: LayerLog, now: LayersPass, block: nn.Module, made: Forward, held: torch.Tensor | None
+        self,
+        log: LayerLog,
+        now: LayersPass,
+        block: nn.Module,
+        made: Forward,
+        *,
+        held: torch.Tensor | None,
+        told: LayersPass | None = None,
     ) -> None:
-        """Prepare the passes of ``block``, which holds its input ``held`` until its backward pass."""
+        """Prepare the passes of ``block``, which holds its input ``held`` until its backward pass.
+
+        ``told`` is given the backward pass, too.
+        """
         self.log, self._now, self._block, self._made = log, now, block, made
-        self._held = held
+        self._held, self._told = held, told
         self._places: list[int] = []
 
-    def forward(self) -> torch.Tensor:
-        """Record the forward pass; return what it returns."""
-        self._places = self.log.play(self._made.recorded, {})
-        y = self._made.returned.made()
-        self.log.memory.follow(y, self._places[self._made.ordinal])
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Repeat the forward pass on a layer's input; return what it returns."""
+        with self.log.record.paused():
+            y: torch.Tensor = Repeated.apply(x, self)  # type: ignore[no-untyped-call]
+            if not self._made.by_function:
+                # The result of a sum is of no function of Python, nor is it a view, which FSDP2 would warn of.
+                y = y + 0
+            self.log.memory.follow(y, self._places[self._made.ordinal])
         return y
+
+    def forward(self) -> torch.Tensor:
+        """Record the forward pass; return a tensor like that which it returns."""
+        self._places = self.log.play(self._made.recorded, {})
+        return self._made.returned.made()
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Record the backward pass; return the gradient of the layer's input."""
         made, memory = self._now.backward, self.log.memory
-        if made is None or made.recorded.frees("input") != ({0} if self._held is not None else set()):
+        if made is None or (made.recorded.frees("input") and self._held is None):
             raise UnequalLayers("the backward pass of a layer that was to be executed")
+        if self._told is not None:
+            self._told.backward = made
         given = {Freed("forward", at): place for at, place in enumerate(self._places)}
         for what, tensor in ((INPUT, self._held), (GRADIENT, gradient)):
             if tensor is not None and made.recorded.frees(what.of):
