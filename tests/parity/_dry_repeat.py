@@ -101,6 +101,8 @@ LAYERS: dict[str, Case] = {
     "ring": Case("tensor: 1, pipeline: 1, sequence: {degree: 2, method: ring}, data: {zero: 3}", 8, 2, 6, fewer=False),
     "1f1b, micro-batches": Case(_pipeline("1f1b", 1), 14, 0, 10),
     "compiled 1f1b": Case(f"{_pipeline('1f1b', 1)}, compile: block", 14, 0, ran=2, compiled=True),
+    "1f1b on CPUs": Case(_pipeline("1f1b", 1), 14, 0, ran=2, fewer=False, accelerator="cpu"),
+    "1f1b, recompute full": Case(f"{_pipeline('1f1b', 3)}, recompute: full", 14, 4, ran=2),
     "interleaved": Case(_pipeline("interleaved, chunks: 2", 2), 8, 4, 20, ran=8, fewer=False),
     "fp8": Case(f"{ALONE}, data: {{zero: 1}}", 8, 1, 6, fewer=False, training=", precision: fp8"),
     "compiled": Case(
@@ -128,6 +130,9 @@ LAYERS: dict[str, Case] = {
     ),
     "transformers, windows in turns": Case(
         f"{ALONE}, data: {{zero: 3}}", 8, 1, 10, ran=8, fewer=False, config=SMALL | WINDOWS | {"sliding_window": 16}
+    ),
+    "transformers, 1f1b": Case(
+        _pipeline("1f1b", 1), 14, 0, 6, ran=3, config=SMALL | {"model_type": "llama", "num_hidden_layers": 6}
     ),
     "transformers, experts": Case(f"{ALONE}, data: {{zero: 2}}", 8, 1, 6, fewer=False, config=SMALL | EXPERTS),
 }

@@ -36,9 +36,9 @@ class Freed(NamedTuple):
     """The end of an allocation."""
 
     of: str
-    """The pass that made it: ``own``, ``forward``; or ``input``, ``gradient`` for the tensors that a pass is given."""
+    """The pass that made it: ``own``, ``forward``; or ``given``, ``gradient`` for the tensors that a pass is given."""
     ordinal: int
-    """Number of the allocation in its pass; 0 for what the pass is given."""
+    """Number of the allocation in its pass, or of the argument; 0 for the gradient."""
 
 
 @dataclass(frozen=True)

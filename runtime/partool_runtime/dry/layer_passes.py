@@ -1,15 +1,14 @@
-"""Passes of layers: executed and recorded, or repeated from another layer's record."""
+"""Passes of layers that are executed and recorded; :mod:`partool_runtime.dry.layer_again` repeats them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from partool_runtime.deferral import is_splitting
 from partool_runtime.dry.kinds import description
@@ -17,7 +16,7 @@ from partool_runtime.dry.layer_log import Begin, Freed, LayerLog, Recorded, Uneq
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.torch_internals.tensors import is_plain, tensors_in
 
-INPUT, GRADIENT = Freed("input", 0), Freed("gradient", 0)
+GRADIENT = Freed("gradient", 0)
 _DEPTH = 4
 """Most levels of objects within a layer's arguments that are compared."""
 
@@ -79,25 +78,33 @@ class LayersPass:
 
     forward: Forward | None = None
     """What the second layer did; None if its pass cannot be repeated."""
-    input_place: int = -1
-    """Place of the second layer's input."""
+    given: tuple[int, ...] = ()
+    """Places of the second layer's input and other arguments; -1 for those that are not recorded."""
     backward: Backward | None = None
     """What the last layer but one did."""
-    held: bool | None = None
-    """Whether the second layer's input lasts until its backward pass; None as long as nobody has asked."""
+    held: tuple[bool, ...] | None = None
+    """Which of ``given`` last until the second layer's backward pass; None as long as nobody has asked."""
 
-    def holds_input(self, memory: MemoryRecord) -> bool:
-        """Return :attr:`held`; ask after the second layer has run, and no code of the pass holds its input."""
+    def holds(self, memory: MemoryRecord) -> tuple[bool, ...]:
+        """Return :attr:`held`; ask after the second layer has run, and no code of the pass holds its arguments."""
         if self.held is None:
-            self.held = memory.holds(self.input_place)
+            self.held = self._now(memory)
         return self.held
 
     def backward_begins(self, memory: MemoryRecord) -> None:
-        """Note whether the second layer's input is there; raises :class:`UnequalLayers` if others know otherwise."""
-        held = memory.holds(self.input_place)
+        """Note what of the second layer's arguments lasts; raises :class:`UnequalLayers` if others know otherwise."""
+        held = self._now(memory)
         if self.held not in (None, held):
-            raise UnequalLayers("the input of a layer is released by others")
+            raise UnequalLayers("the arguments of a layer are released by others")
         self.held = held
+
+    def _now(self, memory: MemoryRecord) -> tuple[bool, ...]:
+        return tuple(place >= 0 and memory.holds(place) for place in self.given)
+
+
+def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return a layer's input and the other tensors that it is given."""
+    return [args[0], *(each for each in tensors_in((args[1:], kwargs)) if is_plain(each))]
 
 
 def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -120,7 +127,8 @@ class Sample:
     def __init__(self, log: LayerLog, now: LayersPass, block: nn.Module, *, first: bool, must: bool = True) -> None:
         """Prepare the passes of ``block``; those of the ``first`` of two samples are kept.
 
-        Unless it ``must``, a first sample that cannot be repeated is not kept.
+        Unless it ``must``, a first sample that cannot be repeated is not kept, and arguments may end in its backward
+        pass: all layers of a stage are given the same ones, so that those between two samples end none.
         """
         self._log, self._now, self._block, self._first, self._must = log, now, block, first, must
         self._left: set[int] = set()
@@ -147,22 +155,26 @@ class Sample:
                 ordinal = places.index(self._log.place(y))
                 function = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
                 made = Forward(recorded, Like.of(args[0]), described(args, kwargs), Like.of(y), ordinal, function)
-                self._keep(made, args[0], y, places)
+                given = given_to(args, kwargs)
+                self._keep(made, given[:1] if self._must else given, y, places)
             elif not self._first:
                 raise UnequalLayers("a layer returns something else")
 
-    def _keep(self, made: Forward, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> None:
+    def _keep(self, made: Forward, given: list[torch.Tensor], y: torch.Tensor, places: list[int]) -> None:
         """Keep the forward pass, or compare it with the one that is kept, and wait for the backward pass."""
-        place = self._log.place(x)
+        found = [self._log.memory.place(each) for each in given]
         if self._first:
-            self._now.forward, self._now.input_place = made, place
+            self._now.forward, self._now.given = made, tuple(-1 if place is None else place for place in found)
         elif made != self._now.forward:
             raise UnequalLayers("forward passes of layers")
         if y.grad_fn is not None:
             self._left = set(range(len(places))) - made.recorded.frees("own") - {made.ordinal}
-            self._given = {each: Freed("forward", at) for at, each in enumerate(places)} | {place: INPUT}
+            self._given = {each: Freed("forward", at) for at, each in enumerate(places)}
+            for at, place in enumerate(found):
+                if place is not None:
+                    self._given.setdefault(place, Freed("given", at))
             y.grad_fn.register_prehook(partial(self.begins, y.output_nr))
-            x.register_hook(self.ends)  # type: ignore[no-untyped-call]
+            given[0].register_hook(self.ends)  # type: ignore[no-untyped-call]
 
     def begins(self, number: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Note the begin of the backward pass; ``gradients`` are those of the last operator's results."""
@@ -209,82 +221,3 @@ def _number(place: int, places: list[int]) -> int:
     if place not in places:
         raise UnequalLayers("a gradient that a layer has not made")
     return places.index(place)
-
-
-class Again:
-    """Repeats the passes of a layer that is not executed."""
-
-    def __init__(
-        self,
-        log: LayerLog,
-        now: LayersPass,
-        block: nn.Module,
-        made: Forward,
-        *,
-        held: torch.Tensor | None,
-        told: LayersPass | None = None,
-    ) -> None:
-        """Prepare the passes of ``block``, which holds its input ``held`` until its backward pass.
-
-        ``told`` is given the backward pass, too.
-        """
-        self.log, self._now, self._block, self._made = log, now, block, made
-        self._held, self._told = held, told
-        self._places: list[int] = []
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat the forward pass on a layer's input; return what it returns."""
-        with self.log.record.paused():
-            y: torch.Tensor = Repeated.apply(x, self)  # type: ignore[no-untyped-call]
-            if not self._made.by_function:
-                # The result of a sum is of no function of Python, nor is it a view, which FSDP2 would warn of.
-                y = y + 0
-            self.log.memory.follow(y, self._places[self._made.ordinal])
-        return y
-
-    def forward(self) -> torch.Tensor:
-        """Record the forward pass; return a tensor like that which it returns."""
-        self._places = self.log.play(self._made.recorded, {})
-        return self._made.returned.made()
-
-    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Record the backward pass; return the gradient of the layer's input."""
-        made, memory = self._now.backward, self.log.memory
-        if made is None or (made.recorded.frees("input") and self._held is None):
-            raise UnequalLayers("the backward pass of a layer that was to be executed")
-        if self._told is not None:
-            self._told.backward = made
-        given = {Freed("forward", at): place for at, place in enumerate(self._places)}
-        for what, tensor in ((INPUT, self._held), (GRADIENT, gradient)):
-            if tensor is not None and made.recorded.frees(what.of):
-                given[what] = self.log.place(tensor)
-                memory.forget(tensor)
-        self._held = None
-        places = self.log.play(made.recorded, given)
-        for parameter, found in zip(self._block.parameters(), made.gradients, strict=True):
-            if (parameter.grad is not None) != (found is True):
-                raise UnequalLayers("gradients of layers")
-            if isinstance(found, tuple):
-                parameter.grad = found[1].made()
-                memory.follow(parameter.grad, places[found[0]])
-        if made.ordinal < 0:
-            return gradient
-        returned = made.returned.made()
-        memory.follow(returned, places[made.ordinal])
-        return returned
-
-
-class Repeated(torch.autograd.Function):
-    """A layer that is not executed."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, again: Again) -> torch.Tensor:
-        """Record the forward pass."""
-        cast(Any, ctx).again = again
-        return again.forward()
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Record the backward pass."""
-        with ctx.again.log.record.paused():
-            return ctx.again.backward(grad_BSH), None

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from partool_runtime.dry.layer_again import Again
 from partool_runtime.dry.layer_log import LayerLog, UnequalLayers
-from partool_runtime.dry.layer_passes import Again, Forward, LayersPass, Sample, repeatable
+from partool_runtime.dry.layer_passes import Forward, LayersPass, Sample, given_to, repeatable
 
 _LEAST = 5
 """Least number of a step's micro-batches of which some are repeated."""
@@ -54,7 +55,7 @@ class StepPasses:
             elif number == self.count - 2:
                 return self._sampled(forward, args, kwargs, first=False)
             else:
-                return self._again(self.kept.forward, args[0], now)
+                return self._again(self.kept.forward, args, kwargs, now)
         return self._execute(forward, args, kwargs)
 
     def check(self) -> None:
@@ -87,11 +88,12 @@ class StepPasses:
             raise UnequalLayers("arguments of a layer")
         self.kept.forward = None
 
-    def _again(self, made: Forward, x: torch.Tensor, now: LayersPass | None) -> Any:
+    def _again(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], now: LayersPass | None) -> Any:
         self.repeated = True
-        holds = self.kept.holds_input(self.log.memory)
+        holds = self.kept.holds(self.log.memory)
         if now is not None:
-            now.forward, now.held = made, holds
+            now.forward, now.held = made, holds[:1]
         with self.log.record.paused():
-            held = x.detach() if holds else None
-        return Again(self.log, self.kept, self.block, made, held=held, told=now).run(x)
+            given = zip(given_to(args, kwargs), holds, strict=True)
+            held = [tensor.detach() if lasts else None for tensor, lasts in given]
+        return Again(self.log, self.kept, self.block, made, held=held, told=now).run(args[0])

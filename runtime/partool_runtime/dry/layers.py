@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from partool.plan.types import Plan
 from partool_runtime.dry.kinds import kind_of
+from partool_runtime.dry.layer_again import Again
 from partool_runtime.dry.layer_log import LayerLog
-from partool_runtime.dry.layer_passes import Again, LayersPass, Sample, repeatable
+from partool_runtime.dry.layer_passes import LayersPass, Sample, repeatable
 from partool_runtime.dry.layer_steps import Run, StepPasses
 from partool_runtime.model import AnyDecoder, StagedDecoder
 
@@ -80,10 +81,10 @@ class EqualLayers:
                 self.log.repeated.discard(id(block))
             return forward(*args, **kwargs)
         x = args[0]
-        holds = torch.is_grad_enabled() and self.now.holds_input(self.log.memory)
+        holds = torch.is_grad_enabled() and self.now.holds(self.log.memory)[0]
         with self.log.record.paused():
             held = x.detach() if holds else None
-        return Again(self.log, self.now, block, made, held=held).run(x)
+        return Again(self.log, self.now, block, made, held=[held]).run(x)
 
 
 def repeat_layers(plan: Plan, model: AnyDecoder, log: LayerLog, *, passes: bool = True) -> None:
