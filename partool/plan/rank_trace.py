@@ -110,6 +110,9 @@ class ExecutedParts(Record):
     of_layers: int
     micro_batches: int
     of_micro_batches: int
+    passes: int = 0
+    """Forward passes of these layers for these micro-batches that ran; 0 where all layers had to run."""
+    of_passes: int = 0
     unequal: str = ""
     """Why parts that seemed equal were all executed after all; empty if there are none."""
 

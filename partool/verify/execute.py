@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,52 +66,77 @@ def execute(
     with tempfile.TemporaryDirectory(prefix="partool-") as name, _ending_when_terminated(), ExitStack() as ended:
         folder = Path(name)
         (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-        processes: list[_Process] = []
-        for first in range(jobs):
-            processes.append(_Process(plan, ranks[first::jobs], folder))
-            ended.callback(processes[-1].end)
+        pipes = [os.pipe() for _ in range(jobs)]
+        for output, _ in pipes:
+            ended.callback(os.close, output)
+        try:
+            first = _started(plan, ranks, [each for _, each in pipes], folder)
+        finally:
+            for _, each in pipes:
+                os.close(each)
+        ended.callback(_end, first)
         progress.ranks = len(ranks)
-        _wait_for(processes, progress, limit_s)
-    traces = {trace.rank: trace for process in processes for trace in process.traces}
+        found = [_Job(first, ranks[at::jobs], pipes[at][0], folder / f"errors-{at}") for at in range(jobs)]
+        _wait_for(found, progress, limit_s)
+    traces = {trace.rank: trace for job in found for trace in job.traces}
     return tuple(traces[rank] for rank in ranks)
 
 
-def _wait_for(processes: Sequence[_Process], progress: DryProgress, limit_s: float) -> None:
+def _started(plan: Plan, ranks: Sequence[int], outputs: Sequence[int], folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that imports torch, once, and copies itself for each of ``outputs``.
+
+    It has a session of its own, by which it and its copies can be ended at once.
+    """
+    compiled = ["--compile"] if plan.layout.compile != "none" else []
+    told = ["--outputs", *map(str, outputs), "--errors", str(folder), "--parent", str(os.getpid())]
+    command = python_command(_MODULE, str(folder / "plan.json"), *map(str, ranks), *compiled, *told)
+    # One thread each: fake tensors compute nothing, and the processes share the cores.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "errors").open("wb") as errors:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            env=environment,
+            pass_fds=outputs,
+            start_new_session=True,
+        )
+
+
+def _end(first: subprocess.Popen[bytes]) -> None:
+    """End a process and its copies, if they run."""
+    with suppress(ProcessLookupError):
+        os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+
+
+def _wait_for(jobs: Sequence[_Job], progress: DryProgress, limit_s: float) -> None:
     """Read what processes print until all have ended."""
     with selectors.DefaultSelector() as waiting:
-        for process in processes:
-            waiting.register(process.output, selectors.EVENT_READ, process)
+        for job in jobs:
+            waiting.register(job.output, selectors.EVENT_READ, job)
         while waiting.get_map():
             for key, _ in waiting.select(_LOOK_S):
                 if not key.data.read():
                     waiting.unregister(key.fileobj)
                     key.data.check()
             running = [key.data for key in waiting.get_map().values()]
-            progress.done = sum(len(process.traces) for process in processes)
-            progress.running = sorted(process.rank for process in running)
-            for process in running:
-                process.keep_to(limit_s)
+            progress.done = sum(len(job.traces) for job in jobs)
+            progress.running = sorted(job.rank for job in running)
+            for job in running:
+                job.keep_to(limit_s)
 
 
-class _Process:
-    """A process that dry-runs ranks one after the other and prints a line for each."""
+class _Job:
+    """A copy of the process, which dry-runs ranks one after the other and prints a line for each."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[int], folder: Path) -> None:
-        self._ranks = ranks
-        self._errors = folder / f"errors-{ranks[0]}"
-        compiled = ["--compile"] if plan.layout.compile != "none" else []
-        parent = ["--parent", str(os.getpid())]
-        command = python_command(_MODULE, str(folder / "plan.json"), *map(str, ranks), *compiled, *parent)
-        # One thread each: fake tensors compute nothing, and the processes share the cores.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self._errors.open("wb") as errors:
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment
-            )
-        assert self._popen.stdout is not None
-        self.output = self._popen.stdout
+    def __init__(self, first: subprocess.Popen[bytes], ranks: Sequence[int], output: int, errors: Path) -> None:
+        self._first, self._ranks, self._errors = first, ranks, errors
+        self.output = output
         self.traces: list[RankTrace] = []
         self._failure: dict[str, object] = {}
+        self._exit: int | None = None
         self._unfinished = b""
         self._since_s = time.monotonic()
 
@@ -122,15 +147,17 @@ class _Process:
 
     def read(self) -> bool:
         """Read what there is; return whether there may be more."""
-        chunk = os.read(self.output.fileno(), 1 << 20)
+        chunk = os.read(self.output, 1 << 20)
         *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b'{"code"'):
                 self._failure = json.loads(line)
+            elif line.startswith(b'{"exit"'):
+                self._exit = int(json.loads(line)["exit"])
             else:
                 self.traces.append(RankTrace.model_validate_json(line))
             self._since_s = time.monotonic()
-        return bool(chunk)
+        return bool(chunk) and self._exit is None
 
     def keep_to(self, limit_s: float) -> None:
         """Raise :class:`DryRunError` if the rank has taken longer than ``limit_s``."""
@@ -140,8 +167,8 @@ class _Process:
             raise DryRunError("PT698", message, help)
 
     def check(self) -> None:
-        """Raise :class:`DryRunError` if the process, which has closed its output, has failed."""
-        code = self._popen.wait()
+        """Raise :class:`DryRunError` if the copy, which has ended, or the first process has failed."""
+        code = self._first.wait() if self._exit is None else self._exit
         if self._failure:
             found = self._failure
             raise DryRunError(str(found["code"]), str(found["message"]), str(found["help"]), _places(found))
@@ -149,15 +176,10 @@ class _Process:
             message = f"the dry run of rank {self.rank} was ended by signal {-code}"
             raise DryRunError("PT598", message, "signal 9 without anyone's doing: this machine has too little memory")
         if code or len(self.traces) < len(self._ranks):
-            errors = self._errors.read_text("utf-8", "replace")
+            files = (self._errors.with_name("errors"), self._errors)
+            errors = "\n".join(file.read_text("utf-8", "replace") for file in files if file.exists())
             help = "a real run would fail in the same way, or the dry run has a fault: please report it"
             raise DryRunError("PT598", f"rank {self.rank} fails in its dry run: {_reason(errors)}", help)
-
-    def end(self) -> None:
-        """End the process, if it runs."""
-        self._popen.kill()
-        self._popen.wait()
-        self.output.close()
 
 
 @contextmanager

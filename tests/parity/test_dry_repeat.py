@@ -14,7 +14,7 @@ import pytest
 OFTEN = ("layers: 1f1b, micro-batches",)
 GPUS = [name for name, case in _dry_repeat.CASES.items() if case.accelerator != "cpu" and name not in OFTEN]
 CPUS = [name for name, case in _dry_repeat.CASES.items() if case.accelerator == "cpu"]
-PARTS = {"GPUs, 1": GPUS[::3], "GPUs, 2": GPUS[1::3], "GPUs, 3": [*GPUS[2::3], "mixed"], "CPUs": CPUS}
+PARTS = {"GPUs, 1": GPUS[::3], "GPUs, 2": GPUS[1::3], "GPUs, 3": [*GPUS[2::3], "mixed", "unequal passes"], "CPUs": CPUS}
 
 
 def check(names: Sequence[str], folder: Path) -> None:

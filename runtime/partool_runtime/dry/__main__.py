@@ -1,5 +1,6 @@
 """``python -m partool_runtime.dry PLAN RANK...``: dry-run ranks of a plan; prints one line of JSON per rank.
 
+With ``--outputs`` the ranks run in copies of the process, side by side, and their lines go to these file descriptors.
 An error is one line with its code, and exit code 2; the traceback of an error in a rank's code goes to stderr.
 """
 
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +24,7 @@ from pydantic import ValidationError
 from partool.plan.types import Plan
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.dry import shim
+from partool_runtime.dry.apart import jobs_of, run_apart
 from partool_runtime.errors import ConfigurationError
 
 _THRESHOLD = 20_000
@@ -34,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ranks", type=int, nargs="+")
     parser.add_argument("--compile", action="store_true", help="compile blocks for the plan's memory, not for speed")
     parser.add_argument("--parent", type=int, help="end when this process, which started this one, ends")
+    parser.add_argument("--outputs", type=int, nargs="+", help="file descriptors, one for each copy of the process")
+    parser.add_argument("--errors", type=Path, help="folder for what the copies print")
     asked = parser.parse_args(argv)
     if asked.parent is not None:
         end_with_parent(asked.parent, signal.SIGKILL)
@@ -60,10 +66,24 @@ def _answer(asked: argparse.Namespace, results: TextIO) -> int:
         else:
             shim.load(_cache() / "dry")
             _install(plan)
-        return _run(plan, asked.ranks, results, compiled=asked.compile)
+        run = partial(_run, plan, compiled=asked.compile)
+        _ready(compiled=asked.compile)
+        if asked.outputs is None:
+            return run(asked.ranks, results)
+        run_apart(jobs_of(asked.ranks, asked.outputs, asked.errors), run)
+        return 0
     except ConfigurationError as error:
-        print(json.dumps({"code": error.code, "message": error.message, "help": error.help}), file=results)
+        if asked.outputs is None:
+            return _refuse(error, results)
+        for output in asked.outputs:
+            with os.fdopen(output, "w", encoding="utf-8") as answers:
+                _refuse(error, answers)
         return 2
+
+
+def _refuse(error: ConfigurationError, results: TextIO) -> int:
+    print(json.dumps({"code": error.code, "message": error.message, "help": error.help}), file=results)
+    return 2
 
 
 def _plan(path: Path) -> Plan:
@@ -83,17 +103,29 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "partool"
 
 
+_NEEDED = ("partool_runtime.dry.rank", "torch._dynamo")
+"""Modules that every rank imports; fake tensors ask the compiler's settings."""
+_COMPILER = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
+"""Modules that compilation imports."""
+
+
+def _ready(*, compiled: bool) -> None:
+    """Import what ranks need, before the process is copied."""
+    for name in (*_NEEDED, *(_COMPILER if compiled else ())):
+        importlib.import_module(name)
+    gc.freeze()  # modules stay, so the collector need not look at their objects
+    gc.set_threshold(_THRESHOLD)
+
+
 def _run(plan: Plan, ranks: Sequence[int], results: TextIO, *, compiled: bool) -> int:
     from partool_runtime.dry.failure import failure
     from partool_runtime.dry.rank import dry_rank
 
-    gc.freeze()  # modules stay, so the collector need not look at their objects
-    gc.set_threshold(_THRESHOLD)
     for rank in ranks:
         try:
             trace = dry_rank(plan, rank, compiled=compiled)
-        except ConfigurationError:
-            raise
+        except ConfigurationError as error:
+            return _refuse(error, results)
         except Exception as error:
             traceback.print_exc()
             print(json.dumps(failure(rank, error)), file=results)
@@ -111,4 +143,6 @@ def _install(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # without taking torch's objects apart, which takes most of a second

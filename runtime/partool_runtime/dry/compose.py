@@ -76,7 +76,7 @@ class Composition:
     def _content(self, index: int) -> list[object]:
         segment = self._segments[index]
         first = segment.operators[0]
-        found: list[object] = [segment.order, segment.operators[1] - first]
+        found: list[object] = [without_marks(segment.order), segment.operators[1] - first]
         for at in range(*segment.logged):
             entry = self._memory.log[at]
             made = self._memory.made[entry if entry >= 0 else ~entry]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,9 +36,9 @@ class Freed(NamedTuple):
     """The end of an allocation."""
 
     of: str
-    """The pass that made it: ``own``, ``forward``; or ``input``, ``gradient`` for the tensors that a pass is given."""
+    """The pass that made it: ``own``, ``forward``; or ``given``, ``gradient`` for the tensors that a pass is given."""
     ordinal: int
-    """Number of the allocation in its pass; 0 for what the pass is given."""
+    """Number of the allocation in its pass, or of the argument; 0 for the gradient."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,22 @@ class LayerLog:
         """Whether layers are repeated."""
         self.repeated: set[int] = set()
         """Layers of which no pass was executed while layers were repeated, by ``id``."""
+        self.step = -1
+        """Number of the step, from 0."""
+        self.passes = self.of_passes = 0
+        """Forward passes of layers in the step that ran, and all of them; of layers that are not in ``repeated``."""
+        self.checks: list[Callable[[], None]] = []
+        """Called after each step; they raise :class:`UnequalLayers`."""
+
+    def begin_step(self) -> None:
+        """Begin a step: what was recorded names exchanges by numbers, which begin anew."""
+        self.step += 1
+        self.passes = self.of_passes = 0
+
+    def end_step(self) -> None:
+        """Raise :class:`UnequalLayers` if passes of the step were repeated that were compared with no other."""
+        for check in self.checks:
+            check()
 
     def begin(self) -> Begin:
         """Return the place at which a pass begins. Operators after it are an entry of their own in the order."""

@@ -1,21 +1,22 @@
-"""Passes of layers: executed and recorded, or repeated from another layer's record."""
+"""Passes of layers that are executed and recorded; :mod:`partool_runtime.dry.layer_again` repeats them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
+from partool_runtime.deferral import is_splitting
 from partool_runtime.dry.kinds import description
 from partool_runtime.dry.layer_log import Begin, Freed, LayerLog, Recorded, UnequalLayers
-from partool_runtime.torch_internals.tensors import is_plain
+from partool_runtime.dry.memory import MemoryRecord
+from partool_runtime.torch_internals.tensors import is_plain, tensors_in
 
-INPUT, GRADIENT = Freed("input", 0), Freed("gradient", 0)
+GRADIENT = Freed("gradient", 0)
 _DEPTH = 4
 """Most levels of objects within a layer's arguments that are compared."""
 
@@ -51,6 +52,8 @@ class Forward:
     returned: Like
     ordinal: int
     """Number of the allocation of what is returned."""
+    by_function: bool
+    """Whether it comes from a function of Python: torch makes one view more of a stage's result that does."""
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the arguments are like those of this pass."""
@@ -71,14 +74,46 @@ class Backward:
 
 @dataclass
 class LayersPass:
-    """One pass of a stage through the layers of a kind, forward and backward."""
+    """Passes that are alike: of a stage's layers of a kind, or of a layer's micro-batches."""
 
     forward: Forward | None = None
     """What the second layer did; None if its pass cannot be repeated."""
-    input_place: int = -1
-    """Place of the second layer's input."""
+    given: tuple[int, ...] = ()
+    """Places of the second layer's input and other arguments; -1 for those that are not recorded."""
     backward: Backward | None = None
     """What the last layer but one did."""
+    held: tuple[bool, ...] | None = None
+    """Which of ``given`` last until the second layer's backward pass; None as long as nobody has asked."""
+
+    def holds(self, memory: MemoryRecord) -> tuple[bool, ...]:
+        """Return :attr:`held`; ask after the second layer has run, and no code of the pass holds its arguments."""
+        if self.held is None:
+            self.held = self._now(memory)
+        return self.held
+
+    def backward_begins(self, memory: MemoryRecord) -> None:
+        """Note what of the second layer's arguments lasts; raises :class:`UnequalLayers` if others know otherwise."""
+        held = self._now(memory)
+        if self.held not in (None, held):
+            raise UnequalLayers("the arguments of a layer are released by others")
+        self.held = held
+
+    def _now(self, memory: MemoryRecord) -> tuple[bool, ...]:
+        return tuple(place >= 0 and memory.holds(place) for place in self.given)
+
+
+def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return a layer's input and the other tensors that it is given."""
+    return [args[0], *(each for each in tensors_in((args[1:], kwargs)) if is_plain(each))]
+
+
+def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer with these arguments can be repeated: all gradients flow through the first of them."""
+    if not args or not isinstance(args[0], torch.Tensor) or not is_plain(args[0]) or is_splitting():
+        return False
+    if any(each.requires_grad for each in tensors_in((args[1:], kwargs))):
+        return False
+    return args[0].requires_grad or not torch.is_grad_enabled()
 
 
 def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -89,9 +124,13 @@ def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 class Sample:
     """Executes a layer, and records its passes."""
 
-    def __init__(self, log: LayerLog, now: LayersPass, block: nn.Module, *, first: bool) -> None:
-        """Prepare the passes of ``block``; those of the ``first`` of two samples of a pass through a stage are kept."""
-        self._log, self._now, self._block, self._first = log, now, block, first
+    def __init__(self, log: LayerLog, now: LayersPass, block: nn.Module, *, first: bool, must: bool = True) -> None:
+        """Prepare the passes of ``block``; those of the ``first`` of two samples are kept.
+
+        Unless it ``must``, a first sample that cannot be repeated is not kept, and arguments may end in its backward
+        pass: all layers of a stage are given the same ones, so that those between two samples end none.
+        """
+        self._log, self._now, self._block, self._first, self._must = log, now, block, first, must
         self._left: set[int] = set()
         self._given: dict[int, Freed] = {}
         self._begin = Begin(0, 0, 0)
@@ -102,34 +141,48 @@ class Sample:
         """Run and record the forward pass; return what it returns."""
         begin = self._log.begin()
         y = forward(*args, **kwargs)
+        try:
+            self._record(begin, args, kwargs, y)
+        except UnequalLayers:
+            if self._must or not self._first:
+                raise
+        return y
+
+    def _record(self, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         recorded, places = self._log.recorded(begin, {})
         with self._log.record.paused():
             if isinstance(y, torch.Tensor) and is_plain(y) and self._log.place(y) in places:
                 ordinal = places.index(self._log.place(y))
-                made = Forward(recorded, Like.of(args[0]), described(args, kwargs), Like.of(y), ordinal)
-                self._keep(made, args[0], y, places)
+                function = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+                made = Forward(recorded, Like.of(args[0]), described(args, kwargs), Like.of(y), ordinal, function)
+                given = given_to(args, kwargs)
+                self._keep(made, given[:1] if self._must else given, y, places)
             elif not self._first:
                 raise UnequalLayers("a layer returns something else")
-        return y
 
-    def _keep(self, made: Forward, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> None:
+    def _keep(self, made: Forward, given: list[torch.Tensor], y: torch.Tensor, places: list[int]) -> None:
         """Keep the forward pass, or compare it with the one that is kept, and wait for the backward pass."""
-        place = self._log.place(x)
+        found = [self._log.memory.place(each) for each in given]
         if self._first:
-            self._now.forward, self._now.input_place = made, place
+            self._now.forward, self._now.given = made, tuple(-1 if place is None else place for place in found)
         elif made != self._now.forward:
             raise UnequalLayers("forward passes of layers")
         if y.grad_fn is not None:
             self._left = set(range(len(places))) - made.recorded.frees("own") - {made.ordinal}
-            self._given = {each: Freed("forward", at) for at, each in enumerate(places)} | {place: INPUT}
+            self._given = {each: Freed("forward", at) for at, each in enumerate(places)}
+            for at, place in enumerate(found):
+                if place is not None:
+                    self._given.setdefault(place, Freed("given", at))
             y.grad_fn.register_prehook(partial(self.begins, y.output_nr))
-            x.register_hook(self.ends)  # type: ignore[no-untyped-call]
+            given[0].register_hook(self.ends)  # type: ignore[no-untyped-call]
 
     def begins(self, number: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Note the begin of the backward pass; ``gradients`` are those of the last operator's results."""
         gradient = gradients[number]
         if gradient is None:
             raise UnequalLayers("a layer whose result has no gradient")
+        if self._first:
+            self._now.backward_begins(self._log.memory)
         self._gradient = self._log.place(gradient)
         self._given[self._gradient] = GRADIENT
         self._had = [parameter.grad is not None for parameter in self._block.parameters()]
@@ -152,7 +205,7 @@ class Sample:
         expected = {each[0] for each in gradients if isinstance(each, tuple)} | {ordinal} - {-1}
         if left != expected or self._left != recorded.frees("forward"):
             raise UnequalLayers("a layer keeps tensors beyond its backward pass")
-        if not self._first:
+        if self._now.backward is None:
             self._now.backward = made
         elif made != self._now.backward:
             raise UnequalLayers("backward passes of layers")
@@ -168,62 +221,3 @@ def _number(place: int, places: list[int]) -> int:
     if place not in places:
         raise UnequalLayers("a gradient that a layer has not made")
     return places.index(place)
-
-
-class Again:
-    """Repeats the passes of a layer that is not executed."""
-
-    def __init__(
-        self, log: LayerLog, now: LayersPass, block: nn.Module, made: Forward, held: torch.Tensor | None
-    ) -> None:
-        """Prepare the passes of ``block``, which holds its input ``held`` until its backward pass."""
-        self.log, self._now, self._block, self._made = log, now, block, made
-        self._held = held
-        self._places: list[int] = []
-
-    def forward(self) -> torch.Tensor:
-        """Record the forward pass; return what it returns."""
-        self._places = self.log.play(self._made.recorded, {})
-        y = self._made.returned.made()
-        self.log.memory.follow(y, self._places[self._made.ordinal])
-        return y
-
-    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Record the backward pass; return the gradient of the layer's input."""
-        made, memory = self._now.backward, self.log.memory
-        if made is None or made.recorded.frees("input") != ({0} if self._held is not None else set()):
-            raise UnequalLayers("the backward pass of a layer that was to be executed")
-        given = {Freed("forward", at): place for at, place in enumerate(self._places)}
-        for what, tensor in ((INPUT, self._held), (GRADIENT, gradient)):
-            if tensor is not None and made.recorded.frees(what.of):
-                given[what] = self.log.place(tensor)
-                memory.forget(tensor)
-        self._held = None
-        places = self.log.play(made.recorded, given)
-        for parameter, found in zip(self._block.parameters(), made.gradients, strict=True):
-            if (parameter.grad is not None) != (found is True):
-                raise UnequalLayers("gradients of layers")
-            if isinstance(found, tuple):
-                parameter.grad = found[1].made()
-                memory.follow(parameter.grad, places[found[0]])
-        if made.ordinal < 0:
-            return gradient
-        returned = made.returned.made()
-        memory.follow(returned, places[made.ordinal])
-        return returned
-
-
-class Repeated(torch.autograd.Function):
-    """A layer that is not executed."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, again: Again) -> torch.Tensor:
-        """Record the forward pass."""
-        cast(Any, ctx).again = again
-        return again.forward()
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Record the backward pass."""
-        with ctx.again.log.record.paused():
-            return ctx.again.backward(grad_BSH), None

@@ -19,15 +19,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from partool.plan.types import Plan
-from partool_runtime.deferral import is_splitting
 from partool_runtime.dry.kinds import kind_of
+from partool_runtime.dry.layer_again import Again
 from partool_runtime.dry.layer_log import LayerLog
-from partool_runtime.dry.layer_passes import Again, LayersPass, Repeated, Sample
+from partool_runtime.dry.layer_passes import LayersPass, Sample, repeatable
+from partool_runtime.dry.layer_steps import Run, StepPasses
 from partool_runtime.model import AnyDecoder, StagedDecoder
-from partool_runtime.torch_internals.tensors import is_plain, tensors_in
 
 _LEAST = 5
 """Least number of equal layers of which some are repeated."""
+Role = Callable[..., Any]
+"""Runs a layer, given its passes and its function."""
 
 
 @dataclass
@@ -35,63 +37,73 @@ class EqualLayers:
     """The layers of one kind in a stage, in order."""
 
     log: LayerLog
+    count: int
+    """Number of micro-batches of a step; 0 if each of them runs."""
     now: LayersPass = field(default_factory=LayersPass)
 
     def put(self, blocks: Sequence[nn.Module]) -> None:
-        """Make the layers repeat each other."""
-        second, last_but_one = partial(self._sampled, first=True), partial(self._sampled, first=False)
-        roles: list[Callable[..., Any]] = [self._first, second, *[self._again] * (len(blocks) - 4), last_but_one]
-        self.log.repeated |= {id(block) for block in blocks[2:-2]}
-        for block, role in zip(blocks, roles, strict=False):
-            forward: Callable[..., Any] = partial(role, block, block.forward)
+        """Make the layers repeat each other if there are enough, and the passes of each layer repeat each other."""
+        roles: list[Role] = [self._alone] * len(blocks)
+        if len(blocks) >= _LEAST:
+            second, last_but_one = partial(self._sampled, first=True), partial(self._sampled, first=False)
+            roles = [self._first, second, *[self._again] * (len(blocks) - 4), last_but_one, self._alone]
+            self.log.repeated |= {id(block) for block in blocks[2:-2]}
+        for block, role in zip(blocks, roles, strict=True):
+            passes = StepPasses(self.log, block, self.count)
+            self.log.checks.append(passes.check)
+            forward: Run = partial(role, passes, block.forward)
             setattr(block, "forward", forward)  # noqa: B010 - mypy forbids assigning a method
 
-    def _first(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _alone(self, passes: StepPasses, forward: Run, *args: Any, **kwargs: Any) -> Any:
+        return passes.run(forward, args, kwargs)
+
+    def _first(self, passes: StepPasses, forward: Run, *args: Any, **kwargs: Any) -> Any:
         self.now = LayersPass()
-        return forward(*args, **kwargs)
+        return passes.run(forward, args, kwargs)
 
-    def _sampled(self, block: nn.Module, forward: Callable[..., Any], *args: Any, first: bool, **kwargs: Any) -> Any:
-        if not self.log.active or not _repeatable(args, kwargs) or (self.now.forward is None and not first):
-            return forward(*args, **kwargs)
-        return Sample(self.log, self.now, block, first=first).forward(forward, args, kwargs)
+    def _sampled(self, passes: StepPasses, forward: Run, *args: Any, first: bool, **kwargs: Any) -> Any:
+        if not self.log.active or not repeatable(args, kwargs) or (self.now.forward is None and not first):
+            return passes.run(forward, args, kwargs)
+        sample = Sample(self.log, self.now, passes.block, first=first)
 
-    def _again(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made = self.now.forward if self.log.active else None
+        def sampled(*args: Any, **kwargs: Any) -> Any:
+            return sample.forward(forward, args, kwargs)
+
+        return passes.run(sampled, args, kwargs, self.now)
+
+    def _again(self, passes: StepPasses, forward: Run, *args: Any, **kwargs: Any) -> Any:
+        block, made = passes.block, self.now.forward if self.log.active else None
         with self.log.record.paused():
-            alike = made is not None and _repeatable(args, kwargs) and made.takes(args, kwargs)
+            alike = made is not None and repeatable(args, kwargs) and made.takes(args, kwargs)
         if made is None or not alike:
             self.now.forward = None
             if self.log.active:
                 self.log.repeated.discard(id(block))
             return forward(*args, **kwargs)
         x = args[0]
-        holds = self.log.memory.holds(self.now.input_place) and torch.is_grad_enabled()
+        holds = torch.is_grad_enabled() and self.now.holds(self.log.memory)[0]
         with self.log.record.paused():
-            again = Again(self.log, self.now, block, made, x.detach() if holds else None)
-            return Repeated.apply(x, again)  # type: ignore[no-untyped-call]
+            held = x.detach() if holds else None
+        return Again(self.log, self.now, block, made, held=[held]).run(x)
 
 
-def _repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer with these arguments can be repeated: all gradients flow through the first of them."""
-    if not args or not isinstance(args[0], torch.Tensor) or not is_plain(args[0]) or is_splitting():
-        return False
-    if any(each.requires_grad for each in tensors_in((args[1:], kwargs))):
-        return False
-    return args[0].requires_grad or not torch.is_grad_enabled()
+def repeat_layers(plan: Plan, model: AnyDecoder, log: LayerLog, *, passes: bool = True) -> None:
+    """Make equal layers repeat each other where a stage has at least five; none if layers or their weights move.
 
-
-def repeat_layers(plan: Plan, model: AnyDecoder, log: LayerLog) -> None:
-    """Make equal layers repeat each other where a stage has at least five; none if layers or their weights move."""
+    With ``passes`` those of a layer for equal micro-batches repeat each other, too.
+    """
     if plan.layout.offload.active or not isinstance(model, StagedDecoder):
         return
+    # Perturbed embeddings are two passes for a micro-batch.
+    passes = passes and not plan.training.adversarial.epsilon
+    count = plan.layout.derived.accumulation if passes else 0
     for blocks in stages_of(plan, model):
         kinds: defaultdict[object, list[nn.Module]] = defaultdict(list)
         for block in blocks:
             if not any(isinstance(inner, FSDPModule) for inner in block.modules() if inner is not block):
                 kinds[kind_of(block)].append(block)
         for equal in kinds.values():
-            if len(equal) >= _LEAST:
-                EqualLayers(log).put(equal)
+            EqualLayers(log, count).put(equal)
 
 
 def stages_of(plan: Plan, model: AnyDecoder) -> list[list[nn.Module]]:

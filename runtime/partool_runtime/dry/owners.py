@@ -42,8 +42,11 @@ appears here decides."""
 _TERM = "partool memory term"
 """Key of a node's metadata: the term of what the node makes in the backward pass."""
 _DEPTH = 24
-"""Number of calls on the stack that are looked at."""
-_KNOWN: dict[CodeType, str] = {}
+"""Number of calls on the stack that are looked at, but for those of functions that repeat layers."""
+_REPEATING = "/partool_runtime/dry/layer"
+"""Part of the paths of files whose functions stand between a layer and its code, in some passes and not in others."""
+_KNOWN: dict[CodeType, tuple[str, int]] = {}
+"""Term of a function's tensors, and how much a call of it counts."""
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -77,11 +80,12 @@ def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
     pass.
     """
     frame, term, module = sys._getframe(2), "", ""
-    for _ in range(_DEPTH):
+    looked = 0
+    while looked < _DEPTH:
         code = frame.f_code
-        if not term:
-            known = _KNOWN.get(code)
-            term = _KNOWN.setdefault(code, _term(code)) if known is None else known
+        known = _KNOWN.get(code) or _KNOWN.setdefault(code, _known(code))
+        looked += known[1]
+        term = term or known[0]
         if not module and code is _CALL:
             module = names.get(id(frame.f_locals["self"]), "")
         if (term and module) or frame.f_back is None:
@@ -100,6 +104,7 @@ def _metadata(node: Any) -> dict[str, str]:
     return found
 
 
-def _term(code: CodeType) -> str:
+def _known(code: CodeType) -> tuple[str, int]:
     path = code.co_filename.replace("\\", "/")
-    return next((term for part, name, term in _BY_CODE if part in path and name in ("", code.co_name)), "")
+    term = next((term for part, name, term in _BY_CODE if part in path and name in ("", code.co_name)), "")
+    return term, int(_REPEATING not in path)

@@ -38,21 +38,22 @@ from partool_runtime.torch_internals.fsdp import whole_gradients
 def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
     """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``.
 
-    With ``repeat`` the passes of equal micro-batches (:mod:`partool_runtime.dry.repeat`) and of equal layers
-    (:mod:`partool_runtime.dry.layers`) are executed once. If some of them turn out unequal, all of them run.
+    With ``repeat`` the passes of equal micro-batches (:mod:`partool_runtime.dry.repeat`), of equal layers
+    (:mod:`partool_runtime.dry.layers`) and of a layer for equal micro-batches (:mod:`partool_runtime.dry.layer_steps`)
+    are executed once. If some of them turn out unequal, all of them run.
     """
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    layers, micro_batches, unequal = repeat, repeat, ""
+    passes, layers, micro_batches, unequal = repeat, repeat, repeat, ""
     while True:
         with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
             ranks = replace(build_ranks(plan, device), tensors=tensors)
             fewer = shorter(plan, ranks.pp.place) if micro_batches else None
             try:
-                trace = traced(fewer.plan if fewer else plan, ranks, absent_host, fewer, layers=layers)
+                trace = traced(fewer.plan if fewer else plan, ranks, absent_host, fewer, layers=layers, passes=passes)
             except UnequalLayers as error:
-                layers, unequal = False, str(error)
+                passes, layers, unequal = False, passes, str(error)
             except Unequal as error:
                 micro_batches, unequal = False, str(error)
             else:
@@ -77,13 +78,15 @@ def traced(
     fewer: Shorter | None = None,
     *,
     layers: bool = False,
+    passes: bool = False,
 ) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace.
 
     ``host`` returns the parts of the host, given the context in which tensors are made and recorded.
     With ``fewer``, ``plan`` is its plan, and the trace is that of the plan for which it stands; raises
     :class:`~partool_runtime.dry.layer_log.Unequal` if it stands for none. With ``layers`` equal layers are executed
-    once (:mod:`partool_runtime.dry.layers`); raises ``UnequalLayers`` if layers that seem equal are not.
+    once (:mod:`partool_runtime.dry.layers`), with ``passes`` also a layer's equal passes; raises ``UnequalLayers`` if
+    layers or passes that seem equal are not.
     """
     started_s = time.process_time()
     memory = MemoryRecord(ranks.device.type)
@@ -101,12 +104,14 @@ def traced(
             batch = MarkedBatch(micro_batches(plan), marks)
             log = LayerLog(memory, record)
             if layers:
-                repeat_layers(plan, prepared.model, log)
+                repeat_layers(plan, prepared.model, log, passes=passes)
             for step in range(2):
                 record.restart()
                 memory.begin()
+                log.begin_step()
                 marks.step()
                 stepper.step(step, batch, _Phases(memory, prepared, marks))
+                log.end_step()
             order, operators = fewer.composed(marks) if fewer else marks.plain()
             held = memory.trace(_allocator(plan))
             log.active = False
@@ -136,6 +141,8 @@ def _executed(plan: Plan, prepared: Prepared, log: LayerLog, fewer: Shorter | No
         of_layers=layers,
         micro_batches=ran,
         of_micro_batches=fewer.micro_batches if fewer else ran,
+        passes=log.passes,
+        of_passes=log.of_passes,
     )
 
 

@@ -15,7 +15,7 @@ from partool_runtime.graph.nodes import value_of
 from partool_runtime.torch_internals.tracing import one_node
 
 
-@one_node  # type: ignore[untyped-decorator]
+@one_node
 def attend_with(  # noqa: PLR0917 - as torch's function
     query: torch.Tensor,
     key: torch.Tensor,

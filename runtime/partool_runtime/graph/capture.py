@@ -50,7 +50,7 @@ class Captured(NamedTuple):
         return next((str(guard) for guard in self.guards if guard.subs(numbers) == False), "")  # noqa: E712
 
 
-@one_node  # type: ignore[untyped-decorator]
+@one_node
 def call_experts(name: str, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Stand-in for the experts of the module ``name``, which map every token by itself; a single node of a graph."""
     return torch.empty_like(x)

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # no
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Documented for extension authors, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
@@ -41,8 +40,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forget_meshes() -> None:
-    """Empty torch's cache of shardings: it holds meshes, which a later process group of this process must not get."""
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    """Empty torch's caches of shardings: they hold meshes, which a later process group of this process must not get.
+
+    ``torch.distributed.tensor.debug`` has this function, but importing it imports torch's compiler, for a second.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def skip_first_allocation() -> None:

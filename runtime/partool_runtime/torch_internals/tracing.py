@@ -8,20 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._dynamo import allow_in_graph
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-one_node = allow_in_graph
-"""Decorator of functions that stay one node of a graph."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_NODES: list[Callable[..., Any]] = []
+"""Functions that stay one node of a graph."""
 OperatorMode = TorchDispatchMode
 """Base of contexts that see every operator, after functions that consist of others are taken apart."""
+
+
+def one_node(function: _Function) -> _Function:
+    """Let a function stay one node of a graph; a decorator.
+
+    Dynamo is told when it traces: importing it takes a second, which processes that trace nothing do not pay.
+    """
+    _NODES.append(function)
+    return function
 
 
 def without_memory() -> AbstractContextManager[Any]:
@@ -49,6 +58,8 @@ def trace(
         seen.append((graph, examples))
         return graph.forward
 
+    for function in _NODES:
+        torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
     for name, dims in free.items():
         torch._dynamo.mark_dynamic(arguments[name], dims)
     torch._dynamo.reset()
@@ -60,7 +71,11 @@ def trace(
     return seen[0]
 
 
-_REPLACED = ((F, "scaled_dot_product_attention", F.scaled_dot_product_attention), (torch, "tensor", torch.tensor))
+_REPLACED = (
+    (F, "scaled_dot_product_attention", F.scaled_dot_product_attention),
+    (torch, "tensor", torch.tensor),
+    (torch, "compile", torch.compile),
+)
 """Functions of torch that a dry run replaces, by module and name."""
 
 
