@@ -18,11 +18,17 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v2",
 )
+GRADIENTS_ALONE = {2: ("gemma2", "mixtral", "falcon"), 3: ("qwen2_deep",), 4: ("gpt2",)}
+"""By the number of ranks, families of which the first step's gradients are checked in a case of their own.
+
+What follows gradients is the same for every family.
+"""
 
 
 def cases(world: int) -> list[Case]:
     """Return the models and layouts that so many ranks check."""
     found = [Case(name, "compiled", cp=world) for name in FAMILIES]
+    found += [Case(name, "compiled", cp=world, steps=0) for name in GRADIENTS_ALONE.get(world, ())]
     if world == 1:
         return [Case("odd", cp=1)]
     if world == 2:
