@@ -18,7 +18,7 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v2",
 )
-GRADIENTS_ALONE = {2: ("gemma2", "mixtral", "falcon"), 3: ("qwen2_deep",), 4: ("gpt2",)}
+GRADIENTS_ALONE = {2: ("gemma2", "qwen2_deep", "mixtral", "falcon"), 4: ("gpt2",)}
 """By the number of ranks, families of which the first step's gradients are checked in a case of their own.
 
 What follows gradients is the same for every family.
