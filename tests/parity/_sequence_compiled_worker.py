@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from _sequence_hf_worker import Case, check_case, ways, written
+
+torch.compiler.list_backends()  # loads what every trace needs, before ranks are copied: it takes a second
 
 __all__ = ["Case", "cases", "check_case", "written"]
 
