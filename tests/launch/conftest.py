@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "slurm"))
+from agent_server import SERVER
 from slurm_cluster import Cluster, unavailable
+
+
+@pytest.fixture(scope="session", autouse=True)
+def agent_server() -> Iterator[None]:
+    """End the process that agents are copies of."""
+    yield
+    SERVER.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,12 @@ from partool_runtime.agent.node_messages import WaitTimes
 from partool_runtime.agent.options import parse
 from partool_runtime.agent.run import run_agent
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """Run the agent and return its exit code."""
     timing = WaitTimes(**json.loads(os.environ.pop("PARTOOL_TEST_TIMING", "{}")))
-    sys.exit(run_agent(parse(sys.argv[1:]), worker="dummy_job", timing=timing))
+    return run_agent(parse(sys.argv[1:]), worker="dummy_job", timing=timing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agent_server import SERVER, Copy
 from layouts import laid, new_layout
 from patience import PATIENCE
 
@@ -107,6 +108,23 @@ def trainable_plan(text: Path, steps: int, **launch: Any) -> Plan:
     )
 
 
+Agent = subprocess.Popen[str] | Copy
+
+
+def start_agent(command: list[str], environment: dict[str, str], *, fresh: bool = False) -> Agent:
+    """Start an agent whose command line this is, without the interpreter; a ``fresh`` one loads torch itself."""
+    if not fresh:
+        return SERVER.start(command, environment)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 class AgentRun:
     """An agent with dummy ranks in a folder of its own."""
 
@@ -116,26 +134,19 @@ class AgentRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_text((plan or make_plan()).to_json())
         (run_dir / "script.json").write_text(json.dumps(script))
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Agent | None = None
         self.output = ""
         self.errors = ""
 
     def command(self, resume: bool = False) -> list[str]:
-        """Return the agent's command line."""
-        parts = [sys.executable, str(HERE / "dummy_agent.py"), str(self.run_dir / "plan.json")]
+        """Return the agent's command line, without the interpreter."""
+        parts = [str(HERE / "dummy_agent.py"), str(self.run_dir / "plan.json")]
         parts += ["--run-dir", str(self.run_dir)]
         return parts + ["--resume"] * resume
 
-    def start(self, resume: bool = False) -> AgentRun:
-        """Start the agent in a session of its own."""
-        self.process = subprocess.Popen(
-            self.command(resume),
-            env=ranks_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def start(self, resume: bool = False, *, fresh: bool = False) -> AgentRun:
+        """Start the agent in a session of its own; a ``fresh`` one loads torch itself."""
+        self.process = start_agent(self.command(resume), ranks_environment(), fresh=fresh)
         return self
 
     def finish(self, timeout_s: float = 45) -> int:

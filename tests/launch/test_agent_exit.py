@@ -70,7 +70,7 @@ def test_done_and_failed(tmp_path: Path) -> None:
 def test_restarts(tmp_path: Path) -> None:
     """A failed rank is restarted with --resume, a limited number of times, and not after exit code 78."""
     (tmp_path / "mended" / "checkpoints" / "step-00000010").mkdir(parents=True)
-    mended = AgentRun(tmp_path / "mended", {"0@1": "kill"}, make_plan(restarts=2)).start()
+    mended = AgentRun(tmp_path / "mended", {"0@1": "kill"}, make_plan(restarts=2)).start(fresh=True)
     (tmp_path / "given-up" / "checkpoints" / "step-00000007").mkdir(parents=True)
     given_up = AgentRun(tmp_path / "given-up", {"1": "raise"}).start()
     hopeless = AgentRun(tmp_path / "hopeless", {"1": "raise"}, make_plan(restarts=1)).start()

@@ -7,14 +7,21 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launch_helpers import HERE, AgentRun, make_plan, processes_of, ranks_environment, wait_until
+from launch_helpers import (
+    HERE,
+    Agent,
+    AgentRun,
+    make_plan,
+    processes_of,
+    ranks_environment,
+    start_agent,
+    wait_until,
+)
 from patience import PATIENCE
 from ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not typed as exported
@@ -41,27 +48,24 @@ class NodeRun(AgentRun):
         self.plan = plan or plan_for_nodes()
         super().__init__(run_dir, script, self.plan)
         self.texts: dict[int, tuple[str, str]] = {}
-        self.agents: dict[int, subprocess.Popen[str]] = {}
+        self.agents: dict[int, Agent] = {}
         self.port = free_port()
 
-    def start_nodes(self, *nodes: int, other_plan: Plan | None = None) -> NodeRun:
-        """Start the agents of these nodes; the last node may have a different plan."""
+    def start_nodes(self, *nodes: int, other_plan: Plan | None = None, fresh: bool = False) -> NodeRun:
+        """Start the agents of these nodes; the last node may have a different plan; ``fresh`` ones load torch."""
         for node in nodes or (1, 0):
             plan_file = self.run_dir / "plan.json"
             if other_plan is not None and node == 1:
                 plan_file = self.run_dir / "other.json"
                 plan_file.write_text(other_plan.to_json())
-            self.agents[node] = subprocess.Popen(
+            self.agents[node] = start_agent(
                 [
-                    *(sys.executable, str(HERE / "dummy_agent.py"), str(plan_file), "--run-dir", str(self.run_dir)),
+                    *(str(HERE / "dummy_agent.py"), str(plan_file), "--run-dir", str(self.run_dir)),
                     *("--nodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{self.port}"),
                     *("--termination-log", str(self.run_dir / f"ended-{node}")),
                 ],
-                env=ranks_environment(PARTOOL_TEST_TIMING=json.dumps(TIMING)),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
+                ranks_environment(PARTOOL_TEST_TIMING=json.dumps(TIMING)),
+                fresh=fresh,
             )
         return self
 
@@ -138,7 +142,7 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
     killed = NodeRun(tmp_path / "killed", {"0": "follow", "1": "follow"}).start_nodes()
     frozen = NodeRun(tmp_path / "frozen", {"0": "follow", "1": "follow"}).start_nodes()
     alone = NodeRun(tmp_path / "alone", {}).start_nodes(0)
-    visited = NodeRun(tmp_path / "visited", {"0": "follow", "1": "follow"}).start_nodes()
+    visited = NodeRun(tmp_path / "visited", {"0": "follow", "1": "follow"}).start_nodes(fresh=True)
     for run in (killed, frozen, visited):
         run.wait_for("steps-0", "steps-1")
     suspended = [pid for pid in processes_of(visited.run_dir) if pid != os.getpid()]

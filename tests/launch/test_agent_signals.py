@@ -26,7 +26,7 @@ def test_stop_signals(tmp_path: Path) -> None:
     names = {"agent-term": "SIGTERM", "agent-usr2": "SIGUSR2", "agent-hup": "SIGHUP"}
     agents = {name: AgentRun(tmp_path / name, FOLLOW).start() for name in names}
     one_rank = AgentRun(tmp_path / "rank", {"0": "follow", "1": "signal:SIGUSR2"}, make_plan(restarts=1)).start()
-    early = AgentRun(tmp_path / "early", FOLLOW).start()
+    early = AgentRun(tmp_path / "early", FOLLOW).start(fresh=True)
     early.wait_for("status.json")
     assert early.process is not None
     early.process.terminate()  # long before a rank can handle anything
@@ -74,7 +74,7 @@ def test_stop_signals(tmp_path: Path) -> None:
 def test_agent_killed(tmp_path: Path) -> None:
     """SIGKILL to the agent also ends its ranks, at any time and even if one hangs, and the status says so."""
     run = AgentRun(tmp_path / "run", {"0": "follow", "1": "hang"}).start()
-    young = AgentRun(tmp_path / "young", FOLLOW).start()
+    young = AgentRun(tmp_path / "young", FOLLOW).start(fresh=True)
     wait_until(lambda: len(young.survivors()) == 3, "the ranks' processes")
     assert young.process is not None
     young.process.kill()

@@ -35,27 +35,26 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     (folder / "plan.json").write_text(plan.to_json())
 
     agent = _start(folder, *agent_command(sys.executable, folder / "plan.json", folder, resume=False))
-    _kill_when(folder, 1, lambda: _step(folder, attempt=1) >= 1)
-    wait_until(lambda: _step(folder, attempt=2) >= 33, "step 33 of the second attempt")
+    wait_until(lambda: _step(folder, attempt=1) >= 33, "step 33 of the first attempt")
     agent.send_signal(signal.SIGUSR2)
     assert _end(agent) == 75
-    stopped_at = _step(folder, attempt=2)
+    stopped_at = _step(folder, attempt=1)
     assert _names(own) == ["step-00000030", f"step-{stopped_at:08}"]
     assert read_status(folder).state == "preempted"
 
     launch = [sys.executable, "-m", "partool", "launch", "--resume", str(folder), "--step", str(EVERY)]
     launcher = _start(folder, *launch)
-    _kill_when(folder, 3, lambda: _step(folder, attempt=3) > EVERY)
-    _kill_when(folder, 4, (own / "step-00000060").is_dir)
+    _kill_when(folder, 2, lambda: _step(folder, attempt=2) > EVERY)
+    _kill_when(folder, 3, (own / "step-00000060").is_dir)
     assert _end(launcher) == 0
-    assert [_start_event(folder, attempt)["resumed_from"] for attempt in range(1, 6)] == [0, 0, 30, 30, 60]
-    assert read_status(folder).attempt == 5
+    assert [_start_event(folder, attempt)["resumed_from"] for attempt in range(1, 5)] == [0, 30, 30, 60]
+    assert read_status(folder).attempt == 4
     assert processes_of(tmp_path) == []
     assert _names(own) == sorted(["step-00000030", "step-00000060", "step-00000080", f"step-{stopped_at:08}.aside"])
     assert _names(shared) == ["broken", "other"]
     assert list(foreign.iterdir()) == []
     losses: dict[object, object] = {}
-    for attempt in range(1, 6):
+    for attempt in range(1, 5):
         for step in (event["data"] for event in _events(folder, attempt) if event["kind"] == "step"):
             assert losses.setdefault(step["step"], step["loss"]) == step["loss"]  # type: ignore[index]
     assert len(losses) == STEPS

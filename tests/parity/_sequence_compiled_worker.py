@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from _sequence_hf_worker import Case, check_case, ways, written
+
+torch.compiler.list_backends()  # loads what every trace needs, before ranks are copied: it takes a second
 
 __all__ = ["Case", "cases", "check_case", "written"]
 
@@ -18,11 +21,17 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v2",
 )
+GRADIENTS_ALONE = {2: ("gemma2", "qwen2_deep", "mixtral", "falcon"), 4: ("gpt2",)}
+"""By the number of ranks, families of which the first step's gradients are checked in a case of their own.
+
+What follows gradients is the same for every family.
+"""
 
 
 def cases(world: int) -> list[Case]:
     """Return the models and layouts that so many ranks check."""
     found = [Case(name, "compiled", cp=world) for name in FAMILIES]
+    found += [Case(name, "compiled", cp=world, steps=0) for name in GRADIENTS_ALONE.get(world, ())]
     if world == 1:
         return [Case("odd", cp=1)]
     if world == 2:

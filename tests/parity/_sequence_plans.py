@@ -10,7 +10,7 @@ from _tensor_plans import EVEN, LATENT, tensor_plan
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 
-STEPS = 5
+STEPS = 3
 LENGTH = 17
 """Tokens of a sequence: no number of ranks divides it."""
 MODELS: dict[str, dict[str, Any]] = {

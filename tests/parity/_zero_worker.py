@@ -34,7 +34,7 @@ from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import PlainPasses, Stepper
 
 VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 2
-STEPS, SEQUENCES, LENGTH = 10, 12, 6
+STEPS, SEQUENCES, LENGTH = 6, 12, 6
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
 
 

@@ -165,8 +165,6 @@ OFTEN = (
     "zero-1 1f1b tied apart",
     "zero-2 zb-v tied on one rank",
     "zero-3 hanayo recomputed",
-    "zero-3 zb-h1 frozen",
-    "weipipe",
     "own list",
 )
 """Cases that run each time."""

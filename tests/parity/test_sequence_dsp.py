@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied_embeddings": True,
     },
 }  # fmt: skip
-STEPS = 5
+STEPS = 3
 ULYSSES = {"sequence_method": "ulysses", "sequence_order": "contiguous"}
 """The other method that knows grids: every rank has whole sequences within attention."""
 Cases = dict[str, tuple[Plan, str]]

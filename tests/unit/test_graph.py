@@ -71,19 +71,24 @@ def as_values(heads: tuple[torch.Tensor, ...], *_: Any) -> torch.Tensor:
     return heads[2] + heads[0].mean() + heads[1].mean()
 
 
-def shared(model: nn.Module, span: tuple[int, int] = (0, 5)) -> tuple[Shared, list[AttentionNode]]:
+def shared(
+    model: nn.Module, span: tuple[int, int] = (0, 5), whole: Captured | None = None
+) -> tuple[Shared, list[AttentionNode]]:
+    """Return a rank's graph, made from the ``whole`` one, and its attention."""
     found: list[AttentionNode] = []
 
     def replace(node: AttentionNode) -> tuple[Any, bool]:
         found.append(node)
         return as_values, False
 
-    return share(captured(model), Sharing(2, LENGTH, span, replace, model.get_submodule, torch.device("cpu"))), found
+    sharing = Sharing(2, LENGTH, span, replace, model.get_submodule, torch.device("cpu"))
+    return share(captured(model) if whole is None else whole, sharing), found
 
 
 def looked_at(model: nn.Module) -> None:
-    check_tokenwise(captured(model))
-    shared(model)
+    whole = captured(model)
+    check_tokenwise(whole)
+    shared(model, whole=whole)
 
 
 def attends(make: Callable[[torch.Tensor], torch.Tensor]) -> Attend:
@@ -100,14 +105,14 @@ def test_a_graph_of_a_share_has_the_ranks_tokens_and_no_pairs_of_tokens() -> Non
     window = attends(lambda distance: (distance >= 0) & (distance < 3))
     for attend in (causal, window):
         model = Model(attend)
+        whole = captured(model)
         for first, stop in ((0, 5), (5, 9), (9, 13)):
-            graph, nodes = shared(model, (first, stop))
+            graph, nodes = shared(model, (first, stop), whole)
             assert len(nodes) == len(graph.attention) == 2
             assert [len(graph.within(f"layers.{n}")) for n in (0, 1)] == [1, 1]
             targets = [str(node.target) for node in graph.graph.nodes]
             assert targets.count("narrow") == 1, "the embeddings of positions, once for all layers"
             assert not [t for t in targets if "scaled_dot_product" in t]
-            whole = captured(model)
             pairs = [node for node in graph.graph.nodes if len(token_dims(value_of(node), whole.length)) > 1]
             assert not pairs, "masks that follow a rule are not made"
             outer, parts = cut(graph.graph, model, ["layers.0", "layers.1"])
@@ -203,8 +208,9 @@ def test_code_that_keeps_tokens_apart_is_accepted() -> None:
         return F.layer_norm(x, (WIDTH,)) + F.rms_norm(x, (WIDTH,)) + x.logsumexp(-1, keepdim=True)
 
     model = Model(mix=mix)
-    check_tokenwise(captured(model))
-    assert len(shared(model)[0].attention) == 2
+    whole = captured(model)
+    check_tokenwise(whole)
+    assert len(shared(model, whole=whole)[0].attention) == 2
 
 
 RULES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | str | None]] = {
@@ -229,7 +235,7 @@ def test_masks_are_recognised(name: str) -> None:
     make, expected = RULES[name]
     model = Model(attends(make), layers=1)
     graph = captured(model)
-    (node,) = shared(model)[1]
+    (node,) = shared(model, whole=graph)[1]
     assert node.mask is not None
     found = rule_of(node.mask, graph, {}, 100_000)
     if isinstance(expected, str):
@@ -242,7 +248,7 @@ def test_masks_are_recognised(name: str) -> None:
 def test_a_window_longer_than_the_sequence_is_none() -> None:
     model = Model(attends(lambda d: (d >= 0) & (d < 300)), layers=1)
     graph = captured(model)
-    (node,) = shared(model)[1]
+    (node,) = shared(model, whole=graph)[1]
     assert node.mask is not None
     assert rule_of(node.mask, graph, {}, 200) is None
 

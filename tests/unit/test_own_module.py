@@ -239,6 +239,12 @@ def test_plans_hold_the_module_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(list((tmp_path / "home" / "models").iterdir())) == 2
 
 
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose module is described once, for specs that differ in what they ask of it."""
+    return tmp_path_factory.mktemp("described")
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -255,18 +261,18 @@ def test_plans_hold_the_module_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp
         ('model: {module: "net.Net"}\n', "PT106"),
     ],
 )
-def test_what_a_spec_cannot_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, code: str) -> None:
+def test_what_a_spec_cannot_ask(monkeypatch: pytest.MonkeyPatch, described: Path, text: str, code: str) -> None:
     common = "hardware: {accelerator: cpu, per_node: 2}\ndata: {source: python-stdlib}\n"
     common += "training: {steps: 2, sequence_length: 16, global_batch: 4}\n"
     loaded = load_text(common + text)
-    found = loaded.diagnostics if loaded.spec is None else planned(monkeypatch, tmp_path, text).diagnostics
+    found = loaded.diagnostics if loaded.spec is None else planned(monkeypatch, described, text).diagnostics
     errors = {each.code for each in found if each.severity == "error"}
     assert code in errors, found
 
 
-def test_another_method_is_answered_with_the_one_that_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_method_is_answered_with_the_one_that_serves(monkeypatch: pytest.MonkeyPatch, described: Path) -> None:
     spec = 'model: {module: "net:Net"}\nparallel: {sequence: {method: ring, degree: 2}}\n'
-    (error,) = [found for found in planned(monkeypatch, tmp_path, spec).diagnostics if found.severity == "error"]
+    (error,) = [found for found in planned(monkeypatch, described, spec).diagnostics if found.severity == "error"]
     assert "method: compiled" in error.help
 
 
