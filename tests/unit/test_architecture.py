@@ -120,6 +120,12 @@ def test_no_two_files_have_classes_of_one_name() -> None:
     assert shared_names(modules(ROOT)) == {}
 
 
+def test_agents_report_a_bad_plan_without_torch() -> None:
+    """An agent loads torch only where it starts ranks, with stop signals blocked."""
+    code = "import sys, partool_runtime.agent.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:
     code = "import sys, partool_kernels.registry.look_up; print({'torch', 'triton', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -29,8 +29,8 @@ from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.agent.node_messages import Verdict, WaitTimes
 from partool_runtime.agent.options import AgentOptions, check_plan, parse
 from partool_runtime.agent.secrets import read_secrets
+from partool_runtime.agent.status import StatusKeeper
 from partool_runtime.agent.supervision import Supervision
-from partool_runtime.agent.together import StatusKeeper
 from partool_runtime.errors import (
     EXIT_CONFIGURATION,
     EXIT_DONE,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from partool.plan.run import LOCK_FILE, STATUS_FILE, RunStatus, State, read_status, this_process, write_status
+from partool.plan.run import LOCK_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime.agent.elastic import Hooks, RanksStore, run_ranks
@@ -17,44 +16,9 @@ from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combine
 from partool_runtime.agent.options import AgentOptions
 from partool_runtime.agent.report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
 from partool_runtime.agent.secrets import agents_key
+from partool_runtime.agent.status import StatusKeeper
 from partool_runtime.agent.supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
-from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, FULL, ConfigurationError
-
-_STATES: dict[int, State] = {EXIT_DONE: "done", EXIT_PREEMPTED: "preempted"}
-
-
-class StatusKeeper:
-    """Writes the run's status while its agent runs."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        try:
-            before = read_status(run_dir)
-        except FileNotFoundError:
-            before = RunStatus(state="starting", created=time.time())
-        now = {"started": time.time(), "ended": None, "exit_code": None, "reason": ""}
-        self.status = before
-        self._write(state="starting", **now, **this_process())
-
-    def next_attempt(self) -> int:
-        """Note that the ranks are being started (again); returns the number of this attempt, from 1."""
-        self._write(state="running", attempt=self.status.attempt + 1)
-        return self.status.attempt
-
-    def end(self, exit_code: int, reason: str) -> None:
-        """Record how the run ended."""
-        self._write(state=_STATES.get(exit_code, "failed"), exit_code=exit_code, reason=reason, ended=time.time())
-
-    def _write(self, **changes: object) -> None:
-        self.status = self.status.model_copy(update=changes)
-        try:
-            write_status(self._run_dir, self.status)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            text = f"{self._run_dir / STATUS_FILE} cannot say that the run is {self.status.state}: {error.strerror}"
-            say(f"partool: {text}", err=True)
-
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigurationError
 
 _REASON_BYTES, _TEXT_BYTES = 1000, 3500
 _NOT_SHARED = "a checkpoint is written by all nodes and read back only from a folder that they share (checkpoint.dir)"

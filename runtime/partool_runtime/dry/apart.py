@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO
 from partool_runtime.agent.lifeline import end_with_parent
 
 
-class Job(NamedTuple):
+class RankJob(NamedTuple):
     """Ranks that are executed one after the other."""
 
     ranks: Sequence[int]
@@ -23,13 +23,13 @@ class Job(NamedTuple):
     """File for what the ranks' code prints."""
 
 
-def jobs_of(ranks: Sequence[int], outputs: Sequence[int], folder: Path) -> list[Job]:
+def jobs_of(ranks: Sequence[int], outputs: Sequence[int], folder: Path) -> list[RankJob]:
     """Return a job for each of ``outputs``, which take turns to get a rank."""
     count = len(outputs)
-    return [Job(ranks[at::count], output, folder / f"errors-{at}") for at, output in enumerate(outputs)]
+    return [RankJob(ranks[at::count], output, folder / f"errors-{at}") for at, output in enumerate(outputs)]
 
 
-def run_apart(jobs: Sequence[Job], run: Callable[[Sequence[int], TextIO], int]) -> None:
+def run_apart(jobs: Sequence[RankJob], run: Callable[[Sequence[int], TextIO], int]) -> None:
     """Call ``run`` for each job in a copy of this process; tell each job's exit code, or -N if signal N ended it.
 
     No pass of autograd may have run yet: its threads are not copied. The copies end with this process.
@@ -51,7 +51,7 @@ def run_apart(jobs: Sequence[Job], run: Callable[[Sequence[int], TextIO], int]) 
         os.close(output)
 
 
-def _be_copy(job: Job, run: Callable[[Sequence[int], TextIO], int], parent: int) -> None:
+def _be_copy(job: RankJob, run: Callable[[Sequence[int], TextIO], int], parent: int) -> None:
     """Run a job and end the process, without what Python does at its end: that belongs to the first process."""
     code = 1
     try:
