@@ -59,6 +59,7 @@ HELD_OUT: dict[str, dict[str, object]] = {
     "quickstart, ZeRO-0": {"parallel.data.zero": 0},
     "quickstart, 4096 words": {"model.vocab": 4096},
     "quickstart, one rank, micro-batch 4": {"hardware.per_node": 1, "parallel.micro_batch": 4},
+    "ZeRO-2, 6 layers of 384, batch 8": model(6, 384, 1024, 6, 6, parallel__data__zero=2, training__global_batch=8),
 }
 
 

@@ -37,7 +37,7 @@ OFTEN = (
 TWICE = (
     "cpu-batch-prime", "video-open", "hybrid-shards", "recompute-each-layer", "tiles", "tensor-two-dims",
     "pipeline-interleaved", "pipeline-weipipe", "sequence-ring-zigzag", "sequence-startrail", "offload-fraction",
-    "experts-pinned", "fp8",
+    "offload-parameters", "experts-pinned", "fp8",
 )  # fmt: skip
 """Specs that are planned with their own layout each time: of every part of a layout one."""
 
