@@ -184,6 +184,26 @@ def test_terms_of_random_plans_agree_with_their_execution(tmp_path: Path) -> Non
     assert not any(found.values()), found
 
 
+PARTLY_ON_HOST = """
+model: {layers: 6, hidden: 512, heads: 8, kv_heads: 8, ffn_hidden: 1024, vocab: 4096, max_position: 512}
+hardware: {accelerator: h100-sxm, nodes: 2, per_node: 8}
+data: python-stdlib
+training: {sequence_length: 512, global_batch: 64, steps: 3, precision: bf16}
+parallel: {data: {zero: 3, shard: SHARD}, tensor: 1, sequence: 1, pipeline: {stages: 1}, micro_batch: 2,
+  recompute: full, compile: none, tiles: {mlp: 0, loss: 0}, offload: {optimizer: cpu, gpu_fraction: 0.75,
+  parameters: none, activations: none}}
+"""
+
+
+@pytest.mark.timeout(100)
+def test_gradients_that_wait_for_the_norm_or_for_replicas_are_gradients(tmp_path: Path) -> None:
+    """Most gradients stay on the device with their optimizer's state; replicas add up their shards at the end."""
+    cases = [case for shard in (16, 8) for case in cases_of(PARTLY_ON_HOST.replace("SHARD", str(shard)))]
+    alone, replicas = executed(cases, tmp_path)
+    assert disagreements(cases[0], alone) == []
+    assert replicas["peak"]["gradients"] > 0.75 * max(float(moment.gradients) for moment in cases[1].moments)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_terms_of_thirty_random_plans_agree_with_their_execution(tmp_path: Path) -> None:

@@ -28,11 +28,12 @@ from partool_runtime.host import HostParts
 from partool_runtime.losses import put_around_loss
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
+from partool_runtime.offload.optimizer import HostOptimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
-from partool_runtime.torch_internals.fsdp import whole_gradients
+from partool_runtime.torch_internals.fsdp import unreduced_gradients
 
 
 def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
@@ -110,7 +111,7 @@ def traced(
                 memory.begin()
                 log.begin_step()
                 marks.step()
-                stepper.step(step, batch, _Phases(memory, prepared, marks))
+                stepper.step(step, batch, _Phases(memory, prepared, stepper.optimizer, marks))
                 log.end_step()
             order, operators = fewer.composed(marks) if fewer else marks.plain()
             held = memory.trace(_allocator(plan))
@@ -189,17 +190,20 @@ def _stepper(plan: Plan, prepared: Prepared, ranks: Ranks, memory: MemoryRecord)
 class _Phases:
     """The timer of a step: tells the record of memory which part of the step runs."""
 
-    def __init__(self, memory: MemoryRecord, prepared: Prepared, marks: Marks) -> None:
+    def __init__(self, memory: MemoryRecord, prepared: Prepared, optimizer: object, marks: Marks) -> None:
         self._marks, self._roots = marks, prepared.model.roots()
+        self._optimizer = optimizer
         self._memory, self._parameters = memory, dict(prepared.model.named_parameters())
         memory.phase = "activations"
 
     def __call__(self, term: str) -> AbstractContextManager[None]:
-        # What a backward pass has left in gathered parameters accumulates over the micro-batches.
+        # Gradients that a backward pass has left unreduced accumulate over the micro-batches.
         for root in self._roots:
-            self._memory.belongs("gradients", whole_gradients(root))
+            self._memory.belongs("gradients", unreduced_gradients(root))
         if term in ("optimizer", "offload") and self._memory.phase == "activations":
             self._memory.belongs("gradients", {name: each.grad for name, each in self._parameters.items()})
+            if isinstance(self._optimizer, HostOptimizer):
+                self._memory.belongs("gradients", self._optimizer.gradients_on_device)
             self._memory.phase = "optimizer"
         self._marks.term(term)
         return nullcontext()

@@ -248,9 +248,14 @@ class HostOptimizer(CountsUpdates):
         held = self.held_bytes()
         return size + sum(held.get(term, 0) for term in ("masters", "moments", "copies"))
 
+    @property
+    def gradients_on_device(self) -> Mapping[str, torch.Tensor]:
+        """Gradients that stay on compute's device until the norm is known, by parameter; each is flat."""
+        return self._resident.gradients
+
     def gradient_bytes(self) -> int:
         """Return the bytes of gradients that stay on compute's device until the norm is known."""
-        return self._resident.gradient_bytes
+        return sum(gradient.nbytes for gradient in self.gradients_on_device.values())
 
     def report(self) -> dict[str, float]:
         """See ``Optimizer``: the engine's counters."""

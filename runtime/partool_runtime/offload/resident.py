@@ -73,9 +73,9 @@ class Resident:
         return self._states[name]
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients held until their step's scale or skip decision is known."""
-        return sum(gradient.nbytes for gradient in self._gradients.values())
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """Gradients held until their step's scale or skip decision is known, by shard."""
+        return self._gradients
 
     def begin(self) -> None:
         """Drop all gradients."""

@@ -93,13 +93,16 @@ def without_parameter_gradients(root: nn.Module) -> Iterator[None]:
         require(True)
 
 
-def whole_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return gradients of gathered parameters that have not been reduced, by the parameter's name.
+def unreduced_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return gradients that have not been reduced over all ranks, by the name of the parameter or of the unit.
 
-    FSDP2 keeps a sum of such gradients in the parameters themselves if it has the type of the reduction.
+    These are gradients of gathered parameters (FSDP2 keeps their sum in the parameters themselves if it has the type of
+    the reduction), and shards of units that replicas have yet to add up.
     """
     found = {each._param_fqn or "": getattr(each, "_unsharded_param", None) for each in _fsdp_parameters(root)}
-    return {name: whole.grad for name, whole in found.items() if whole is not None and whole.grad is not None}
+    whole = {name: each.grad for name, each in found.items() if each is not None and each.grad is not None}
+    shards = [(group.fsdp_params[0]._param_fqn, group._partial_reduce_output) for group in _fsdp_groups(root)]
+    return whole | {f"unit of {name}": partial for name, partial in shards if partial is not None}
 
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
