@@ -11,6 +11,9 @@ import pytest
 
 from partool.cli.main import COMMANDS, run
 
+ROOT = Path(__file__).parents[2]
+_THREADS = "OPENBLAS_NUM_THREADS"
+
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
@@ -137,3 +140,16 @@ def test_help_needs_nothing_heavy() -> None:
     program += "print(sorted({'typer', 'rich', 'pydantic', 'yaml', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="numpy starts no other thread on one core")
+@pytest.mark.parametrize("asked", [None, "2"])
+def test_numpy_starts_one_thread_unless_asked_for_more(asked: str | None) -> None:
+    """The setting must not reach processes that partool starts, which train."""
+    program = "import os\nfrom partool.cli.main import run\ntry:\n    run(['plan', 'specs/weipipe.yaml'])\n"
+    program += "except SystemExit:\n    pass\nprint(len(os.listdir('/proc/self/task')), os.environ.get(NAME))"
+    environment = {name: value for name, value in os.environ.items() if name not in (_THREADS, "OMP_NUM_THREADS")}
+    environment |= {} if asked is None else {_THREADS: asked}
+    command = [sys.executable, "-c", program.replace("NAME", repr(_THREADS))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == f"{asked or 1} {asked}"

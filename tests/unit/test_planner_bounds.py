@@ -19,6 +19,7 @@ from partool.cost.memory.peak import least_memory, least_memory_of_passes
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
+from partool.planner.search import space as space_module
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.layouts import layout_of, simplicity
@@ -211,6 +212,41 @@ def test_gradients_in_transfer_are_no_memory_of_a_cpu() -> None:
     rows = space.rows(group, policy)
     least, _ = least_memory_of_passes(cost_job(problem), rows)
     assert np.all(least <= room(problem, rows).total_bytes)
+
+
+def test_of_a_list_of_policies_the_one_that_needs_least_memory_decides() -> None:
+    made = {
+        "model": yaml.safe_load(f"{{{SIZES}}}"),
+        "hardware": {"accelerator": "h100-sxm", "per_node": 1},
+        "training": {"sequence_length": 4096, "global_batch": 8, "precision": "bf16"},
+        "parallel": {"recompute": ["none", "full", "none", "full"], "micro_batch": 8, "offload": "none"},
+    }
+    problem = problem_of(made)
+    rows = build(problem).rows(np.arange(1), np.zeros(1, dtype=int))
+    (total,) = np.broadcast_to(room(problem, rows).total_bytes, 1)
+    assert least_memory_of_passes(cost_job(problem), rows)[0] > total, "else nothing is tested"
+    assert room_below(problem, rows, total).total_bytes == total
+
+
+def test_a_large_space_has_degrees_of_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups and counts are those of the smaller space alone, however many of all groups were listed before."""
+    made = {
+        "model": yaml.safe_load(f"{{{SIZES}}}"),
+        "hardware": {"accelerator": "h100-sxm", "nodes": 3, "per_node": 4},
+        "training": {"sequence_length": 1024, "global_batch": 24, "precision": "bf16"},
+        "parallel": {},
+    }
+    whole = build(problem_of(made))
+    monkeypatch.setattr(space_module, "MANY", whole.size - 1)
+    some = build(problem_of(made))
+    assert {*np.asarray(some.groups.pp).tolist()} < {*np.asarray(whole.groups.pp).tolist()}
+    assert all(count & (count - 1) == 0 for count in np.asarray(some.groups.pp).tolist())
+    monkeypatch.setattr(space_module, "MANY", 0)
+    fewer = build(problem_of(made))
+    assert (some.size, some.enumerated, some.pruned) == (fewer.size, fewer.enumerated, fewer.pruned)
+    monkeypatch.setattr(space_module, "MANY", whole.size)
+    again = build(problem_of(made))
+    assert (again.size, again.enumerated, again.pruned) == (whole.size, whole.enumerated, whole.pruned)
 
 
 def prices(problem: Problem, space: Space) -> list[Priced]:
