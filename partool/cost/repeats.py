@@ -58,9 +58,12 @@ class Memo:
         """The results [columns, cases], with room for further cases."""
 
     def results(
-        self, code: NDArray[np.int64], compute: Callable[[NDArray[np.intp]], Sequence[Column]]
+        self,
+        code: NDArray[np.int64],
+        compute: Callable[[NDArray[np.intp]], Sequence[Column]],
+        which: slice = slice(None),
     ) -> NDArray[np.float64]:
-        """Return the results [columns, rows] of rows with these codes.
+        """Return the results [columns, rows] of rows with these codes; ``which`` chooses among the columns.
 
         ``compute`` returns the columns of results for the rows with the indices that it is given, one row per new case.
         """
@@ -68,7 +71,7 @@ class Memo:
         if not there.all():
             self._learn(code, np.flatnonzero(~there), compute)
             at, _ = self._find(code)
-        found: NDArray[np.float64] = np.take(self._results, self._places[at], axis=1)
+        found: NDArray[np.float64] = np.take(self._results[which], self._places[at], axis=1)
         return found
 
     def learn(self, code: NDArray[np.int64], compute: Callable[[NDArray[np.intp]], Sequence[Column]]) -> None:
@@ -96,7 +99,7 @@ class Memo:
     def _add(self, code: NDArray[np.int64], columns: Sequence[Any]) -> None:
         start, stop = len(self._codes), len(self._codes) + len(code)
         if stop > self._results.shape[1]:
-            wider = np.zeros((len(columns), 2 * stop))
+            wider = np.empty((len(columns), 2 * stop))
             if start:
                 wider[:, :start] = self._results[:, :start]
             self._results = wider

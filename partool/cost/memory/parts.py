@@ -42,7 +42,9 @@ class _KnownParts:
     """State and work of the cases that one job has priced so far."""
 
     def __init__(self) -> None:
-        self.states, self.work, self.least = Memo(), Memo(), Memo()
+        self.states, self.work = Memo(), Memo()
+        self.least, self.least_work = Memo(), Memo()
+        """The few columns that tell most layouts that are too large."""
         self.host: tuple[str, ...] = ()
         """Keys of ``States.host``."""
 
@@ -67,37 +69,75 @@ def _states_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> l
     return [_next_states(state, known.host) for _ in places]
 
 
-def least_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> Column:
-    """Return the bytes of training state on the device in the optimizer's step, of the rank that has most."""
+def least_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, keep: bool = True) -> Column:
+    """Return the bytes of training state on the device in the optimizer's step, of the rank that has most.
 
-    def of_rows(first: Any) -> list[Column]:
-        found = _states_at(job, layouts.take(first), places)
-        each = [rank.parameters + rank.optimizer + rank.gradients_at_step for rank in found]
-        return [np.maximum.reduce(np.broadcast_arrays(*each))]
-
-    return np.asarray(_known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows)[0])
+    ``keep`` is as in :func:`least_passes`.
+    """
+    return np.asarray(_bytes_of_state(job, layouts, places, slice(0, 1), keep=keep)[0])
 
 
-def least_passes(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> tuple[Column, Column]:
+def least_passes(
+    job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, keep: bool = True
+) -> tuple[Column, Column]:
     """Return bytes on the device and on the host that the fullest rank has at least.
 
     On the device these are those of the optimizer's step, of the loss, or of the backward pass of one layer: with the
     saved activations of all micro-batches in flight, or with the gradients of earlier micro-batches. Gathered
-    parameters count where they outlast a layer.
+    parameters count where they outlast a layer. With ``keep``, state and work of new cases are kept for later calls of
+    :func:`parts`; of many layouts, few of which will be priced again, only what is read here should be kept.
     """
     device, host = [], []
     several, lasting = layouts.accumulation > 1, np.asarray(layouts.zero) != 3
-    for state, done in parts(job, layouts, places):
-        loss = np.minimum(done.loss, done.loss_backward)
-        working = done.at_work - done.of_norm
-        passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)
-        # On a CPU, gradients in transfer to the host are nowhere else.
-        earlier = np.where(several, state.gradients_before - state.leaving, 0.0)
-        later = earlier + np.maximum(working - done.inputs, 0.0)
-        passes = np.maximum(passes, later) + np.where(lasting, state.gathered, 0.0)
-        device.append(state.parameters + state.optimizer + np.maximum(state.gradients_at_step, passes))
-        host.append(sum(state.host.values()) + done.on_host)
+    state = iter(_bytes_of_state(job, layouts, places, slice(1, None), keep=keep))
+    done = iter(_bytes_of_work(job, layouts, places, keep=keep))
+    for _ in places:
+        resident, at_step, earlier, gathered, on_host = (next(state) for _ in range(5))
+        first, later, moved = (next(done) for _ in range(3))
+        passes = np.maximum(first, np.where(several, earlier, 0.0) + later) + np.where(lasting, gathered, 0.0)
+        device.append(resident + np.maximum(at_step, passes))
+        host.append(on_host + moved)
     return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (device, host))
+
+
+def _bytes_of_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place], which: slice, *, keep: bool) -> Any:
+    """Return some of the columns of the state's bytes.
+
+    They are the most of any rank in the optimizer's step, then those that :func:`least_passes` reads of each rank.
+    """
+
+    def of_rows(first: Any) -> list[Column]:
+        rows = layouts.take(first)
+        found = _states_at(job, rows, places) if keep else _states(job, rows, places)
+        resident = [rank.parameters + rank.optimizer for rank in found]
+        each = [there + rank.gradients_at_step for there, rank in zip(resident, found, strict=True)]
+        columns = [np.maximum.reduce(np.broadcast_arrays(*each))]
+        for there, rank in zip(resident, found, strict=True):
+            # On a CPU, gradients in transfer to the host are nowhere else.
+            earlier = rank.gradients_before - rank.leaving
+            columns += [there, rank.gradients_at_step, earlier, rank.gathered, sum(rank.host.values())]
+        return columns
+
+    return _known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows, which)
+
+
+def _bytes_of_work(job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, keep: bool) -> Any:
+    """Return three columns of each rank.
+
+    They are the bytes of passes with all saved activations, those with earlier gradients instead, and the bytes of
+    activations on the host.
+    """
+
+    def of_rows(first: Any) -> list[Column]:
+        rows, columns = layouts.take(first), []
+        for done in _work_at(job, rows, places) if keep else _work(job, rows, places):
+            loss = np.minimum(done.loss, done.loss_backward)
+            working = done.at_work - done.of_norm
+            passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)
+            columns += [passes, np.maximum(working - done.inputs, 0.0), done.on_host]
+        return columns
+
+    return _known(job, places).least_work.results(codes(layouts.shape[0], _work_case(layouts)), of_rows)
 
 
 def _work_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:

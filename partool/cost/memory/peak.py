@@ -146,20 +146,22 @@ def _places(job: TrainingJob, layouts: Layouts) -> tuple[Place, ...]:
     return ("first", "last", "second") if uneven else ("first", "last")
 
 
-def least_memory(job: TrainingJob, layouts: Layouts) -> Column:
+def least_memory(job: TrainingJob, layouts: Layouts, *, keep: bool = True) -> Column:
     """Return bytes that :func:`peak_memory` exceeds: those of the training state in the optimizer's step.
 
-    ``layouts`` has columns. The memory of activations takes most of the time of :func:`peak_memory`.
+    ``layouts`` has columns. The memory of activations takes most of the time of :func:`peak_memory`. ``keep`` is as in
+    :func:`least_memory_of_passes`.
     """
-    return _with_framework(job, least_state(job, layouts, _places(job, layouts)))
+    return _with_framework(job, least_state(job, layouts, _places(job, layouts), keep=keep))
 
 
-def least_memory_of_passes(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
+def least_memory_of_passes(job: TrainingJob, layouts: Layouts, *, keep: bool = True) -> tuple[Column, Column]:
     """Return bytes that :func:`peak_memory` exceeds, by :func:`least_passes`, and bytes of host memory of a node.
 
-    ``layouts`` has columns. Comparing all moments of a step takes most of the time of :func:`peak_memory`.
+    ``layouts`` has columns. Comparing all moments of a step takes most of the time of :func:`peak_memory`. Without
+    ``keep``, a later call of :func:`peak_memory` computes everything again.
     """
-    device, host = least_passes(job, layouts, _places(job, layouts))
+    device, host = least_passes(job, layouts, _places(job, layouts), keep=keep)
     return _with_framework(job, device), host * np.minimum(layouts.world, job.devices.per_node)
 
 

@@ -18,7 +18,7 @@ from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, host_limit
-from partool.planner.search.prices import PRICED_AT_ONCE, SLACK, Prices
+from partool.planner.search.prices import PRICED_AT_ONCE, SLACK, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.space import Space
 
@@ -165,8 +165,11 @@ class Search(Prices):
     @property
     def evaluated(self) -> int:
         """Number of layouts whose bounds were computed, minus those that are counted as too large."""
-        groups = np.flatnonzero(self.seen.any(axis=1) & ~self._left_out)
-        return int((self.seen[groups] & self.space.counted(groups)).sum())
+        if not self.seen:
+            return 0
+        numbers = np.concatenate(self.seen)
+        group, policy = np.divmod(numbers[firsts(numbers)], len(self.space.policies))
+        return int((self.space.counted(group, policy) & ~self._left_out[group]).sum())
 
     def price(self, group: int, policy: int) -> Priced:
         """Return the exact price of one layout."""
@@ -184,11 +187,13 @@ class Search(Prices):
         capacity = self.problem.capacity_bytes * (1.0 + slack)
         may = groups[self.least_bytes[groups] <= capacity]
         order = may[np.argsort(self.bound_s[may], kind="stable")]
-        for start in range(0, len(order), PRICED_AT_ONCE):
-            near = order[start : start + PRICED_AT_ONCE]
+        start, count = 0, _AT_FIRST  # one of the first fits as a rule
+        while start < len(order):
+            near = order[start : start + count]
             fits = np.flatnonzero(self.least_memory(near)[0] <= capacity)
             if len(fits):
                 return int(near[fits[0]])
+            start, count = start + count, min(8 * count, PRICED_AT_ONCE)
         return None
 
     def _pass(self, likely: Any, *, sure: bool) -> None:
@@ -285,7 +290,7 @@ class Search(Prices):
         out = np.zeros(len(leaves), dtype=bool)
         # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
         fits = leaves.memory_bytes <= self.problem.capacity_bytes
-        known = (np.asarray(self.space.groups.pp) == 1)[leaves.group] & (not self.problem.mlp_tile)
+        known = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
         index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits & known)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
             if len(start) == 0:

@@ -120,19 +120,22 @@ def room_below(
 
 def least_room(problem: Problem, layouts: Layouts, most_bytes: Column) -> NDArray[np.float64]:
     """Return bytes of device memory that each layout exceeds, whether they are more than ``most_bytes`` or not."""
-    return _bounded(problem, layouts, most_bytes, float("inf"))[0]
+    return _bounded(problem, layouts, most_bytes, float("inf"), keep=False)[0]
 
 
 def _bounded(
-    problem: Problem, layouts: Layouts, most_bytes: Column, most_host_bytes: float
+    problem: Problem, layouts: Layouts, most_bytes: Column, most_host_bytes: float, *, keep: bool = True
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return bytes that each layout exceeds, and the indices of layouts that these and the host's bytes leave."""
+    """Return bytes that each layout exceeds, and the indices of layouts that these and the host's bytes leave.
+
+    With ``keep``, the exact memory of these layouts takes less time afterwards.
+    """
     job, shape = cost_job(problem), layouts.shape
-    least = np.array(np.broadcast_to(least_memory(job, layouts), shape))
+    least = np.array(np.broadcast_to(least_memory(job, layouts, keep=keep), shape))
     rows = np.flatnonzero(least <= most_bytes)
     # Of a list of policies by layer, each takes less or more than the one that the columns name.
     if len(rows) and not isinstance(problem.spec.parallel.recompute, list):
-        device, host = least_memory_of_passes(job, layouts.take(rows))
+        device, host = least_memory_of_passes(job, layouts.take(rows), keep=keep)
         least[rows] = device
         rows = rows[(device <= np.broadcast_to(most_bytes, shape)[rows]) & (host <= most_host_bytes)]
     return least, rows

@@ -48,15 +48,16 @@ class Prices:
         space: Space,
         groups: Any = None,
         policies: Any = None,
-        seen: NDArray[np.bool_] | None = None,
+        seen: list[NDArray[np.int64]] | None = None,
     ) -> None:
-        """Take the groups and policies in two masks (None: all); ``seen`` is a mask to share with other prices."""
+        """Take the groups and policies in two masks (None: all); ``seen`` is a list to share with other prices."""
         self.problem = problem
         self.space = space
         self.groups = np.arange(space.size) if groups is None else np.flatnonzero(groups)
         self.policies = np.arange(len(space.policies)) if policies is None else np.flatnonzero(policies)
-        self.seen = np.zeros((space.size, len(space.policies)), dtype=bool) if seen is None else seen
-        """Mask of the pairs (group, policy) whose bound has been computed."""
+        self.seen: list[NDArray[np.int64]] = [] if seen is None else seen
+        """Pairs of group and policy whose bound has been computed, as ``group * policies + policy``; a pair may come
+        several times. A mask of all pairs would have a hundred times as many entries."""
 
     def least_memory(self, groups: Any) -> tuple[Any, Any]:
         """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
@@ -190,7 +191,7 @@ class Prices:
 
     def bounds(self, group: Any, policy: Any, left: Open | None = None) -> Any:
         """Return lower bounds of the step time; ``left`` names choices that the bounds leave open."""
-        self.seen[group, policy] = True
+        self.seen.append(group * len(self.space.policies) + policy)
         self.problem.work.rows += len(group)
         if len(group) > PRICED_AT_ONCE:
             rows = self.space.rows(group, policy)

@@ -70,38 +70,62 @@ def of_task(asked: Task) -> Iterator[str]:
         yield "fp8 on other architectures"
 
 
-def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
-    """Yield each aspect that follows from columns of ``rows``, with a mask of the rows that need the aspect."""
-    yield from ((f"zero {stage}", rows.zero == stage) for stage in range(4))
-    yield from ((f"recompute {name}", rows.recompute == at) for at, name in enumerate(RECOMPUTE))
-    yield from ((f"schedule {name}", (rows.pp > 1) & (rows.schedule == at)) for at, name in enumerate(SCHEDULES))
-    for at, name in enumerate(SEQUENCE_METHODS):
-        yield f"sequence {name}", (rows.cp > 1) & (rows.sequence_method == at)
-        if name in BY_GRAPH:
-            beside = (rows.tp > 1) | (rows.pp > 1) | (rows.compiled == 1) | (rows.mlp_tile_tokens > 0)
-            yield GRAPH_ALONE, (rows.cp > 1) & (rows.sequence_method == at) & beside
-    yield "compile block", rows.compiled == 1
-    yield "compile none", rows.compiled == 0
-    yield "accumulation", rows.accumulation > 1
-    yield "hybrid sharding", (rows.zero > 0) & (rows.replicas > 1)
-    yield "tensor", rows.tp > 1
-    yield "tensor in two dimensions", rows.tensor_inner > 1
-    yield "norms on shares of the sequence", (rows.tp > 1) & (rows.sequence_norms == 1)
-    yield "tensor with fused collectives", (rows.tp > 1) & (rows.tensor_overlap == OVERLAPS.index("symmetric"))
-    yield "tensor in a pipeline", (rows.tp > 1) & (rows.pp > 1)
-    yield "zero 0 on sequence ranks", (rows.zero == 0) & (rows.cp > 1)
-    yield "zero 0 beside tensor ranks", (rows.zero == 0) & (rows.tp > 1) & (rows.replicas * rows.shards > 1)
-    yield "zero 2 or 3 in a pipeline", (rows.zero > 1) & (rows.pp > 1)
-    yield "zero 3 on tensor ranks", (rows.zero == 3) & (rows.tp > 1)
-    yield "tensor ranks that share sequences", (rows.cp > 1) & (rows.tp > 1)
-    yield "expert", rows.ep > 1
-    yield "parts of experts", rows.etp > 1
-    yield "tiles of networks", rows.mlp_tile_tokens > 0
-    yield "tiles of the loss", rows.loss_tile_tokens > 0
-    yield "offload", rows.gpu_fraction < 1
-    yield "offload of the optimizer alone", (rows.gpu_fraction < 1) & (rows.offload_parameters == 0)
-    yield "offload of parameters", rows.offload_parameters == 1
-    yield "offload of activations", rows.offload_activations == 1
+def _with_value(name: str, index: int, ranks: str = "") -> Callable[[Layouts], Mask]:
+    """Return a function that says which rows have ``index`` in the column ``name``, and several ``ranks``."""
+    if not ranks:
+        return lambda rows: getattr(rows, name) == index
+    return lambda rows: (getattr(rows, ranks) > 1) & (getattr(rows, name) == index)
+
+
+def _beside(rows: Layouts) -> Mask:
+    """Return a mask of rows with more than sequence parallelism."""
+    return (rows.tp > 1) | (rows.pp > 1) | (rows.compiled == 1) | (rows.mlp_tile_tokens > 0)
+
+
+def _of_method(at: int, name: str) -> Iterator[tuple[str, Callable[[Layouts], Mask]]]:
+    chosen = _with_value("sequence_method", at, "cp")
+    yield f"sequence {name}", chosen
+    if name in BY_GRAPH:
+        yield GRAPH_ALONE, lambda rows: chosen(rows) & _beside(rows)
+
+
+_OF_COLUMNS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
+    *((f"zero {stage}", _with_value("zero", stage)) for stage in range(4)),
+    *((f"recompute {name}", _with_value("recompute", at)) for at, name in enumerate(RECOMPUTE)),
+    *((f"schedule {name}", _with_value("schedule", at, "pp")) for at, name in enumerate(SCHEDULES)),
+    *(aspect for at, name in enumerate(SEQUENCE_METHODS) for aspect in _of_method(at, name)),
+    ("compile block", lambda rows: rows.compiled == 1),
+    ("compile none", lambda rows: rows.compiled == 0),
+    ("accumulation", lambda rows: rows.accumulation > 1),
+    ("hybrid sharding", lambda rows: (rows.zero > 0) & (rows.replicas > 1)),
+    ("tensor", lambda rows: rows.tp > 1),
+    ("tensor in two dimensions", lambda rows: rows.tensor_inner > 1),
+    ("norms on shares of the sequence", lambda rows: (rows.tp > 1) & (rows.sequence_norms == 1)),
+    ("tensor with fused collectives", _with_value("tensor_overlap", OVERLAPS.index("symmetric"), "tp")),
+    ("tensor in a pipeline", lambda rows: (rows.tp > 1) & (rows.pp > 1)),
+    ("zero 0 on sequence ranks", lambda rows: (rows.zero == 0) & (rows.cp > 1)),
+    ("zero 0 beside tensor ranks", lambda rows: (rows.zero == 0) & (rows.tp > 1) & (rows.replicas * rows.shards > 1)),
+    ("zero 2 or 3 in a pipeline", lambda rows: (rows.zero > 1) & (rows.pp > 1)),
+    ("zero 3 on tensor ranks", lambda rows: (rows.zero == 3) & (rows.tp > 1)),
+    ("tensor ranks that share sequences", lambda rows: (rows.cp > 1) & (rows.tp > 1)),
+    ("expert", lambda rows: rows.ep > 1),
+    ("parts of experts", lambda rows: rows.etp > 1),
+    ("tiles of networks", lambda rows: rows.mlp_tile_tokens > 0),
+    ("tiles of the loss", lambda rows: rows.loss_tile_tokens > 0),
+    ("offload", lambda rows: rows.gpu_fraction < 1),
+    ("offload of the optimizer alone", lambda rows: (rows.gpu_fraction < 1) & (rows.offload_parameters == 0)),
+    ("offload of parameters", lambda rows: rows.offload_parameters == 1),
+    ("offload of activations", lambda rows: rows.offload_activations == 1),
+)
+"""Aspects that follow from columns of layouts, each with the rows that need it."""
+
+
+def of_columns(rows: Layouts, wanted: Callable[[str], bool] = lambda aspect: True) -> Iterator[tuple[str, Mask]]:
+    """Yield each aspect that follows from columns of ``rows``, with a mask of the rows that need the aspect.
+
+    Only ``wanted`` aspects are looked for: most are supported, and a mask of a million rows takes its time.
+    """
+    yield from ((aspect, needing(rows)) for aspect, needing in _OF_COLUMNS if wanted(aspect))
 
 
 def aspects(asked: Task, layout: Layout) -> Iterator[str]:
@@ -187,7 +211,6 @@ def beyond(engine: EngineRecord, layout: Layout) -> Iterator[str]:
 
 def _without(rows: Layouts, lacking: Callable[[str], bool]) -> NDArray[np.bool_]:
     found = np.ones(rows.shape, dtype=bool)
-    for aspect, asked in of_columns(rows):
-        if lacking(aspect):
-            found &= np.logical_not(asked)
+    for _, asked in of_columns(rows, lacking):
+        found &= np.logical_not(asked)
     return found

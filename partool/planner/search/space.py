@@ -86,24 +86,30 @@ class Space:
         Parameters are offloaded as ZeRO-3 shards only. If several shares round to the same number of layers, only the
         least share is kept. Schedules that move weights have one policy.
         """
-        taken, share = self.groups.take(group), self.policies.share[policy]
+        taken, share = self._some(group), self.policies.share[policy]
         less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
         before = less[np.searchsorted(less, share) - 1]
         none = self.policies.recompute[policy] == 0
         differs = none | (self._share(taken, share) > self._share(taken, before))
-        return self.goes(group, policy) & (differs | taken.ring)
+        return self._goes(taken, policy) & (differs | taken.ring)
 
     def goes(self, group: Any, policy: Any) -> Any:
         """Return a mask of possible pairs (group, policy), including shares that round to the same number of layers."""
-        taken, table = self.groups.take(group), self.policies
+        return self._goes(self._some(group), policy)
+
+    def _some(self, group: Any) -> Layouts:
+        """Return the groups with only those of their columns that decide which policies are possible."""
+        return Layouts(**{name: np.asarray(getattr(self.groups, name))[group] for name in ("pp", "zero", "schedule")})
+
+    def _goes(self, taken: Layouts, policy: Any) -> Any:
+        table = self.policies
         possible = (table.parameters[policy] == 0) | (taken.zero == 3)
         possible &= (table.gpu_fraction[policy] == 1.0) | (taken.zero >= self.offloads_from)
         return np.where(taken.ring, self.only[policy], possible)
 
-    def counted(self, groups: Any) -> NDArray[np.bool_]:
+    def counted(self, group: Any, policy: Any) -> NDArray[np.bool_]:
         """Return a mask of pairs (group, policy) that count as layouts: offload of parameters only with ZeRO-3."""
-        stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero)[groups] == 3
-        found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
+        found: NDArray[np.bool_] = (self.policies.parameters[policy] == 0) | (np.asarray(self.groups.zero)[group] == 3)
         return found
 
     def count(self, groups: Any, policies: Any) -> int:
