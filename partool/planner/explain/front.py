@@ -32,20 +32,16 @@ def front(solution: Solution) -> list[Priced]:
     """
     search, space = solution.search, solution.space
     leaves = solution.overall.leaves
-    group, policy = [leaves.group], [leaves.policy]
-    time, size = [leaves.bound_s], [leaves.memory_bytes]
     plain = np.flatnonzero(np.broadcast_to(space.groups.schedule == SCHEDULES.index("1f1b"), space.size))
     plain = plain[_may_be_on_front(solution, plain, search.least_bytes[plain])]
     plain = plain[_may_be_on_front(solution, plain, search.least_memory(plain)[0])]
-    for extreme in search.extremes():
-        taken = np.full(len(plain), extreme)
-        allowed = space.allowed(plain, taken)
-        bound, total = search.columns(plain[allowed], taken[allowed])
-        group.append(plain[allowed])
-        policy.append(taken[allowed])
-        time.append(bound)
-        size.append(total)
-    groups, policies, times, sizes = (np.concatenate(part) for part in (group, policy, time, size))
+    extremes = search.extremes()
+    group, policy = np.tile(plain, len(extremes)), np.repeat(np.array(extremes), len(plain))
+    allowed = space.allowed(group, policy)
+    group, policy = group[allowed], policy[allowed]
+    bound, total = search.columns(group, policy)
+    groups, policies = np.concatenate([leaves.group, group]), np.concatenate([leaves.policy, policy])
+    times, sizes = np.concatenate([leaves.bound_s, bound]), np.concatenate([leaves.memory_bytes, total])
     fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
     order = fits[np.lexsort((sizes[fits], times[fits]))]
     if not len(order):
@@ -98,19 +94,21 @@ def quickest(problem: Problem) -> Priced | None:
 
 
 def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int, int] | None:
-    """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order."""
-    least: tuple[float, int, int] | None = None
-    table, capacity = search.space.policies, search.problem.capacity_bytes
+    """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order.
+
+    Of layouts with equal bounds it is the one of the first group, under its first policy.
+    """
+    table, capacity, space = search.space.policies, search.problem.capacity_bytes, search.space
     if len(policies) > 1 and not table.activations[policies].any():
         # The last policy recomputes most, so where it does not fit, no other does.
-        smallest = room(search.problem, search.space.rows(groups, np.full(len(groups), policies[-1]))).total_bytes
+        smallest = room(search.problem, space.rows(groups, np.full(len(groups), policies[-1]))).total_bytes
         groups = groups[smallest <= capacity * (1.0 + SLACK)]
-    for policy in policies:
-        allowed = groups[search.space.allowed(groups, np.full(len(groups), policy))]
-        bound, total = search.columns(allowed, np.full(len(allowed), policy), GREEN)
-        fits = np.flatnonzero(total <= capacity)
-        if len(fits):
-            index = fits[np.argmin(bound[fits])]
-            one = (float(bound[index]), int(allowed[index]), int(policy))
-            least = one if least is None else min(least, one)
-    return least
+    group, policy = np.repeat(groups, len(policies)), np.tile(policies, len(groups))
+    allowed = space.allowed(group, policy)
+    group, policy = group[allowed], policy[allowed]
+    bound, total = search.columns(group, policy, GREEN)
+    fits = np.flatnonzero(total <= capacity)
+    if not len(fits):
+        return None
+    index = fits[np.argmin(bound[fits])]
+    return float(bound[index]), int(group[index]), int(policy[index])
