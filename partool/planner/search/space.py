@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import RECOMPUTE, RING, Column, Layouts
+from partool.cost.case import RECOMPUTE, RING, Layouts
 from partool.planner.checks.tensor_cuts import cuttable
 from partool.planner.problem import Problem, divisors
 from partool.planner.search.experts import Form, experts_on_tensor_ranks
@@ -65,7 +65,7 @@ class Space:
         share bounds the time of rows with several ranks from below.
         """
         taken, chosen = self.groups.take(group), self.policies
-        share = np.where(taken.pp == 1, self._share(taken, chosen.share[policy]), chosen.share[policy])
+        share = np.where(taken.pp == 1, self._shares[1][policy], chosen.share[policy])
         values = {
             "recompute": chosen.recompute[policy],
             "recompute_share": share,
@@ -86,12 +86,8 @@ class Space:
         Parameters are offloaded as ZeRO-3 shards only. If several shares round to the same number of layers, only the
         least share is kept. Schedules that move weights have one policy.
         """
-        taken, share = self._some(group), self.policies.share[policy]
-        less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
-        before = less[np.searchsorted(less, share) - 1]
-        none = self.policies.recompute[policy] == 0
-        differs = none | (self._share(taken, share) > self._share(taken, before))
-        return self._goes(taken, policy) & (differs | taken.ring)
+        taken = self._some(group)
+        return self._goes(taken, policy) & (self._differs[np.asarray(taken.pp, dtype=int), policy] | taken.ring)
 
     def goes(self, group: Any, policy: Any) -> Any:
         """Return a mask of possible pairs (group, policy), including shares that round to the same number of layers."""
@@ -126,13 +122,34 @@ class Space:
         found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
         return found
 
-    def _share(self, groups: Layouts, share: Column) -> Column:
-        """Return the share of all layers that recompute if pipeline ranks with even stages round up to whole layers."""
-        ranks = groups.pp
+    @cached_property
+    def _differs(self) -> NDArray[np.bool_]:
+        """Mask [numbers of pipeline ranks, policies].
+
+        False where a policy recomputes as many layers as one with a smaller share.
+        """
+        share = self.policies.share
+        less = np.array([0.0, *sorted(set(share.tolist()))])
+        before = self._rounded(less[np.searchsorted(less, share) - 1])
+        found: NDArray[np.bool_] = (self.policies.recompute == 0) | (self._shares > before)
+        return found
+
+    @cached_property
+    def _shares(self) -> NDArray[np.float64]:
+        """The policies' shares of layers, rounded up, as an array [numbers of pipeline ranks, policies]."""
+        return self._rounded(self.policies.share)
+
+    def _rounded(self, share: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the share of all layers that recompute if pipeline ranks with even stages round up to whole layers.
+
+        The result has a row for each number of ranks, up to the most of any group.
+        """
+        ranks = np.maximum(np.arange(max(2, int(np.max(self.groups.pp, initial=1)) + 1)), 1)[:, None]
         # As many ranks have a layer more as stages of the last, incomplete round over the ranks.
         small, more = self.layers // ranks, self.layers % ranks
         layers = (ranks - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
-        return layers / self.layers
+        rounded: NDArray[np.float64] = layers / self.layers
+        return rounded
 
 
 _UNCUT = "no sequence method cuts the model so"
@@ -362,8 +379,9 @@ class _Builder:
                     found.append((zero, inside))
         return found
 
-    def _schedules(self, pp: int) -> tuple[Scheduled, ...]:
-        return schedules(self.problem, pp)
+    @cached_property
+    def _schedules(self) -> Callable[[int], tuple[Scheduled, ...]]:
+        return cache(partial(schedules, self.problem))
 
     def _experts(self, tp: int, ranks: int) -> list[Form]:
         """Return the forms of expert parallelism to try; the ranks of each divide ``ranks``, the ranks of a stage."""
@@ -387,30 +405,43 @@ class _Builder:
         every = len(self._every_form[cp, tp])
         self._prune(_BEATEN, self._weight(pp, cp, dp) // every * (every - len(sequences)))
         index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
-        shared, scheduled = np.array(sharing)[index[2]], np.array([one[:3] for one in schedules])[index[3]]
-        micro, shape, sequence = (np.array(lists[at])[index[at]] for at in (4, 5, 0))
         share = self.problem.spec.training.global_batch // dp
-        same = np.ones_like(micro)
-        block = np.stack(
-            [
-                pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, *np.array(experts)[index[1]].T,
-                shared[:, 0], micro, share // micro, *scheduled.T, *sequence.T, *shape.T,
-            ]
-        )  # fmt: skip
+        zero, shards = np.array(sharing).T[:, index[2]]
+        degrees = np.prod(np.array(experts), axis=1)[index[1]]
+        moving = np.isin([one[0] for one in schedules], RING)[index[3]]
         # Interleaved schedules run micro-batches in groups of as many as ranks (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
         whole = takes[index[3], index[4]]
         # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.
-        whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
+        whole &= ((zero == 0) & (tp == 1) & (cp == 1)) | ~moving | (pp == 1)
         # Without ranks that share anything, stage 1 is stage 0 by another name.
-        whole &= (data_zero != "auto") | (shared[:, 0] != 1) | (shared[:, 1] * cp > 1) | (block[5] * block[6] > 1)
-        fits = can_share(shared[:, 1] * cp * tp, shared[:, 0], block[5] * block[6])
-        self._count_out("experts do not divide over the ranks of a copy of the state", shared[~fits, 0])
+        whole &= (data_zero != "auto") | (zero != 1) | (shards * cp > 1) | (degrees > 1)
+        fits = can_share(shards * cp * tp, zero, degrees)
+        self._count_out("experts do not divide over the ranks of a copy of the state", zero[~fits])
         self._count_out(
             "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor or sequence parallelism",
-            shared[fits & ~whole, 0],
+            zero[fits & ~whole],
         )
-        yield block[:, whole & fits]
+        yield self._block((tp, pp, cp, dp), lists, index[:, whole & fits])
+
+    def _block(self, mesh: tuple[int, int, int, int], lists: tuple[Any, ...], index: NDArray[np.intp]) -> Any:
+        """Return the groups of a mesh (tensor, pipeline, sequence, data) whose choices are at ``index`` in the lists.
+
+        The lists are those of :meth:`_below`: forms of sequences and of experts, pairs of ZeRO stage and shards,
+        schedules, micro-batches, shapes.
+        """
+        tp, pp, cp, dp = mesh
+        sequence, experts, (zero, shards), scheduled, micro, shape = (
+            np.array([one[:3] for one in values] if at == 3 else values).T[..., index[at]]
+            for at, values in enumerate(lists)
+        )
+        same, share = np.ones_like(micro), self.problem.spec.training.global_batch // dp
+        return np.stack(
+            [
+                pp * same, dp // shards, shards, cp * same, tp * same, *experts, zero, micro, share // micro,
+                *scheduled, *sequence, *shape,
+            ]
+        )  # fmt: skip
 
     def _count_out(self, reason: str, zero: NDArray[np.int64]) -> None:
         """Count the layouts of groups that are ruled out, given the ZeRO stage of each of them."""
