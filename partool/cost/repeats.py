@@ -67,27 +67,28 @@ class Memo:
 
         ``compute`` returns the columns of results for the rows with the indices that it is given, one row per new case.
         """
-        at, there = self._find(code)
-        if not there.all():
-            self._learn(code, np.flatnonzero(~there), compute)
-            at, _ = self._find(code)
-        found: NDArray[np.float64] = np.take(self._results[which], self._places[at], axis=1)
+        # Each case is looked up once, in ascending order: known codes may take more than the processor's cache.
+        first, where = distinct(code)
+        self._learn(code, first, compute)
+        at, _ = self._find(code[first])
+        found: NDArray[np.float64] = np.take(self._results[which], self._places[at][where], axis=1)
         return found
 
     def learn(self, code: NDArray[np.int64], compute: Callable[[NDArray[np.intp]], Sequence[Column]]) -> None:
         """Compute the results of rows whose codes are not known yet, all at once."""
-        _, there = self._find(code)
-        if not there.all():
-            self._learn(code, np.flatnonzero(~there), compute)
+        self._learn(code, distinct(code)[0], compute)
 
     def _learn(
         self,
         code: NDArray[np.int64],
-        new: NDArray[np.intp],
+        first: NDArray[np.intp],
         compute: Callable[[NDArray[np.intp]], Sequence[Column]],
     ) -> None:
-        first, _ = distinct(code[new])
-        self._add(code[new[first]], compute(new[first]))
+        """Compute those of the rows ``first``, one of each case, that are not known yet."""
+        _, there = self._find(code[first])
+        if not there.all():
+            new = first[~there]
+            self._add(code[new], compute(new))
 
     def _find(self, code: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Return the index of each code among the known ones, and a mask of the codes that are known."""
