@@ -204,6 +204,62 @@ def test_gradients_that_wait_for_the_norm_or_for_replicas_are_gradients(tmp_path
     assert replicas["peak"]["gradients"] > 0.75 * max(float(moment.gradients) for moment in cases[1].moments)
 
 
+def with_experts(**changes: Any) -> str:
+    """Return the spec of a small model with experts on 16 GPUs; ``changes`` are values by section and name."""
+    made: dict[str, dict[str, Any]] = {
+        "model": {"layers": 6, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn_hidden": 1024, "vocab": 4096,
+                  "max_position": 512, "moe": {"experts": 32, "top_k": 2, "ffn_hidden": 256}},
+        "hardware": {"accelerator": "h100-sxm", "nodes": 2, "per_node": 8},
+        "training": {"sequence_length": 512, "global_batch": 32, "steps": 3, "precision": "bf16"},
+        "parallel": {"data": {"zero": 3, "shard": 16}, "tensor": 1, "sequence": 1, "pipeline": {"stages": 1},
+                     "micro_batch": 2, "recompute": "full", "compile": "none", "expert": 8,
+                     "tiles": {"mlp": 0, "loss": 0},
+                     "offload": {"optimizer": "none", "parameters": "none", "activations": "none"}},
+        "kernels": {"mode": "auto"},
+    }  # fmt: skip
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        made[section][field] = {**made[section][field], **value} if isinstance(value, dict) else value
+    return yaml.safe_dump({**made, "data": "python-stdlib"})
+
+
+EXPERTS = {
+    "saved": {"parallel__recompute": "none"},
+    "recomputed": {},
+    "of one rank": {"parallel__expert": 1},
+    "shared by all, accumulated": {"parallel__expert": 16, "training__global_batch": 64},
+    "with shared experts": {"model__moe": {"shared_experts": 1}, "parallel__recompute": "none"},
+    "wide": {"model__moe": {"experts": 8, "ffn_hidden": 2048}},
+    "of torch's operators": {"kernels__mode": "torch"},
+    "many choices": {"model__moe": {"experts": 64, "top_k": 6}},
+    "ZeRO-2": {"parallel__data": {"zero": 2}},
+    "ZeRO-1, accumulated": {"parallel__data": {"zero": 1}, "training__global_batch": 64},
+    "tensor ranks": {"parallel__tensor": 2, "parallel__recompute": "none", "parallel__data": {"shard": 8},
+                     "training__global_batch": 16},
+    "sequential": {"parallel__data": {"gather": "sequential"}},
+    "not ahead": {"parallel__data": {"prefetch": 0}},
+    "dense first": {"model__moe": {"first_dense_layers": 2}, "parallel__recompute": "none"},
+    "compiled": {"parallel__compile": "block"},
+}  # fmt: skip
+
+
+def disagreements_of_experts(names: Sequence[str], folder: Path) -> dict[str, list[str]]:
+    cases = [case for name in names for case in cases_of(with_experts(**EXPERTS[name]))]
+    each = zip(names, cases, executed(cases, folder), strict=True)
+    return {name: wrong for name, case, run in each if (wrong := disagreements(case, run))}
+
+
+@pytest.mark.timeout(100)
+def test_terms_of_experts_agree_with_their_execution(tmp_path: Path) -> None:
+    assert disagreements_of_experts(("saved", "recomputed"), tmp_path) == {}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_terms_of_many_layouts_of_experts_agree_with_their_execution(tmp_path: Path) -> None:
+    assert disagreements_of_experts(tuple(EXPERTS), tmp_path) == {}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_terms_of_thirty_random_plans_agree_with_their_execution(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from partool.cost.memory.activations import NONE, saved_by_layer
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.memory.in_flight import in_flight as closed
 from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.moments import Moment
 from partool.cost.memory.peak import rank_moments
 from partool.cost.memory.runtime_moments import _later
 from partool.cost.memory.stacks import memory_stack
@@ -184,5 +185,64 @@ def test_a_router_copies_narrow_tokens_only() -> None:
     def routed(precision: str) -> float:
         return float(activations._routed(job(precision, model), Layouts(), NONE))
 
-    assert routed("fp32") == 4 * 512 * 4 + 4 * 8
-    assert routed("bf16") == 2 * 512 * 4 + 4 * 8 + 4 * 512
+    assert routed("fp32") == 3 * 512 * 4 + 4 * 8
+    assert routed("bf16") == 2 * 512 * 3 + 4 * 8 + 4 * 512
+
+
+def test_a_norms_result_is_kept_for_shared_experts_only() -> None:
+    def routed(shared: int) -> float:
+        model = LLAMA.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=256, shared_experts=shared)})
+        return float(activations._routed(job("bf16", model), Layouts(), NONE))
+
+    assert routed(1) - routed(0) == 2 * 512
+
+
+EXPERTS = LLAMA.model_copy(update={"moe": Moe(experts=16, top_k=2, ffn_hidden=256)})
+
+
+def moments_of_experts(**changes: Any) -> dict[str, Moment]:
+    """Return the moments of a layout in which 4 of 8 ranks share experts."""
+    layout = new_layout(
+        mesh=Mesh(dp_shard=8), zero=3, micro_batch=1, accumulation=1, recompute=("full",) * 8, compile="none",
+        stages=((0, 8),), schedule="1f1b", chunks=1, expert=4,
+    ).model_copy(update=changes)  # fmt: skip
+    (found,) = rank_moments(job("bf16", EXPERTS), layout)
+    return {moment.name: moment for moment in found if moment.occurs}
+
+
+def test_shared_experts_are_reduced_within_their_layer() -> None:
+    """4 of 16 experts of 3 matrices are on a rank, and 2 ranks share each; 8 ranks share the rest of the layer."""
+    moments = moments_of_experts()
+    experts, rest = 4 * 3 * 512 * 256, 512 * (512 + 128 + 128 + 512) + 2 * 512 + 16 * 512
+    root, embedding = 512 * LLAMA.vocab + 512, 512 * LLAMA.vocab
+    first, reduced = moments["first layer"], moments["first layer, experts reduced"]
+    assert first.gathered == 2 * (root + rest + experts)
+    assert reduced.gathered == 2 * (root + rest)
+    assert first.communication == 2 * embedding + 4 * rest
+    assert reduced.communication == 2 * embedding + 4 * experts
+    after = moments["first layer, after experts"]
+    assert after.gradients - first.gradients == 4 * experts / 2
+    assert moments["second layer"].gradients == first.gradients - 4 * (experts / 2 + rest / 8)
+    assert moments["second layer"].communication == 2 * rest + 4 * rest
+
+
+def test_experts_that_nobody_shares_are_reduced_with_their_layer() -> None:
+    moments = moments_of_experts(expert=1)
+    assert not any("experts" in name for name in moments)
+    experts, rest = 16 * 3 * 512 * 256, 512 * (512 + 128 + 128 + 512) + 2 * 512 + 16 * 512
+    assert moments["second layer"].communication == (2 + 4) * (experts + rest)
+
+
+def test_dense_layers_before_those_with_experts_are_the_larger_units() -> None:
+    assert EXPERTS.moe is not None
+    moe = EXPERTS.moe.model_copy(update={"first_dense_layers": 2})
+    model = EXPERTS.model_copy(update={"moe": moe, "ffn_hidden": 1024})
+    layout = new_layout(
+        mesh=Mesh(dp_shard=8), zero=3, micro_batch=1, accumulation=1, recompute=("full",) * 8, compile="none",
+        stages=((0, 8),), schedule="1f1b", chunks=1, expert=4,
+    )  # fmt: skip
+    moments = {moment.name: moment for moment in rank_moments(job("bf16", model), layout)[0]}
+    attention = 512 * (512 + 128 + 128 + 512) + 2 * 512
+    dense, rest = attention + 3 * 512 * 1024, attention + 16 * 512
+    assert moments["last layer but one"].communication == 2 * rest + 4 * rest
+    assert moments["first layer"].communication == 2 * 512 * LLAMA.vocab + 4 * dense

@@ -131,9 +131,9 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
 def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token of what only a layer with experts saves: its router's tensors, and rows of tokens.
 
-    The router works in a wide type, on a copy of the tokens if their own type is narrow. A rank keeps the rows that its
-    experts multiply, and the results that come back to its tokens; recomputation keeps what travelled, and the results
-    of products.
+    A rank keeps the rows that its experts multiply, and the results that come back to its tokens; recomputation keeps
+    what travelled, and the results of products. Tensor ranks route shares of the tokens if ranks share experts. The
+    norm's result, which a dense network keeps, is kept for shared experts only.
     """
     moe, hidden = job.model.moe, job.model.hidden
     assert moe is not None, "a dense model"
@@ -146,12 +146,24 @@ def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
         SELECTIVE: np.where(shared, 2 * arrived + own, arrived),
         KEEP_ATTENTION: np.where(shared, arrived + own, 0.0),
     }.get(policy, 0.0)
-    wide = max(job.compute_bytes, 4)
-    copy = wide * hidden if wide > job.compute_bytes else 0
-    router = copy + wide * moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0))
-    found = job.compute_bytes * hidden * rows + (router if policy in (NONE, ATTENTION) else 0)
-    # Tensor ranks route shares of the tokens if ranks share experts.
-    return found / np.where(shared, layouts.tp, 1)
+    found = job.compute_bytes * hidden * rows / np.where(shared, layouts.tp, 1)
+    if policy not in (NONE, ATTENTION):
+        return found
+    norm = 0.0 if moe.shared_experts else job.compute_bytes * hidden / tensor_shares.stream(job, layouts)
+    return found + router_per_token(job, layouts) - norm
+
+
+def router_per_token(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the bytes per token that the router of a layer with experts saves.
+
+    It works in a wide type, on a copy of the tokens if their own type is narrow. Tensor ranks route shares of the
+    tokens if ranks share experts.
+    """
+    moe, wide = job.model.moe, max(job.compute_bytes, 4)
+    assert moe is not None, "a dense model"
+    copy = wide * job.model.hidden if wide > job.compute_bytes else 0
+    found = copy + wide * moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0))
+    return found / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
 
 
 def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column, kind: int = 0) -> Column | None:
@@ -325,55 +337,3 @@ def early_loss(job: TrainingJob, layouts: Layouts) -> Mask:
         return False
     found: Mask = (np.asarray(layouts.pp) == 1) | among(layouts.schedule, ONE_AT_THE_END)
     return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
-
-
-def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column, whole: Column) -> Column | None:
-    """Return the bytes by which a layer's backward pass exceeds what the layer saves, at the pass's fullest moment.
-
-    The moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist, the
-    product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's backward
-    pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
-    ``exchanged``, the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
-    are the bytes that the layer saves without recomputation. Returns None if what the layer saves is not traced.
-    """
-    m, small = job.model, job.compute_bytes
-    fused = job.stack.fused
-    eager, compiled = (coefficients(m, job.precision, Traced(each, "none", fused)) for each in (0, 1))
-    if kind == MOE or eager is None or compiled is None:
-        return None
-    sizes, tokens = widths(job, layouts, kind), micro_batch_tokens(job, layouts)
-    saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
-    # Operators that are not fused keep the activated gate, too, until the product's gradient has been computed.
-    there = 3 + 2 * m.gated + np.where(saved > 3 * small, 1, 0)
-    matrix = m.hidden * sizes.inner
-    share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
-    network = small * there * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
-    gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
-    gradients = small * (sizes.attention - sizes.latent)
-    freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
-    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
-    found = np.maximum(gate, attention)
-    if "norm" in fused or m.norm != "rmsnorm":
-        return found
-    # A norm of several operators has five wide tensors of the model's width at once; the wide input still exists.
-    wide = max(small, 4)
-    matrices = small * m.hidden * (sizes.inner * (2 + m.gated))
-    second = tokens * (sizes.hidden * (5 * wide - small) - np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner)
-    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - whole
-    norms = matrices + np.maximum(second, first)
-    return np.where(layouts.compiled == 1, found, np.maximum(found, norms))
-
-
-def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
-    """Return the peak bytes per token of activation gradients in a layer's backward pass.
-
-    In the feed-forward network, the gradients of the block's result, of the product, and (unless the kernel writes in
-    place) of gate and up exist at once. In attention, the gradients of queries, keys, values and the result exist at
-    once.
-    """
-    sizes = widths(job, layouts, kind)
-    parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3
-    # A tiled network has these gradients for one tile at a time.
-    share = np.minimum(1.0, layouts.mlp_tile_tokens * layouts.cp / job.sequence_length)
-    parts = np.where(in_tiles(job, layouts), parts * share, parts)
-    return job.compute_bytes * (np.maximum(parts * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden)

@@ -67,7 +67,7 @@ def fullest(moments: Sequence[Moment]) -> Moment:
     if len(moments) == 1:
         return moments[0]
     shape = np.broadcast_shapes(*(np.shape(getattr(each, part)) for each in moments for part in (*_PARTS, "occurs")))
-    most, which = np.array(np.broadcast_to(moments[0].total, shape)), np.zeros(shape, np.int8)
+    most, which = np.array(np.broadcast_to(moments[0].total, shape)), np.zeros(shape, np.int16)
     for place, each in enumerate(moments[1:], 1):
         total = np.where(each.occurs, each.total, -1.0)
         np.copyto(which, place, where=total > most)

@@ -13,6 +13,7 @@ from partool.cost.memory.stacks import MemoryStack
 from partool.cost.one_bit import kept_bytes
 from partool.cost.tensor_shares import share_columns
 from partool.cost.traffic.gathers import kept_elements
+from partool.spec.model import ModelConfig
 
 HOST_FACTOR = 1.5
 """For other code bases, ratio of host memory to the training state kept there: pinned staging buffers and the
@@ -45,13 +46,21 @@ class States:
     """With ZeRO-3, bytes of gathered parameters beside those of the units in use: those that stay gathered, and shards
     that are copied from the host."""
     layer_elements: Column
-    """Elements of the largest layer, before ZeRO shards them; so are the other two."""
+    """Elements of the largest layer, before ZeRO shards them; so are the others."""
+    expert_elements: Column
+    """Part of ``layer_elements`` that is gathered and reduced by itself: experts that ranks share."""
+    unit_elements: Column
+    """Elements of the largest layer without such experts."""
+    dense_first: Column
+    """1 where dense layers come first and the rank has layers with experts, too."""
     input_elements: Column
     """Elements of the embedding; 0 on ranks that do not hold it as the input of the first layer."""
     root_elements: Column
     """Elements of the final norm and the head, or of the tied embedding; 0 on ranks without a head."""
     tied_elements: Column
     """Elements of a matrix that the rank uses as the embedding and as the head."""
+    expert_shards: Column
+    """Number of ranks that share one copy of an expert's state."""
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
@@ -74,6 +83,10 @@ class _Sizes:
     root: Column
     layer: Column
     """Number of elements of the largest layer."""
+    apart: Column
+    """Part of ``layer`` that consists of experts which ranks share."""
+    unit: Column
+    """Number of elements of the largest layer without such experts."""
     input: Column
     largest: Column
     """Number of elements of the largest group."""
@@ -91,10 +104,8 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
 
     def sharded(stage: int, of: tuple[Column, Column] = (sizes.common, sizes.expert)) -> Column:
         cut = np.where(zero >= stage, shards, 1)
-        with_tensor = np.where((layouts.ep > 1) & (zero >= stage), layouts.tp, 1)
-        experts = np.maximum(1, cut * with_tensor / layouts.expert_ranks)
         common, expert = of
-        return np.ceil(common / cut) + np.ceil(expert / experts)
+        return np.ceil(common / cut) + np.ceil(expert / _expert_shards(layouts, cut, zero >= stage))
 
     everything = sizes.common + sizes.expert
     everywhere, trained = sharded(1), sharded(1, (sizes.trained, sizes.trained_expert))
@@ -135,8 +146,18 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
         gathered, kept = gathered + copied, kept + copied
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
     shared = sizes.input * held.last if job.model.tied_embeddings else 0.0
-    units = sizes.layer, sizes.input - shared, sizes.root + shared, shared + 0.0 * sizes.root
-    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, *units, terms)
+    both = _dense_first(job.model) & (held.layers[DENSE] > 0) & (held.layers[MOE] > 0)
+    units = (
+        sizes.layer,
+        sizes.apart,
+        sizes.unit,
+        np.where(both, 1.0, 0.0),
+        sizes.input - shared,
+        sizes.root + shared,
+        shared + 0.0 * sizes.root,
+    )
+    owners = _expert_shards(layouts, shards, zero > 0)
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, *units, owners, terms)
 
 
 def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
@@ -163,6 +184,16 @@ def _shards(layouts: Layouts) -> Column:
     return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
 
 
+def _expert_shards(layouts: Layouts, shards: Column, sharded: Mask) -> Column:
+    """Return the number of ranks among which the state of a rank's experts is divided, where it is ``sharded``."""
+    with_tensor = np.where((layouts.ep > 1) & sharded, layouts.tp, 1)
+    return np.maximum(1, shards * with_tensor / layouts.expert_ranks)
+
+
+def _dense_first(model: ModelConfig) -> bool:
+    return model.moe is not None and model.moe.first_dense_layers > 0 and model.moe.every == 1
+
+
 def _groups(job: TrainingJob) -> GatherGroups:
     return model_groups(job.model, job.padded_vocab, job.frozen)
 
@@ -176,6 +207,8 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
     matrices: Column = 0.0
     matrices_expert: Column = 0.0
     largest_layer: Column = 0.0
+    apart: Column = 0.0
+    unit: Column = 0.0
     for kind in (DENSE, MOE):
         (one, experts), count = shares.layers[kind], held.layers[kind]
         common, expert = common + one * count, expert + experts * count
@@ -183,7 +216,11 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
         matrices = matrices + groups.trained_matrices[kind] * shares.matrices[kind] * count
         matrices_expert = matrices_expert + groups.trained_matrices[kind] * experts * count
-        largest_layer = np.maximum(largest_layer, np.where(count > 0, one + experts, 0.0))
+        layer = np.where(count > 0, one + experts, 0.0)
+        alone = np.where(layouts.ep > 1, experts, 0.0) if kind == MOE and job.model.moe else 0.0
+        unit = np.maximum(unit, np.where(count > 0, layer - alone, 0.0))
+        apart = np.where(layer >= largest_layer, alone, apart)
+        largest_layer = np.maximum(largest_layer, layer)
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
         embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
@@ -206,6 +243,8 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
         layer=largest_layer,
+        apart=apart,
+        unit=unit,
         input=input_group,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),
     )

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob, among
+from partool.cost.case import FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob, among
 from partool.cost.memory import sequence as sequence_memory
 from partool.cost.memory.activations import (
-    backward_bytes,
     early_loss,
-    gradients_per_token,
     micro_batch_tokens,
     norm_per_token,
     saved_by_layer,
     tile_bytes,
     widths,
 )
+from partool.cost.memory.backward import BackwardBytes, dense_backward, gradients_per_token
+from partool.cost.memory.expert_backward import experts_backward
 from partool.cost.memory.in_flight import own_inputs
 from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad
 from partool.cost.memory.stacks import MemoryStack
@@ -27,8 +28,22 @@ from partool.cost.sequence import shares as sequence_shares
 
 _ON_DEVICE = 3.0
 """Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
-Layers = dict[tuple[int, int], tuple[Column, Column]]
-"""Maps (kind, policy) to the bytes that one layer saves and the bytes that its backward pass takes while it runs."""
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one layer; each field is a column."""
+
+    saved: Column
+    """Bytes that it saves."""
+    working: Column
+    """Bytes by which its backward pass exceeds these; this and the next three are of :class:`BackwardBytes`."""
+    reducing: Column
+    after: Column
+    recomputing: Column
+
+
+Layers = dict[tuple[int, int], LayerBytes]
+"""Maps (kind, policy) to the bytes of one layer."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,14 @@ class PassBytes:
     saved: Column
     """Bytes of saved activations on the device, of all micro-batches in flight, and of the embeddings' perturbation."""
     at_work: Column
-    """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment."""
+    """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment; for layers whose
+    experts ranks share, at the fullest moment of the experts."""
+    reducing: Column
+    """The same when such experts' gradients have been computed, without these gradients."""
+    after: Column
+    """The same while the rest of such a layer follows."""
+    recomputing: Column
+    """The same at the end of the forward pass that recomputes such a layer."""
     of_layer: Column
     """Bytes that one layer saves for one micro-batch on the device, the mean over the rank's layers."""
     of_norm: Column
@@ -83,6 +105,7 @@ class PassBytes:
 def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
     saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
+    reducing, after, recomputing = _beside_experts(held, layers)
     on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
     ending = at_the_end(layouts, held)
     losses = loss_bytes(job, layouts, stack, ending)
@@ -93,6 +116,9 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     return PassBytes(
         saved=saved - on_host + perturbation,
         at_work=at_work,
+        reducing=reducing,
+        after=after,
+        recomputing=recomputing,
         of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.larger * held.layer_count, 1.0),
         of_norm=of_norm,
         stream=stream,
@@ -164,7 +190,7 @@ def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers)
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     total: Column = 0.0
     for (kind, policy), count in held.kept.items():
-        there = layers[kind, policy][0]
+        there = layers[kind, policy].saved
         if policy in (SELECTIVE, KEEP_ATTENTION):
             there = np.where(layouts.compiled == 1, there, inputs)
         total = total + there * count
@@ -182,14 +208,12 @@ def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
 
 
 def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
-    """Return, by (kind, policy), the bytes that one layer saves and the bytes that the layer's backward pass takes."""
+    """Return the bytes of one layer by (kind, policy)."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
         whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
-        backward: Column = 0.0
-        if job.devices.backend != "cpu":
-            backward = _backward_bytes(job, layouts, stack, kind, whole)
+        passing = _backward_bytes(job, layouts, stack, kind, whole)
         for policy in policies:
             there = whole
             if policy != 0:
@@ -197,17 +221,38 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
                 there = saved_by_layer(job, layouts, stack, kind, policy) + more
             # Only one layer's tensors are rebuilt at a time, while its backward pass runs.
             rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
-            found[kind, policy] = there, rebuilt + backward
+            recomputing = passing.recomputing if policy in (FULL, KEEP_ATTENTION) else 0.0
+            alone = np.where(layouts.ep > 1, 0.0, recomputing)
+            after = (np.maximum(passing.working, alone), passing.reducing, passing.after, recomputing)
+            found[kind, policy] = LayerBytes(there, *(rebuilt + each for each in after))
     return found
 
 
-def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> Column:
+def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> BackwardBytes:
+    """Return what the backward pass of a layer of ``kind`` takes, without the tensors that it rebuilds."""
+    if job.devices.backend == "cpu":
+        return BackwardBytes(0.0)
+    found = None
+    if stack.traced and kind == MOE:
+        found = experts_backward(job, layouts, whole)
+    elif stack.traced:
+        found = dense_backward(job, layouts, exchange_bytes(job, layouts), whole)
+    if found is not None:
+        return found
     gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
-    if not stack.traced:
-        return gradients
-    exchanged = exchange_bytes(job, layouts)
-    found = backward_bytes(job, layouts, kind, exchanged, whole)
-    return gradients + exchanged if found is None else found
+    return BackwardBytes(gradients + (exchange_bytes(job, layouts) if stack.traced else 0.0))
+
+
+def _beside_experts(held: RankLoad, layers: Layers) -> list[Column]:
+    """Return the last three columns of :class:`LayerBytes`, each of the fullest of the rank's layers with experts."""
+    found: list[Column] = [-np.inf, -np.inf, -np.inf]
+    for (kind, policy), count in held.kept.items():
+        if kind == MOE:
+            each = layers[kind, policy]
+            found = [
+                np.where(count > 0, np.maximum(one, most), most) for one, most in zip(each[2:], found, strict=True)
+            ]
+    return [np.where(np.isneginf(most), 0.0, most) for most in found]
 
 
 def _activations(
@@ -217,9 +262,8 @@ def _activations(
     saved: Column = 0.0
     at_work: Column = 0.0
     for key, count in held.kept.items():
-        there, rebuilt = layers[key]
-        saved = saved + there * count
-        at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
+        saved = saved + layers[key].saved * count
+        at_work = np.maximum(at_work, np.where(count > 0, layers[key].working, 0.0))
     tokens = micro_batch_tokens(job, layouts)
     if stack.keeps_boundary:
         # Every chunk except the last stage's keeps the tensors that it sends.
@@ -232,10 +276,10 @@ def _activations(
     if held.ring is not None:
         ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
         rebuilt = sum(
-            count * layers[kind, 0][0] for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
+            count * layers[kind, 0].saved for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
         )  # fmt: skip
         whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
         kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
-        backward = np.max(np.stack([np.asarray(layers[kind, 0][1] + 0.0 * tokens) for kind in kinds]), axis=0)
+        backward = np.max(np.stack([np.asarray(layers[kind, 0].working + 0.0 * tokens) for kind in kinds]), axis=0)
         at_work = np.where(ring.there, backward, at_work)
     return whole + norm, at_work, norm

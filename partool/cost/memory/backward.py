@@ -1,0 +1,78 @@
+"""Bytes by which a layer's backward pass exceeds what the layer saves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.memory.activations import micro_batch_tokens, widths
+from partool.cost.memory.stacks import MemoryStack
+from partool.cost.time.gemm import in_tiles
+from partool.cost.traced import TracedKind, coefficients
+
+
+class BackwardBytes(NamedTuple):
+    """Bytes beside what the layer saves without recomputation; each field is a column."""
+
+    working: Column
+    """At the fullest moment; where ranks share the layer's experts, while the experts' gradients are computed."""
+    reducing: Column = 0.0
+    """When nothing but the gradients of shared experts is left of them; without these gradients."""
+    after: Column = 0.0
+    """While the rest of the layer follows its shared experts, without their gradients."""
+    recomputing: Column = 0.0
+    """At the end of the forward pass, if it is run again."""
+
+
+def dense_backward(job: TrainingJob, layouts: Layouts, exchanged: Column, whole: Column) -> BackwardBytes | None:
+    """Return what a dense layer's backward pass takes; None if what the layer saves is not traced.
+
+    The fullest moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist,
+    the product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's
+    backward pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
+    ``exchanged``, the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
+    are the bytes that the layer saves without recomputation.
+    """
+    m, small = job.model, job.compute_bytes
+    fused = job.stack.fused
+    eager, compiled = (coefficients(m, job.precision, TracedKind(each, "none", fused)) for each in (0, 1))
+    if eager is None or compiled is None:
+        return None
+    sizes, tokens = widths(job, layouts, 0), micro_batch_tokens(job, layouts)
+    saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
+    # Operators that are not fused keep the activated gate, too, until the product's gradient has been computed.
+    there = 3 + 2 * m.gated + np.where(saved > 3 * small, 1, 0)
+    matrix = m.hidden * sizes.inner
+    share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
+    network = small * there * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
+    gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
+    gradients = small * (sizes.attention - sizes.latent)
+    freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
+    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
+    found = np.maximum(gate, attention)
+    if "norm" in fused or m.norm != "rmsnorm":
+        return BackwardBytes(found)
+    # A norm of several operators has five wide tensors of the model's width at once; the wide input still exists.
+    wide = max(small, 4)
+    matrices = small * m.hidden * (sizes.inner * (2 + m.gated))
+    second = tokens * (sizes.hidden * (5 * wide - small) - np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner)
+    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - whole
+    norms = matrices + np.maximum(second, first)
+    return BackwardBytes(np.where(layouts.compiled == 1, found, np.maximum(found, norms)))
+
+
+def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+    """Return the peak bytes per token of activation gradients in a layer's backward pass.
+
+    In the feed-forward network, the gradients of the block's result, of the product, and (unless the kernel writes in
+    place) of gate and up exist at once. In attention, the gradients of queries, keys, values and the result exist at
+    once.
+    """
+    sizes = widths(job, layouts, kind)
+    parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3
+    # A tiled network has these gradients for one tile at a time.
+    share = np.minimum(1.0, layouts.mlp_tile_tokens * layouts.cp / job.sequence_length)
+    parts = np.where(in_tiles(job, layouts), parts * share, parts)
+    return job.compute_bytes * (np.maximum(parts * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden)
