@@ -14,7 +14,7 @@ import numpy as np
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.planner.problem import Problem
-from partool.planner.search.space import build
+from partool.planner.search.enumeration import build
 from partool.spec.spec import Spec
 
 Pick = Callable[[Sequence[Any]], Any]

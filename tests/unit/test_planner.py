@@ -21,9 +21,9 @@ from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.explain.candidates import fewer_are_faster
 from partool.planner.problem import Problem
+from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced
-from partool.planner.search.space import build
 from partool.spec import load_text
 from partool.spec.spec import Spec
 

@@ -19,13 +19,14 @@ from partool.cost.memory.peak import least_memory, least_memory_of_passes
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
-from partool.planner.search import space as space_module
+from partool.planner.search import enumeration
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.cost_job import cost_job
+from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, room, room_below
 from partool.planner.search.refine import refined
-from partool.planner.search.space import Space, build
+from partool.planner.search.space import Space
 from partool.planner.search.tiers import by_tier, least_margin
 
 CLOSE = 1.0 + 1e-9
@@ -237,14 +238,14 @@ def test_a_large_space_has_degrees_of_powers_of_two(monkeypatch: pytest.MonkeyPa
         "parallel": {},
     }
     whole = build(problem_of(made))
-    monkeypatch.setattr(space_module, "MANY", whole.size - 1)
+    monkeypatch.setattr(enumeration, "MANY", whole.size - 1)
     some = build(problem_of(made))
     assert {*np.asarray(some.groups.pp).tolist()} < {*np.asarray(whole.groups.pp).tolist()}
     assert all(count & (count - 1) == 0 for count in np.asarray(some.groups.pp).tolist())
-    monkeypatch.setattr(space_module, "MANY", 0)
+    monkeypatch.setattr(enumeration, "MANY", 0)
     fewer = build(problem_of(made))
     assert (some.size, some.enumerated, some.pruned) == (fewer.size, fewer.enumerated, fewer.pruned)
-    monkeypatch.setattr(space_module, "MANY", whole.size)
+    monkeypatch.setattr(enumeration, "MANY", whole.size)
     again = build(problem_of(made))
     assert (again.size, again.enumerated, again.pruned) == (whole.size, whole.enumerated, whole.pruned)
 

@@ -24,10 +24,10 @@ from partool.plan.types import Plan
 from partool.planner.explain.summary import why_lost
 from partool.planner.make import resolve
 from partool.planner.search.cost_job import cost_job
+from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, bounds_s, room
 from partool.planner.search.refine import refined
-from partool.planner.search.space import build
 from partool.schedule import Action, Schedule, generate, schedule_hash, simulate, to_text, validate, with_transfers
 from partool.schedule.weipipe import volume
 from partool.spec import load_text

@@ -21,11 +21,11 @@ from partool.planner.explain import reasons as explain
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem, Work, divisors
 from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import _spread, layout_of, simplicity
 from partool.planner.search.price import Priced, bounds_s
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import solve
-from partool.planner.search.space import build
 from partool.spec.spec import Spec
 
 ROOT = Path(__file__).parents[2]

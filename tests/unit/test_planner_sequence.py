@@ -23,13 +23,13 @@ from partool.planner import make_plan
 from partool.planner.explain.sequence import formed, rivals, sequence_reasons
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
+from partool.planner.search.enumeration import build
 from partool.planner.search.longest import NONE, Longest, longest
 from partool.planner.search.price import Priced
 from partool.planner.search.queries import fits
 from partool.planner.search.sequence_forms import best_forms, every_form, seconds
 from partool.planner.search.sequence_rules import SequenceForm, all_forms, methods
 from partool.planner.search.solve import solve
-from partool.planner.search.space import build
 from partool.report.plan import longest_rows, render_longest
 from partool.spec import load_text
 from partool.strategies.sequence import BY_GRAPH, METHODS, ON_GRIDS, PREFERENCE

@@ -13,7 +13,7 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.explain.summary import summary
-from partool.planner.search.space import build
+from partool.planner.search.enumeration import build
 from partool.planner.search.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
 from partool.spec import load_text
 

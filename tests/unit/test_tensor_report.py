@@ -19,7 +19,7 @@ from partool.plan.diff import differences
 from partool.planner.checks.tensor_cuts import check_tensor, cuttable, without_tensor
 from partool.planner.described import Description
 from partool.planner.make import make_plan, resolve
-from partool.planner.search.space import build
+from partool.planner.search.enumeration import build
 from partool.report.tensor import held, render_tensor, tensor_data
 
 TEXT = """\

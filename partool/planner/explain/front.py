@@ -13,10 +13,10 @@ from partool.cost.case import SCHEDULES
 from partool.cost.memory.fit import GREEN
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.enumeration import build
 from partool.planner.search.price import Priced, room
 from partool.planner.search.prices import SLACK
 from partool.planner.search.solve import Solution
-from partool.planner.search.space import build
 
 _FRONT = 6
 _MARGIN = 0.99

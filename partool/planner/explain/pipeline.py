@@ -11,11 +11,11 @@ from partool.cost.time.pipeline import moves_weights, sent_bytes
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, PipelineLayout
 from partool.planner.problem import Problem
+from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced
 from partool.planner.search.schedules import schedules
 from partool.planner.search.solve import Solution
-from partool.planner.search.space import build
 from partool.schedule import check
 from partool.spec.numbers import GIB
 from partool.spec.parallel import Pipeline

@@ -12,9 +12,9 @@ import numpy as np
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.enumeration import build
 from partool.planner.search.queries import variants
 from partool.planner.search.sequence_rules import methods
-from partool.planner.search.space import build
 from partool.spec.parallel import Sequence
 from partool.spec.spec import Spec
 

@@ -14,8 +14,8 @@ from partool.planner.checks.tensor_cuts import partition
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.enumeration import build
 from partool.planner.search.solve import harder_ones, solve
-from partool.planner.search.space import build
 from partool.spec.numbers import MOST_LAYERS
 from partool.spec.spec import Spec
 
