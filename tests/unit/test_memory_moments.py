@@ -202,11 +202,11 @@ EXPERTS = LLAMA.model_copy(update={"moe": Moe(experts=16, top_k=2, ffn_hidden=25
 
 def moments_of_experts(**changes: Any) -> dict[str, Moment]:
     """Return the moments of a layout in which 4 of 8 ranks share experts."""
-    layout = new_layout(
-        mesh=Mesh(dp_shard=8), zero=3, micro_batch=1, accumulation=1, recompute=("full",) * 8, compile="none",
-        stages=((0, 8),), schedule="1f1b", chunks=1, expert=4,
-    ).model_copy(update=changes)  # fmt: skip
-    (found,) = rank_moments(job("bf16", EXPERTS), layout)
+    values: dict[str, Any] = {
+        "mesh": Mesh(dp_shard=8), "zero": 3, "micro_batch": 1, "accumulation": 1, "recompute": ("full",) * 8,
+        "compile": "none", "stages": ((0, 8),), "schedule": "1f1b", "chunks": 1, "expert": 4,
+    }  # fmt: skip
+    (found,) = rank_moments(job("bf16", EXPERTS), new_layout(**(values | changes)))
     return {moment.name: moment for moment in found if moment.occurs}
 
 
@@ -224,6 +224,14 @@ def test_shared_experts_are_reduced_within_their_layer() -> None:
     assert after.gradients - first.gradients == 4 * experts / 2
     assert moments["second layer"].gradients == first.gradients - 4 * (experts / 2 + rest / 8)
     assert moments["second layer"].communication == 2 * rest + 4 * rest
+
+
+def test_gradients_that_one_rank_has_whole_are_divided_into_a_copy() -> None:
+    """Two copies of the state, in each of which every expert is on one of four ranks."""
+    apart = moments_of_experts(mesh=Mesh(dp_replicate=2, dp_shard=4))["first layer, experts reduced"]
+    experts, embedding = 4 * 3 * 512 * 256, 512 * LLAMA.vocab
+    assert apart.communication == 2 * embedding + 4 * experts + 4 * experts
+    assert apart.communication - moments_of_experts()["first layer, experts reduced"].communication == 4 * experts
 
 
 def test_experts_that_nobody_shares_are_reduced_with_their_layer() -> None:

@@ -167,12 +167,13 @@ class _Pass:
         # Where gradients accumulate, a unit's sums exist together with what is added to them.
         rest, matrices, result = saved - done.of_layer, step.small * unit.common, step.reduced(unit)
         first_sum = np.where(step.reduces, step.reduced(step.experts), step.wide * layer) if self.first else 0.0
-        ended = result >= matrices
+        ended = result + step.divided(unit) >= matrices
         own, message = np.where(ended, 0.0, matrices) + done.stream, np.where(ended, result, 0.0)
+        reduction = step.reduction(unit) + np.where(ended, step.divided(unit), 0.0)
         yield step.moment(
             "last layer, reduced", step.message(self._coming), gathered=step.gathered(root, coming, everything - layer),
             gradients=self.before + first_sum + (message if self.first else 0.0), activations=rest + own,
-            loss=done.loss_after, communication=step.reduction(unit) + (0.0 if self.first else message), working=own,
+            loss=done.loss_after, communication=reduction + (0.0 if self.first else message), working=own,
         )  # fmt: skip
         yield step.moment(
             "last layer but one", step.message(self._ahead), gradients=self._before_last_but_one,
@@ -237,7 +238,8 @@ class _Pass:
         own = self.step.state.root_elements + step.rest.common
         matrices, result, reduction = step.small * experts.expert, step.reduced(experts), step.reduction(experts)
         sums = step.sums(experts) if self.first else 0.0
-        ended = result >= matrices
+        ended = result + step.divided(experts) >= matrices
+        divided = np.where(ended, step.divided(experts), 0.0)
         matrices, result = np.where(ended, 0.0, matrices), np.where(ended, result, 0.0)
         with_result = (result if self.first else 0.0) + np.where(step.reduces, 0.0, sums)
         for place in self._places():
@@ -252,7 +254,7 @@ class _Pass:
             yield step.moment(
                 f"{place.name}, experts reduced", step.message(coming), gathered=gathered,
                 gradients=place.gradients + with_result, activations=place.saved + done.reducing + matrices, loss=loss,
-                communication=reduction + (0.0 if self.first else result),
+                communication=reduction + divided + (0.0 if self.first else result),
                 working=np.maximum(done.reducing + matrices, 0.0),
             ).only(there)  # fmt: skip
             yield step.moment(
@@ -274,19 +276,21 @@ class _Pass:
             gradients=self._gradients(UnitElements(first + root)), activations=self._others + working,
             communication=step.reduction(step.first_rest),
         ).only(there)  # fmt: skip
-        result = step.reduced(UnitElements(root))
-        ended = result >= done.loss_after
+        result, divided = step.reduced(UnitElements(root)), step.divided(UnitElements(root))
+        ended = result + divided >= done.loss_after
+        reduction = step.reduction(UnitElements(root)) + np.where(ended, divided, 0.0)
         yield step.moment(
             "head, reduced", gathered=step.gathered(first, left=first), loss=np.where(ended, 0.0, done.loss_after),
             gradients=self._gradients(UnitElements(missing * (first + np.where(ended, 0.0, root)))), working=rows,
             activations=self._others + rows,
-            communication=step.reduction(UnitElements(root)) + (0.0 if self.first else np.where(ended, result, 0.0)),
+            communication=reduction + (0.0 if self.first else np.where(ended, result, 0.0)),
         )  # fmt: skip
-        result = step.reduced(UnitElements(first))
-        ended = result >= rows
+        result, divided = step.reduced(UnitElements(first)), step.divided(UnitElements(first))
+        ended = result + divided >= rows
+        reduction = step.reduction(UnitElements(first)) + np.where(ended, divided, 0.0)
         own = np.where(ended, 0.0, rows)
         yield step.moment(
             "embedding, reduced", gathered=step.gathered(0.0, left=0.0), activations=self._others + own, working=own,
             gradients=self._gradients(UnitElements(missing * np.where(ended, 0.0, first))),
-            communication=step.reduction(UnitElements(first)) + (0.0 if self.first else np.where(ended, result, 0.0)),
+            communication=reduction + (0.0 if self.first else np.where(ended, result, 0.0)),
         ).only(first > 0)  # fmt: skip

@@ -60,6 +60,9 @@ class Step:
     """True where the backward pass of every micro-batch reduces gradients; elsewhere they accumulate unsharded."""
     sent: UnitElements
     """Bytes per element of a unit that is being gathered: the message, from which its parameters are copied."""
+    copied: UnitElements
+    """Bytes per element of gradients that FSDP2 divides into a new tensor: those that one rank has whole, and others as
+    well (``foreach_reduce``; the divisor is 1)."""
     by_unit: Mask
     """True where FSDP2 itself decides what is gathered ahead: the unit whose backward pass is next, not its layer."""
     ahead: float
@@ -83,10 +86,16 @@ class Step:
         by_unit = np.full(np.shape(layouts.pp), job.controls.prefetch == 1 and not apart) & (
             np.asarray(layouts.pp) == 1
         )
+        ranks = layouts.replicas * layouts.shards * layouts.cp
+
+        def copied(own: Column, every: Column) -> Column:
+            return np.where((own == 1) & (np.asarray(every) > 1), float(job.master_bytes), 0.0)
+
+        of_experts = copied(state.expert_shards, ranks * layouts.tp / layouts.expert_ranks)
         messages = UnitElements(sent(shards), sent(state.expert_shards))
         return cls(
-            state, done, small, job.master_bytes, shards, zero == 3, single, (zero >= 2) | single, messages, by_unit,
-            ahead=float(job.controls.prefetch), apart=apart,
+            state, done, small, job.master_bytes, shards, zero == 3, single, (zero >= 2) | single, messages,
+            UnitElements(copied(shards, ranks), of_experts), by_unit, ahead=float(job.controls.prefetch), apart=apart,
         )  # fmt: skip
 
     @cached_property
@@ -181,6 +190,12 @@ class Step:
         if self.split:
             each = each + unit.expert / self.state.expert_shards
         return np.where(self.reduces, self.wide * each, 0.0)
+
+    def divided(self, unit: UnitElements) -> Column:
+        """Return the bytes of the copy of a unit's gradients that is made when these are divided."""
+        found = self.copied.common * unit.common
+        found = found + self.copied.expert * unit.expert if self.split else found
+        return np.where(self.reduces, found, 0.0)
 
     def moment(self, name: str, message: Column = 0.0, **parts: Column) -> Moment:
         """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""
