@@ -170,6 +170,8 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
         found["attention_flops"] = share * figures.attention_flops[wide].value
     if figures.stream_bytes_per_s:
         found["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE[devices.backend]
+    if figures.fresh_bytes_per_s:
+        found["fresh_bytes_per_s"] = share * figures.fresh_bytes_per_s.value
     if figures.operator_s:
         found["operator_s"] = figures.operator_s.value
     found |= _link(figures, devices, ranks)

@@ -70,6 +70,9 @@ class MeasuredFigures(_Part):
     """Precision → FLOP/s of fused causal attention, forward and backward together, with heads of width 128."""
     stream_bytes_per_s: Figure | None = None
     """Bytes of memory that copies and element-wise operators read and write per second."""
+    fresh_bytes_per_s: Figure | None = None
+    """Bytes written per second to memory that a CPU rank has not used before; None in calibrations before the figure
+    existed."""
     operator_s: Figure | None = None
     collectives: dict[str, CollectiveTime] = {}
     host_link_bytes_per_s: Figure | None = None

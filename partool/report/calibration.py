@@ -49,6 +49,7 @@ def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
             yield f"{name}, {precision}", _text(figure)
     single = (
         ("copies and element-wise", figures.stream_bytes_per_s),
+        ("first writes to memory", figures.fresh_bytes_per_s),
         ("start of an operator", figures.operator_s),
         ("host link", figures.host_link_bytes_per_s),
         ("AdamW on the CPU", figures.adam_parameters_per_s),

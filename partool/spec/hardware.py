@@ -128,6 +128,8 @@ class Devices(Section):
     units: CoresOrNone = 0
     """Streaming multiprocessors or compute units of a device; 0 for a CPU."""
     memory_bytes_per_s: Speed
+    fresh_bytes_per_s: Speed | None = None
+    """Bytes per second written to memory that a CPU rank has not used before; None if it was not measured."""
     topology: Topology = "switch"
     """Links between the devices of a node: a switch for all, one link per pair (mesh), or only PCIe (none)."""
     link_bytes_per_s: Speed
@@ -160,8 +162,10 @@ class Devices(Section):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the devices without a slice as earlier versions of partool did, which knew no slices."""
+        """Serialize devices without a slice, or without a rate of new memory, as before these fields existed."""
         fields: dict[str, Any] = dump(self)
+        if self.fresh_bytes_per_s is None:
+            fields.pop("fresh_bytes_per_s", None)
         if not self.slice:
             fields.pop("slice", None)
         return fields

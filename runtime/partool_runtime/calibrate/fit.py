@@ -55,7 +55,8 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
         precisions = sorted({m["precision"] for m in of_kind})
         if precisions:
             found[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
-    for name, kind in (("stream_bytes_per_s", "memory"), ("adam_parameters_per_s", "adam")):
+    rates = (("stream_bytes_per_s", "memory"), ("fresh_bytes_per_s", "fresh"), ("adam_parameters_per_s", "adam"))
+    for name, kind in rates:
         if of_kind := _of(measurements, kind):
             found[name] = _rate(of_kind, best=False)
     if of_kind := _of(measurements, "operator"):

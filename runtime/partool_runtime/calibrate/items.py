@@ -22,7 +22,7 @@ class Item:
     """One measurement."""
 
     kind: str
-    """One of gemm, attention, memory, operator, collective, host_link and adam."""
+    """One of gemm, attention, memory, fresh, operator, collective, host_link and adam."""
     name: str
     precision: str
     work: float
@@ -46,6 +46,8 @@ class WorkSizes:
     """Number of operators of the bandwidth measurement, and number of elements (4 bytes each) of each result."""
     collective_bytes: tuple[int, ...]
     adam_parameters: int
+    fresh_bytes: int = 1 << 26
+    """Size of a tensor that glibc maps anew, which it does from 32 MiB on."""
     link_bytes: int = 1 << 28
 
 
@@ -91,6 +93,9 @@ def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
     for precision in [p for p in _precisions(cuda) if not cuda or p in ("bf16", "fp16")]:
         found += [_attention(shape, device, precision) for shape in sizes.sequences]
     found += _streams(sizes, device)
+    if not cuda:
+        found.append(Item("fresh", f"first writes to {sizes.fresh_bytes} bytes", "fp32", sizes.fresh_bytes, "byte",
+                          partial(_fresh, sizes.fresh_bytes)))  # fmt: skip
     found.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
                       partial(_operators, device), host_clock=True))  # fmt: skip
     if world > 1:
@@ -183,6 +188,11 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
     for name, operator, other in (("negate", torch.neg, False), ("multiply", torch.mul, True)):
         moved = 4.0 * (3 if other else 2) * count * number
         yield Item("memory", name, "fp32", moved, "byte", partial(chain, operator, other))
+
+
+def _fresh(size: int) -> Work:
+    """Return a function that writes to a new tensor; in a large one each page is mapped at its first write."""
+    return lambda: torch.empty(size // 4).fill_(1.0)
 
 
 def _operators(device: torch.device) -> Work:
