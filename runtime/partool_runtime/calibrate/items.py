@@ -168,11 +168,14 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
-    """Yield the items for chains of operators; an operator reads the previous result and writes a new tensor.
+    """Yield the items for chains of operators; an operator reads the previous result and writes another tensor.
 
-    The tensors are kept, as layers keep them. On a CPU, allocating new memory costs twice as much as writing to it.
+    On accelerators results are new tensors, which are kept, as layers keep them.
     """
     number, count = sizes.streams
+    if device.type == "cpu":
+        yield from _host_streams(number, count)
+        return
 
     def chain(operator: Callable[..., torch.Tensor], other: bool) -> Work:
         first = torch.ones(count, device=device)
@@ -186,6 +189,30 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
         return work
 
     for name, operator, other in (("negate", torch.neg, False), ("multiply", torch.mul, True)):
+        moved = 4.0 * (3 if other else 2) * count * number
+        yield Item("memory", name, "fp32", moved, "byte", partial(chain, operator, other))
+
+
+def _host_streams(number: int, count: int) -> Iterator[Item]:
+    """Yield the items for chains of operators on a CPU.
+
+    Results go to tensors that exist: training's steps use memory that the step before has freed, whereas glibc may
+    return this chain's memory between its repeats. A second operand is another tensor each time, as in gates and
+    residual sums, so that no cache holds it. An activation takes longer than its reads and writes.
+    """
+
+    def chain(operator: Callable[..., object], other: bool) -> Work:
+        results = [torch.ones(count) for _ in range(number + 1)]
+        others = [torch.ones(count) for _ in range(number)] if other else []
+
+        def work() -> None:
+            for index in range(number):
+                operator(results[index], *others[index : index + 1], out=results[index + 1])
+
+        return work
+
+    silu = torch.ops.aten.silu.out
+    for name, operator, other in (("negate", torch.neg, False), ("multiply", torch.mul, True), ("silu", silu, False)):
         moved = 4.0 * (3 if other else 2) * count * number
         yield Item("memory", name, "fp32", moved, "byte", partial(chain, operator, other))
 
