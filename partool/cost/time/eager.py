@@ -11,7 +11,7 @@ from partool.spec.training import Fused
 _MAPPED_BYTES = 32 * 2**20
 """Size from which glibc maps memory for each tensor and unmaps it when the tensor is freed, whatever was freed before:
 ``DEFAULT_MMAP_THRESHOLD_MAX`` on 64-bit machines (mallopt(3)). The first write to each page of such a tensor is a page
-fault."""
+fault. A free block of the heap that is large enough serves such a tensor, too; that is not modelled."""
 
 
 def traffic(model: ModelConfig, part: Fused, *, backward: bool) -> float:
