@@ -110,6 +110,8 @@ def test_a_real_measurement_of_two_ranks(capfd: pytest.CaptureFixture[str], tmp_
     assert 1e-7 < profile.figures.operator_s.value < 1e-3
     kinds = {m.kind for m in profile.measurements}
     assert kinds == {"gemm", "attention", "memory", "fresh", "operator", "collective", "adam"}
+    assert {m.kind for m in profile.measurements if m.elements} == {"gemm"}
+    assert {(m.kind, m.length) for m in profile.measurements if m.length} == {("attention", 64)}
     assert f"[{len(profile.measurements)}/{len(profile.measurements)}]" in err
 
 

@@ -27,7 +27,7 @@ from partool.cost.sequence.types import ExchangeTime
 from partool.cost.stacks import Stack
 from partool.cost.time import attention, eager
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.gemm import in_tiles, matmul_s, products_s
+from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
@@ -244,6 +244,8 @@ class Product(NamedTuple):
     place: Literal["first", "second", "whole", "down"]
     """``first`` or ``second`` matrix of a pair, sharded by columns or rows; ``whole``: every rank computes all of
     it; ``down``: every rank has the matrix, and multiplies the tokens that its norms work on."""
+    parts: int = 1
+    """Number of products of one input that it stands for."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
@@ -264,14 +266,15 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
         found.append(Product(hidden, queries * mla.v_head_dim, "second"))
     else:
         query, key = queries * model.head_dim, keys * model.head_dim
-        found = [Product(query + 2 * key, hidden, "first"), Product(hidden, query, "second")]
+        found = [Product(query + 2 * key, hidden, "first", 3), Product(hidden, query, "second")]
     width = model.ffn_hidden
     if moe and model.moe:
         found.append(Product(model.moe.experts, hidden, "whole"))
         width = model.moe.shared_experts * model.moe.ffn_hidden
     if width:
         inner = tensor_shares.width(width, ranks)
-        found += [Product((1 + model.gated) * inner, hidden, "first"), Product(hidden, inner, "second")]
+        gates = 1 + model.gated
+        found += [Product(gates * inner, hidden, "first", gates), Product(hidden, inner, "second")]
     return found
 
 
@@ -294,16 +297,27 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
     second: Column = 0.0
-    for n, k, place in products(job.model, layouts, kind.moe):
+    for n, k, place, parts in products(job.model, layouts, kind.moe):
         if place == "second":
             each = pieces * matmul_s(job, rows / pieces, n, k)
             total, second = total + each, second + each
         else:
-            total = total + matmul_s(job, rows / _sharers(layouts, place), n, k)
+            held = rows / _sharers(layouts, place)
+            total = total + matmul_s(job, held, n, k) + _read_again_s(job, layouts, parts, held * k)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):
             total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
     return total, second
+
+
+def _read_again_s(job: TrainingJob, layouts: Layouts, parts: int, elements: Column) -> Column:
+    """Return the additional seconds of a CPU for ``parts`` products of one input, which each reads by itself.
+
+    Backward, each writes a gradient of the input. With tensor ranks they are one product.
+    """
+    if parts == 1 or job.devices.product_element_s is None:
+        return 0.0
+    return elements_s(job, np.where(np.asarray(layouts.tp) > 1, 0, parts - 1) * elements)
 
 
 def _sharers(layouts: Layouts, place: str) -> Column:
@@ -320,10 +334,11 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
     inputs: Column = 0.0
     weights: Column = 0.0
     first: Column = 0.0
-    for n, k, place in products(job.model, layouts, kind.moe):
+    for n, k, place, parts in products(job.model, layouts, kind.moe):
         held = rows / _sharers(layouts, place)
-        weight = matmul_s(job, n, k, held)
-        inputs, weights = inputs + matmul_s(job, held, k, n), weights + weight
+        again = _read_again_s(job, layouts, parts, held * k)
+        weight = matmul_s(job, n, k, held) + again
+        inputs, weights = inputs + matmul_s(job, held, k, n) + again, weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,10 @@ class Item:
     work_unit: str
     """One of flop, byte, operator and parameter; collectives count the bytes of the whole tensor."""
     prepare: Callable[[], Work]
+    elements: float = 0.0
+    """Number of elements that a matrix product reads and writes; 0 for other work."""
+    length: int = 0
+    """Sequence length of attention; 0 for other work."""
     host_clock: bool = False
     """True if the host's time is measured even on an accelerator."""
 
@@ -52,7 +56,7 @@ class WorkSizes:
 
 
 _KB, _MB = 1 << 10, 1 << 20
-_CPU_LAYERS = ((1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
+_CPU_LAYERS = ((2048, 192, 192), (1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
 _GPU_LAYERS = ((4096, 4096, 4096), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 10240, 8192))
 _CPU = WorkSizes(
     _CPU_LAYERS, ((8, 6, 256, 32), (8, 4, 256, 64), (4, 4, 256, 128), (1, 8, 1024, 64)), (32, _MB),
@@ -129,21 +133,25 @@ def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[I
             ("weight gradient", (out, width, rows)),
         ):
             make = partial(_gemm, m, n, k, device, precision)
-            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make)
+            elements = float(m * k + k * n + m * n)
+            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make, elements)
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
     """Return a function that computes a matrix product.
 
-    On a CPU each call uses another input and a new result, as layers do, so that caches help less.
+    On a CPU each call uses another input and another result, as layers do, so that caches help less. The results exist,
+    because training's steps use memory that the step before has freed.
     """
     if precision == "fp8":
         return scaled_product(m, n, k, device)
     count = 1 if device.type == "cuda" else _TURNS
     inputs = itertools.cycle([torch.randn(m, k, device=device).to(DTYPES[precision]) for _ in range(count)])
     b = torch.randn(n, k, device=device).to(DTYPES[precision])
-    results: deque[torch.Tensor] = deque(maxlen=count)
-    return lambda: results.append(torch.matmul(next(inputs), b.t()))
+    if device.type == "cuda":
+        return lambda: torch.matmul(next(inputs), b.t())
+    results = itertools.cycle([torch.zeros(m, n, dtype=DTYPES[precision]) for _ in range(count)])
+    return lambda: torch.matmul(next(inputs), b.t(), out=next(results))
 
 
 def _attention(shape: tuple[int, int, int, int], device: torch.device, precision: str) -> Item:
@@ -164,7 +172,7 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
         return work
 
     work_flops = flops / (1.0 if width >= 96 else NARROW_HEADS)
-    return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare)
+    return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare, length=length)
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
@@ -218,8 +226,16 @@ def _host_streams(number: int, count: int) -> Iterator[Item]:
 
 
 def _fresh(size: int) -> Work:
-    """Return a function that writes to a new tensor; in a large one each page is mapped at its first write."""
-    return lambda: torch.empty(size // 4).fill_(1.0)
+    """Return a function that maps memory, as glibc does for a large tensor, and writes to it.
+
+    torch would put a tensor into memory that earlier items have freed, if a part of it is large enough.
+    """
+
+    def work() -> torch.Tensor:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+
+    return work
 
 
 def _operators(device: torch.device) -> Work:
