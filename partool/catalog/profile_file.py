@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,7 +17,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
 )
 
 PROFILE_VERSION = 1
@@ -95,6 +97,15 @@ class MeasuredFigures(_Part):
     """Bytes per second of copies between device and pinned host memory, in the slower direction."""
     adam_parameters_per_s: Figure | None = None
     """Parameters that a fused AdamW on the host updates per second."""
+
+    @model_serializer(mode="wrap")
+    def _only_measured(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out figures of a CPU that were not measured, so that older calibrations keep their hash."""
+        fields: dict[str, Any] = dump(self)
+        for name in ("products", "attention_by_length", "fresh_bytes_per_s"):
+            if not getattr(self, name):
+                fields.pop(name, None)
+        return fields
 
 
 class MachineId(_Part):

@@ -18,7 +18,7 @@ from partool import __version__
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.machine import available_cores, processor
 from partool.catalog.profile import apply_profile
-from partool.catalog.profile_file import load_profile
+from partool.catalog.profile_file import Profile, load_profile
 from partool.cost.case import Layouts, TrainingJob
 from partool.cost.kinds import kinds
 from partool.cost.stacks import own_stack
@@ -164,6 +164,15 @@ def test_an_old_calibration_gives_the_old_price(tmp_path: Path) -> None:
     assert not {"product_element_s", "fresh_bytes_per_s", "attention_by_length"} & devices.model_dump().keys()
     assert attention_s(job(devices), Layouts(), backward=False) == pytest.approx(core_s(30e9))
     assert matmul_s(job(devices), 2048, 192, 192) == pytest.approx(2 * 2048 * 192 * 192 / 80e9)
+
+
+def test_an_old_calibration_keeps_its_hash() -> None:
+    machine = {"accelerator": "cpu"}
+    old = {"achievable_flops": {"fp32": figure(80e9)}, "operator_s": figure(3e-6, "s")}
+    profile = Profile.model_validate({**BEFORE, "machine": machine, "figures": old})
+    assert profile.figures_hash == "0f1d20e0fa330df7bf74c623283f677b862d93cec855bb2d5a81711ea04f0675"
+    more = Profile.model_validate({**BEFORE, "machine": machine, "figures": {**old, "products": PRODUCTS}})
+    assert more.figures_hash != profile.figures_hash
 
 
 def test_products_of_two_widths_follow_both_figures(tmp_path: Path) -> None:
