@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from partool.catalog.machine import processor, this_machine
 from partool.catalog.profile_file import (
@@ -110,8 +110,10 @@ def apply_profile(
 
 _GIVEN = {
     "achievable_flops": ("achievable_tflops", "peak_tflops"),
+    "product_element_s": ("achievable_tflops", "peak_tflops"),
     "wide_flops": ("wide_tflops", "peak_tflops"),
     "attention_flops": ("attention_tflops", "peak_tflops"),
+    "attention_by_length": ("attention_tflops", "peak_tflops"),
     "memory_bytes_per_s": ("memory_gb_per_s",),
     "operator_s": ("operator_us",),
     "link_bytes_per_s": ("link_gb_per_s",),
@@ -160,16 +162,25 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
     figures, ranks = profile.figures, profile.machine.ranks
     # The ranks of a CPU share its cores and its memory.
     share = ranks / devices.per_node if devices.backend == "cpu" else 1.0
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     if precision in figures.achievable_flops:
         found["achievable_flops"] = share * figures.achievable_flops[precision].value
     wide = "bf16" if precision == "fp8" else precision
+    if precision in figures.products and devices.backend == "cpu":
+        line = figures.products[precision]
+        found["achievable_flops"] = share * line.flops_per_s.value
+        found["product_element_s"] = line.element_s.value / share
     if precision == "fp8" and wide in figures.achievable_flops:
         found["wide_flops"] = share * figures.achievable_flops[wide].value
     if wide in figures.attention_flops:
         found["attention_flops"] = share * figures.attention_flops[wide].value
+    if wide in figures.attention_by_length and devices.backend == "cpu":
+        rates = sorted(figures.attention_by_length[wide].items())
+        found["attention_by_length"] = tuple((length, share * rate.value) for length, rate in rates)
     if figures.stream_bytes_per_s:
         found["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE[devices.backend]
+    if figures.fresh_bytes_per_s:
+        found["fresh_bytes_per_s"] = share * figures.fresh_bytes_per_s.value
     if figures.operator_s:
         found["operator_s"] = figures.operator_s.value
     found |= _link(figures, devices, ranks)

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,7 +17,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
 )
 
 PROFILE_VERSION = 1
@@ -61,21 +63,49 @@ class CollectiveTime(_Part):
     bytes_per_s: Figure
 
 
+class ProductTime(_Part):
+    """Parameters of a matrix product's time on a CPU, ``flops / flops_per_s + elements * element_s``.
+
+    ``elements`` is the number of elements that the product reads and writes.
+    """
+
+    flops_per_s: Figure
+    element_s: Figure
+
+
 class MeasuredFigures(_Part):
     """Figures of one rank, measured while all ranks work; None for a figure that was not measured."""
 
     achievable_flops: dict[str, Figure] = {}
     """Precision → FLOP/s of matrix products."""
+    products: dict[str, ProductTime] = {}
+    """Precision → time of matrix products by shape on a CPU; lacks precisions whose times fit no such line, and is
+    empty in calibrations before the figure existed."""
     attention_flops: dict[str, Figure] = {}
     """Precision → FLOP/s of fused causal attention, forward and backward together, with heads of width 128."""
+    attention_by_length: dict[str, dict[PositiveInt, Figure]] = {}
+    """Precision → sequence length → FLOP/s of attention on a CPU, if several lengths were measured; empty in
+    calibrations before the figure existed."""
     stream_bytes_per_s: Figure | None = None
     """Bytes of memory that copies and element-wise operators read and write per second."""
+    fresh_bytes_per_s: Figure | None = None
+    """Bytes written per second to memory that a CPU rank has not used before; None in calibrations before the figure
+    existed."""
     operator_s: Figure | None = None
     collectives: dict[str, CollectiveTime] = {}
     host_link_bytes_per_s: Figure | None = None
     """Bytes per second of copies between device and pinned host memory, in the slower direction."""
     adam_parameters_per_s: Figure | None = None
     """Parameters that a fused AdamW on the host updates per second."""
+
+    @model_serializer(mode="wrap")
+    def _only_measured(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out figures of a CPU that were not measured, so that older calibrations keep their hash."""
+        fields: dict[str, Any] = dump(self)
+        for name in ("products", "attention_by_length", "fresh_bytes_per_s"):
+            if not getattr(self, name):
+                fields.pop(name, None)
+        return fields
 
 
 class MachineId(_Part):
@@ -124,6 +154,10 @@ class Measurement(_Part):
     precision: str
     work: float
     work_unit: str
+    elements: NonNegativeFloat = 0.0
+    """Number of elements that a matrix product reads and writes; 0 for other work."""
+    length: NonNegativeInt = 0
+    """Sequence length of attention; 0 for other work."""
     seconds: float
     """Median time in seconds."""
     mad_s: float

@@ -11,6 +11,7 @@ _SCALES = {
     "byte/s": ("GB/s", 1e9),
     "parameter/s": ("M parameters/s", 1e6),
     "s": ("µs", 1e-6),
+    "s/element": ("ps/element", 1e-12),
 }
 
 
@@ -47,8 +48,15 @@ def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
     ):
         for precision, figure in by_precision.items():
             yield f"{name}, {precision}", _text(figure)
+    for precision, by_length in figures.attention_by_length.items():
+        for length, figure in by_length.items():
+            yield f"attention of length {length}, {precision}", _text(figure)
+    for precision, product in figures.products.items():
+        yield f"matrix products without their elements, {precision}", _text(product.flops_per_s)
+        yield f"element of a matrix product, {precision}", _text(product.element_s)
     single = (
         ("copies and element-wise", figures.stream_bytes_per_s),
+        ("first writes to memory", figures.fresh_bytes_per_s),
         ("start of an operator", figures.operator_s),
         ("host link", figures.host_link_bytes_per_s),
         ("AdamW on the CPU", figures.adam_parameters_per_s),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Auto, Section
-from partool.spec.numbers import MOST_DEVICES, Bytes, Cores, CoresOrNone, Figure, Ranks, Rate, Share, Speed
+from partool.spec.numbers import MOST_DEVICES, Bytes, Cores, CoresOrNone, Figure, Ranks, Rate, Share, Speed, Tokens
 from partool.spec.patterns import FilePath, MigProfile
 
 Backend = Literal["cpu", "cuda", "rocm"]
@@ -121,13 +121,21 @@ class Devices(Section):
     """FLOP/s of large matrix products on one rank, in the plan's precision."""
     sustained_share: Share = 1.0
     """Share of ``achievable_flops`` that a device sustains over a whole step, as power limits lower some clocks."""
+    product_element_s: Rate | None = None
+    """Seconds per element that a matrix product on a CPU reads or writes, beside its FLOPs at ``achievable_flops``;
+    None if it was not measured."""
     wide_flops: Speed | None = None
     """With fp8: FLOP/s of 16-bit matrix products in the head and attention; None means ``achievable_flops``."""
     attention_flops: Speed | None = None
     """FLOP/s of fused attention; None means that the cost model assumes a share of the peak."""
+    attention_by_length: tuple[tuple[Tokens, Speed], ...] = ()
+    """Sequence lengths, in ascending order, with the FLOP/s of fused attention on a CPU at each; empty means
+    ``attention_flops`` at every length."""
     units: CoresOrNone = 0
     """Streaming multiprocessors or compute units of a device; 0 for a CPU."""
     memory_bytes_per_s: Speed
+    fresh_bytes_per_s: Speed | None = None
+    """Bytes per second written to memory that a CPU rank has not used before; None if it was not measured."""
     topology: Topology = "switch"
     """Links between the devices of a node: a switch for all, one link per pair (mesh), or only PCIe (none)."""
     link_bytes_per_s: Speed
@@ -160,8 +168,9 @@ class Devices(Section):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the devices without a slice as earlier versions of partool did, which knew no slices."""
+        """Serialize devices without a slice, or without figures that few have, as before these fields existed."""
         fields: dict[str, Any] = dump(self)
-        if not self.slice:
-            fields.pop("slice", None)
+        for name in ("slice", "product_element_s", "attention_by_length", "fresh_bytes_per_s"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         return fields

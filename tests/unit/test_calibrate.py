@@ -80,6 +80,7 @@ def test_figures_by_hand() -> None:
         ),
         item("collective", "all_reduce 1", 1e5, 1e-3, unit="byte"),
         item("operator", "", 200.0, 1e-3, unit="operator"),
+        item("fresh", "", 8.0, 4.0, unit="byte"),
         item("host_link", "up", 8.0, 1.0, unit="byte"),
         item("host_link", "down", 6.0, 1.0, unit="byte"),
     ]
@@ -87,6 +88,7 @@ def test_figures_by_hand() -> None:
     assert on_cpu["achievable_flops"]["fp32"] == {"value": 20.0, "unit": "flop/s", "n": 21, "mad": 10.0}
     assert on_cuda["achievable_flops"]["fp32"]["value"] == 60.0
     assert on_cpu["operator_s"]["value"] == pytest.approx(5e-6)
+    assert on_cpu["fresh_bytes_per_s"]["value"] == 2.0
     assert on_cpu["host_link_bytes_per_s"]["value"] == 6.0
     assert on_cpu["collectives"].keys() == {"all_gather"}
     assert on_cpu["collectives"]["all_gather"]["latency_s"]["value"] == pytest.approx(1e-3)
@@ -107,7 +109,9 @@ def test_a_real_measurement_of_two_ranks(capfd: pytest.CaptureFixture[str], tmp_
     assert profile.figures.operator_s is not None
     assert 1e-7 < profile.figures.operator_s.value < 1e-3
     kinds = {m.kind for m in profile.measurements}
-    assert kinds == {"gemm", "attention", "memory", "operator", "collective", "adam"}
+    assert kinds == {"gemm", "attention", "memory", "fresh", "operator", "collective", "adam"}
+    assert {m.kind for m in profile.measurements if m.elements} == {"gemm"}
+    assert {(m.kind, m.length) for m in profile.measurements if m.length} == {("attention", 64)}
     assert f"[{len(profile.measurements)}/{len(profile.measurements)}]" in err
 
 

@@ -57,6 +57,7 @@ ALL = {
     "achievable_flops": {"fp32": figure(80e9), "bf16": figure(40e9)},
     "attention_flops": {"fp32": figure(30e9), "bf16": figure(15e9)},
     "stream_bytes_per_s": figure(9e9, "byte/s"),
+    "fresh_bytes_per_s": figure(2e9, "byte/s"),
     "operator_s": figure(3e-6, "s"),
     "collectives": {
         "all_gather": line(300e-6, 0.7e9),
@@ -116,6 +117,7 @@ def test_figures_replace_those_of_the_catalog(tmp_path: Path) -> None:
     assert found.devices.achievable_flops == 80e9
     assert found.devices.attention_flops == 30e9
     assert found.devices.operator_s == 3e-6
+    assert found.devices.fresh_bytes_per_s == 2e9
     assert found.devices.memory_bytes == devices.memory_bytes
     assert found.inputs.keys() == {"calibration", "calibration/scalars"}
     assert "2026-11-21" in found.reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from partool.cost import tensor_shares
@@ -98,10 +100,29 @@ def attention_s(job: TrainingJob, layouts: Layouts, kind: Kind = _ALL, *, backwa
         head = model.mla.nope_head_dim + model.mla.rope_head_dim + model.mla.v_head_dim
     flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * head
     devices = job.devices
-    rate = devices.attention_flops or _FLASH_SHARE[devices.backend] * _peak(job)
+    rate = _rate_at(devices.attention_by_length, _length(job, kind)) or devices.attention_flops
+    rate = rate or _FLASH_SHARE[devices.backend] * _peak(job)
     share, limit, wide_heads = _GENERATIONS[job.stack.attention]
     rate = min(share * rate, limit) * (_head_share(model.head_dim) if wide_heads else 1.0)
     return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * sequence_shares.blocks(layouts, kind)
+
+
+def _length(job: TrainingJob, kind: Kind) -> int:
+    """Return the number of tokens of the sequences, or of the lines of a grid, that attention works on."""
+    if kind.axis and job.model.grid:
+        return job.model.grid[1] if kind.axis == "row" else job.model.grid[0]
+    return job.sequence_length
+
+
+def _rate_at(by_length: tuple[tuple[int, float], ...], length: int) -> float:
+    """Return the rate at a length: between measured lengths linear in its logarithm, beyond them that of the nearest.
+
+    Shorter sequences leave less work per block of queries. The result is 0 if nothing was measured.
+    """
+    if not by_length:
+        return 0.0
+    lengths, rates = zip(*by_length, strict=True)
+    return float(np.interp(math.log(length), np.log(lengths), rates))
 
 
 def _peak(job: TrainingJob) -> float:

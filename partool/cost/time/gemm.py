@@ -38,6 +38,8 @@ def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = 
     rate = rate * devices.sustained_share
     m, n, k = (np.maximum(side, 1.0) for side in (m, n, k))
     flops = 2.0 * batch * m * n * k
+    if devices.product_element_s is not None:
+        return flops / rate + elements_s(job, batch * (m * k + k * n + m * n))
     moved = 2.0 * batch * (m * k + k * n + m * n) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
     if not devices.units:
         return np.maximum(flops / rate, moved) + 0.0
@@ -45,6 +47,14 @@ def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = 
     depth = _DEPTH_S * np.ceil(batch * m * n / (128 * 128) / devices.units)
     seconds = flops / (rate * share) * misaligned(n) * misaligned(k) + depth
     return np.maximum(seconds, moved) + _START_S
+
+
+def elements_s(job: TrainingJob, elements: Column) -> Column:
+    """Return the seconds in which matrix products on a CPU read and write elements, beside their FLOPs.
+
+    A core computes nothing while it waits for memory, so both add up. The seconds are 0 where they were not measured.
+    """
+    return elements * (job.devices.product_element_s or 0.0)
 
 
 def tiled_s(

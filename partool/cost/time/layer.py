@@ -25,9 +25,9 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime
 from partool.cost.stacks import Stack
-from partool.cost.time import attention
+from partool.cost.time import attention, eager
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.gemm import in_tiles, matmul_s, products_s
+from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
@@ -244,6 +244,8 @@ class Product(NamedTuple):
     place: Literal["first", "second", "whole", "down"]
     """``first`` or ``second`` matrix of a pair, sharded by columns or rows; ``whole``: every rank computes all of
     it; ``down``: every rank has the matrix, and multiplies the tokens that its norms work on."""
+    parts: int = 1
+    """Number of products of one input that it stands for."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
@@ -264,14 +266,15 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
         found.append(Product(hidden, queries * mla.v_head_dim, "second"))
     else:
         query, key = queries * model.head_dim, keys * model.head_dim
-        found = [Product(query + 2 * key, hidden, "first"), Product(hidden, query, "second")]
+        found = [Product(query + 2 * key, hidden, "first", 3), Product(hidden, query, "second")]
     width = model.ffn_hidden
     if moe and model.moe:
         found.append(Product(model.moe.experts, hidden, "whole"))
         width = model.moe.shared_experts * model.moe.ffn_hidden
     if width:
         inner = tensor_shares.width(width, ranks)
-        found += [Product((1 + model.gated) * inner, hidden, "first"), Product(hidden, inner, "second")]
+        gates = 1 + model.gated
+        found += [Product(gates * inner, hidden, "first", gates), Product(hidden, inner, "second")]
     return found
 
 
@@ -294,16 +297,27 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
     second: Column = 0.0
-    for n, k, place in products(job.model, layouts, kind.moe):
+    for n, k, place, parts in products(job.model, layouts, kind.moe):
         if place == "second":
             each = pieces * matmul_s(job, rows / pieces, n, k)
             total, second = total + each, second + each
         else:
-            total = total + matmul_s(job, rows / _sharers(layouts, place), n, k)
+            held = rows / _sharers(layouts, place)
+            total = total + matmul_s(job, held, n, k) + _read_again_s(job, layouts, parts, held * k)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):
             total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
     return total, second
+
+
+def _read_again_s(job: TrainingJob, layouts: Layouts, parts: int, elements: Column) -> Column:
+    """Return the additional seconds of a CPU for ``parts`` products of one input, which each reads by itself.
+
+    Backward, each writes a gradient of the input. With tensor ranks they are one product.
+    """
+    if parts == 1 or job.devices.product_element_s is None:
+        return 0.0
+    return elements_s(job, np.where(np.asarray(layouts.tp) > 1, 0, parts - 1) * elements)
 
 
 def _sharers(layouts: Layouts, place: str) -> Column:
@@ -320,10 +334,11 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
     inputs: Column = 0.0
     weights: Column = 0.0
     first: Column = 0.0
-    for n, k, place in products(job.model, layouts, kind.moe):
+    for n, k, place, parts in products(job.model, layouts, kind.moe):
         held = rows / _sharers(layouts, place)
-        weight = matmul_s(job, n, k, held)
-        inputs, weights = inputs + matmul_s(job, held, k, n), weights + weight
+        again = _read_again_s(job, layouts, parts, held * k)
+        weight = matmul_s(job, n, k, held) + again
+        inputs, weights = inputs + matmul_s(job, held, k, n) + again, weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):
@@ -332,10 +347,12 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
     return inputs, weights, first
 
 
-def _traffic(job: TrainingJob, part: Fused) -> float:
+def _traffic(job: TrainingJob, part: Fused, *, backward: bool) -> float:
     """Return the memory traffic of a block's ``part``, relative to one read and write; on a CPU nothing is fused."""
+    if job.devices.backend == "cpu":
+        return eager.traffic(job.model, part, backward=backward)
     passes = job.stack.elementwise
-    return min(passes, _FUSED_PASSES) if part in job.stack.fused and job.devices.backend != "cpu" else passes
+    return min(passes, _FUSED_PASSES) if part in job.stack.fused else passes
 
 
 def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
@@ -343,8 +360,9 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
 
     Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
     per token forward, the rotation moves queries and keys twice, the activation its inputs and result. The backward
-    pass moves about 1.7 times as many bytes. Eager kernels move more (``Stack.elementwise``). Tensor ranks shard
-    everything except the residual stream, which is sharded only with sequence parallelism.
+    pass moves about 1.7 times as many bytes. Eager kernels move more (``Stack.elementwise``); on a CPU
+    :func:`partool.cost.time.eager.traffic` counts both passes. Tensor ranks shard everything except the residual
+    stream, which is sharded only with sequence parallelism.
     """
     model, stack, ranks = job.model, job.stack, tensor_shares.outer(layouts)
     stream = 10.0 * model.hidden / tensor_shares.stream(job, layouts)
@@ -358,12 +376,16 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
     else:
         inner = tensor_shares.width(model.ffn_hidden, ranks)
     parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
-    elements = sum(width * _traffic(job, part) for width, part in parts) * (1.7 if backward else 1.0)
+    moves = sum(width * _traffic(job, part, backward=backward) for width, part in parts)
+    elements = moves * (1.7 if backward and job.devices.backend != "cpu" else 1.0)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
         elements = elements + 1.5 * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
-    return moved / _stream(job)
+    # Gate, up projection, activation and their product are new tensors; backward, so are their gradients.
+    inside = inner * tokens(job, layouts) * job.compute_bytes
+    one = np.where(in_tiles(job, layouts) | kind.moe, 0.0, inside)
+    return moved / _stream(job) + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
 
 
 def _stream(job: TrainingJob) -> float:
@@ -406,9 +428,22 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool, weights: bool 
         product = again + matmul_s(job, rows, model.hidden, vocab, wide=True)
         product = product + (matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
     moved = rows * vocab * stack.logit_bytes / _stream(job)
-    device = stack.derate * (product + 0.5 * moved) + stack.operators_head * _gap_s(job)
+    device = stack.derate * (product + 0.5 * moved + _mapped_logits_s(job, layouts, rows, vocab, backward=backward))
+    device = device + stack.operators_head * _gap_s(job)
     host = stack.operators_head * job.devices.operator_s * stack.host_slowdown
     return blended_s(job, device, host)
+
+
+def _mapped_logits_s(job: TrainingJob, layouts: Layouts, rows: Column, vocab: Column, *, backward: bool) -> Column:
+    """Return the additional seconds of a CPU for logits that are so many that each tensor of them is mapped anew.
+
+    The forward pass makes float32 logits and their logarithms of probabilities, the backward pass the gradients of
+    both; where logits are computed again, these are one tensor more.
+    """
+    tile = np.asarray(layouts.loss_tile_tokens)
+    each = 4.0 * np.where(tile > 0, np.minimum(tile, rows), rows) * vocab
+    made = 2.0 + (_logits_again(job.stack, layouts, rows, vocab) if backward else 0.0)
+    return eager.mapped_s(job, each, 4.0 * made * rows * vocab)
 
 
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 Json = dict[str, Any]
+_FEWEST_SHAPES = 6
+_RANGE = 2.0
+"""Least ratio of the most to the fewest elements per FLOP among shapes whose times tell apart elements and FLOPs."""
+_FASTER = 2.0
+"""Most times that the rate without elements may be the best measured rate."""
 
 
 def summary(samples: Sequence[float]) -> tuple[int, float, float]:
@@ -41,12 +47,37 @@ def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return alpha, beta
 
 
+def product_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float, float] | None:
+    """Return ``rate``, ``element_s`` and the error that fit ``seconds = flops / rate + elements * element_s``.
+
+    ``points`` holds triples (flops, elements, seconds); the error is the median of the relative ones. The line is that
+    of :func:`alpha_beta` through the seconds per FLOP. Points far from the line of median slope are left out, since
+    another program may have slowed them down. The result is None if the shapes are too few or too similar to tell the
+    two parameters apart, or if no two positive parameters fit.
+    """
+    found = [(elements / flops, seconds / flops) for flops, elements, seconds in points]
+    if len(found) < _FEWEST_SHAPES or max(x for x, _ in found) < _RANGE * min(x for x, _ in found):
+        return None
+    slope = statistics.median((w - y) / (v - x) for (x, y), (v, w) in combinations(found, 2) if v != x)
+    start = statistics.median(y - slope * x for x, y in found)
+    off = [abs(start + slope * x - y) / y for x, y in found]
+    near = [point for point, error in zip(found, off, strict=True) if error <= 3.0 * max(statistics.median(off), 0.01)]
+    try:
+        alpha, beta = alpha_beta(near)
+    except ValueError:
+        return None
+    # A rate far above every measured one is a guess beyond the shapes.
+    if alpha * _FASTER < min(y for _, y in found):
+        return None
+    return 1.0 / alpha, beta, statistics.median(abs(alpha + beta * x - y) / y for x, y in found)
+
+
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
     """Return the figures that plans use, computed from ``measurements``; a figure is left out if it was not measured.
 
     Rates are measured on one rank while all ranks work. On accelerators the rate of matrix products and of attention is
     the rate of the best shape, because the cost model predicts how much slower smaller shapes are. On the CPU the rate
-    is the median over shapes, because the cost model makes no such prediction for the CPU.
+    is the median over shapes; where a line fits the products' times, plans use that line.
     """
     best = backend != "cpu"
     found: Json = {}
@@ -55,7 +86,12 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
         precisions = sorted({m["precision"] for m in of_kind})
         if precisions:
             found[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
-    for name, kind in (("stream_bytes_per_s", "memory"), ("adam_parameters_per_s", "adam")):
+    if not best and (lines := _products(_of(measurements, "gemm"))):
+        found["products"] = lines
+    if not best and (rates_by_length := _by_length(_of(measurements, "attention"))):
+        found["attention_by_length"] = rates_by_length
+    rates = (("stream_bytes_per_s", "memory"), ("fresh_bytes_per_s", "fresh"), ("adam_parameters_per_s", "adam"))
+    for name, kind in rates:
         if of_kind := _of(measurements, kind):
             found[name] = _rate(of_kind, best=False)
     if of_kind := _of(measurements, "operator"):
@@ -89,6 +125,33 @@ def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False)
         return _figure(rates[index], unit, n, rates[index] * of_kind[index]["mad_s"] / of_kind[index]["seconds"])
     _, median, mad = summary(rates)
     return _figure(median, unit, n, mad)
+
+
+def _products(gemms: Sequence[Mapping[str, Any]]) -> Json:
+    """Return the lines through the times of matrix products, by precision; a precision without a line is left out."""
+    found: Json = {}
+    for precision in sorted({m["precision"] for m in gemms}):
+        shapes = [m for m in gemms if m["precision"] == precision and m.get("elements")]
+        line = product_line((m["work"], m["elements"], m["seconds"]) for m in shapes)
+        if line is not None:
+            rate, element_s, error = line
+            n = sum(m["n"] for m in shapes)
+            found[precision] = {
+                "flops_per_s": _figure(rate, "flop/s", n, rate * error),
+                "element_s": _figure(element_s, "s/element", n, element_s * error),
+            }
+    return found
+
+
+def _by_length(attention: Sequence[Mapping[str, Any]]) -> Json:
+    """Return the rates of attention by precision and sequence length, for precisions with several lengths."""
+    found: Json = {}
+    for precision in sorted({m["precision"] for m in attention}):
+        shapes = [m for m in attention if m["precision"] == precision and m.get("length")]
+        lengths = sorted({m["length"] for m in shapes})
+        if len(lengths) > 1:
+            found[precision] = {n: _rate([m for m in shapes if m["length"] == n], best=False) for n in lengths}
+    return found
 
 
 def _line(measurements: Sequence[Mapping[str, Any]], name: str, ranks: int) -> Json | None:

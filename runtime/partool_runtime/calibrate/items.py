@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ class Item:
     """One measurement."""
 
     kind: str
-    """One of gemm, attention, memory, operator, collective, host_link and adam."""
+    """One of gemm, attention, memory, fresh, operator, collective, host_link and adam."""
     name: str
     precision: str
     work: float
@@ -30,6 +30,10 @@ class Item:
     work_unit: str
     """One of flop, byte, operator and parameter; collectives count the bytes of the whole tensor."""
     prepare: Callable[[], Work]
+    elements: float = 0.0
+    """Number of elements that a matrix product reads and writes; 0 for other work."""
+    length: int = 0
+    """Sequence length of attention; 0 for other work."""
     host_clock: bool = False
     """True if the host's time is measured even on an accelerator."""
 
@@ -46,11 +50,13 @@ class WorkSizes:
     """Number of operators of the bandwidth measurement, and number of elements (4 bytes each) of each result."""
     collective_bytes: tuple[int, ...]
     adam_parameters: int
+    fresh_bytes: int = 1 << 26
+    """Size of a tensor that glibc maps anew, which it does from 32 MiB on."""
     link_bytes: int = 1 << 28
 
 
 _KB, _MB = 1 << 10, 1 << 20
-_CPU_LAYERS = ((1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
+_CPU_LAYERS = ((2048, 192, 192), (1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
 _GPU_LAYERS = ((4096, 4096, 4096), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 10240, 8192))
 _CPU = WorkSizes(
     _CPU_LAYERS, ((8, 6, 256, 32), (8, 4, 256, 64), (4, 4, 256, 128), (1, 8, 1024, 64)), (32, _MB),
@@ -91,6 +97,9 @@ def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
     for precision in [p for p in _precisions(cuda) if not cuda or p in ("bf16", "fp16")]:
         found += [_attention(shape, device, precision) for shape in sizes.sequences]
     found += _streams(sizes, device)
+    if not cuda:
+        found.append(Item("fresh", f"first writes to {sizes.fresh_bytes} bytes", "fp32", sizes.fresh_bytes, "byte",
+                          partial(_fresh, sizes.fresh_bytes)))  # fmt: skip
     found.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
                       partial(_operators, device), host_clock=True))  # fmt: skip
     if world > 1:
@@ -124,21 +133,25 @@ def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[I
             ("weight gradient", (out, width, rows)),
         ):
             make = partial(_gemm, m, n, k, device, precision)
-            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make)
+            elements = float(m * k + k * n + m * n)
+            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make, elements)
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
     """Return a function that computes a matrix product.
 
-    On a CPU each call uses another input and a new result, as layers do, so that caches help less.
+    On a CPU each call uses another input and another result, as layers do, so that caches help less. The results exist,
+    because training's steps use memory that the step before has freed.
     """
     if precision == "fp8":
         return scaled_product(m, n, k, device)
     count = 1 if device.type == "cuda" else _TURNS
     inputs = itertools.cycle([torch.randn(m, k, device=device).to(DTYPES[precision]) for _ in range(count)])
     b = torch.randn(n, k, device=device).to(DTYPES[precision])
-    results: deque[torch.Tensor] = deque(maxlen=count)
-    return lambda: results.append(torch.matmul(next(inputs), b.t()))
+    if device.type == "cuda":
+        return lambda: torch.matmul(next(inputs), b.t())
+    results = itertools.cycle([torch.zeros(m, n, dtype=DTYPES[precision]) for _ in range(count)])
+    return lambda: torch.matmul(next(inputs), b.t(), out=next(results))
 
 
 def _attention(shape: tuple[int, int, int, int], device: torch.device, precision: str) -> Item:
@@ -159,15 +172,18 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
         return work
 
     work_flops = flops / (1.0 if width >= 96 else NARROW_HEADS)
-    return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare)
+    return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare, length=length)
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
-    """Yield the items for chains of operators; an operator reads the previous result and writes a new tensor.
+    """Yield the items for chains of operators; an operator reads the previous result and writes another tensor.
 
-    The tensors are kept, as layers keep them. On a CPU, allocating new memory costs twice as much as writing to it.
+    On accelerators results are new tensors, which are kept, as layers keep them.
     """
     number, count = sizes.streams
+    if device.type == "cpu":
+        yield from _host_streams(number, count)
+        return
 
     def chain(operator: Callable[..., torch.Tensor], other: bool) -> Work:
         first = torch.ones(count, device=device)
@@ -183,6 +199,43 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
     for name, operator, other in (("negate", torch.neg, False), ("multiply", torch.mul, True)):
         moved = 4.0 * (3 if other else 2) * count * number
         yield Item("memory", name, "fp32", moved, "byte", partial(chain, operator, other))
+
+
+def _host_streams(number: int, count: int) -> Iterator[Item]:
+    """Yield the items for chains of operators on a CPU.
+
+    Results go to tensors that exist: training's steps use memory that the step before has freed, whereas glibc may
+    return this chain's memory between its repeats. A second operand is another tensor each time, as in gates and
+    residual sums, so that no cache holds it. An activation takes longer than its reads and writes.
+    """
+
+    def chain(operator: Callable[..., object], other: bool) -> Work:
+        results = [torch.ones(count) for _ in range(number + 1)]
+        others = [torch.ones(count) for _ in range(number)] if other else []
+
+        def work() -> None:
+            for index in range(number):
+                operator(results[index], *others[index : index + 1], out=results[index + 1])
+
+        return work
+
+    silu = torch.ops.aten.silu.out
+    for name, operator, other in (("negate", torch.neg, False), ("multiply", torch.mul, True), ("silu", silu, False)):
+        moved = 4.0 * (3 if other else 2) * count * number
+        yield Item("memory", name, "fp32", moved, "byte", partial(chain, operator, other))
+
+
+def _fresh(size: int) -> Work:
+    """Return a function that maps memory, as glibc does for a large tensor, and writes to it.
+
+    torch would put a tensor into memory that earlier items have freed, if a part of it is large enough.
+    """
+
+    def work() -> torch.Tensor:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+
+    return work
 
 
 def _operators(device: torch.device) -> Work:
