@@ -243,7 +243,12 @@ EXPERTS = {
     "sequential": {"parallel__data": {"gather": "sequential"}},
     "not ahead": {"parallel__data": {"prefetch": 0}},
     "dense first": {"model__moe": {"first_dense_layers": 2}, "parallel__recompute": "none"},
+    "large dense first": {"model__moe": {"first_dense_layers": 1, "shared_experts": 1}, "model__ffn_hidden": 8192,
+                          "parallel__recompute": "none"},
+    "every second layer": {"model__moe": {"every": 2}, "parallel__recompute": "none"},
     "compiled": {"parallel__compile": "block"},
+    "wide numbers": {"training__precision": "fp32", "parallel__recompute": "none"},
+    "ZeRO-0": {"model__moe": {"experts": 4}, "parallel__data": {"zero": 0, "shard": "auto"}, "parallel__expert": 1},
 }  # fmt: skip
 
 

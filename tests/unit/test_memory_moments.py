@@ -185,7 +185,7 @@ def test_a_router_copies_narrow_tokens_only() -> None:
     def routed(precision: str) -> float:
         return float(activations._routed(job(precision, model), Layouts(), NONE))
 
-    assert routed("fp32") == 3 * 512 * 4 + 4 * 8
+    assert routed("fp32") == 4 * 512 * 4 + 4 * 8
     assert routed("bf16") == 2 * 512 * 3 + 4 * 8 + 4 * 512
 
 

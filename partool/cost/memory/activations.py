@@ -133,7 +133,7 @@ def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
     A rank keeps the rows that its experts multiply, and the results that come back to its tokens; recomputation keeps
     what travelled, and the results of products. Tensor ranks route shares of the tokens if ranks share experts. The
-    norm's result, which a dense network keeps, is kept for shared experts only.
+    norm's result, which a dense network keeps, is not kept where neither shared experts nor the router work on it.
     """
     moe, hidden = job.model.moe, job.model.hidden
     assert moe is not None, "a dense model"
@@ -149,7 +149,8 @@ def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     found = job.compute_bytes * hidden * rows / np.where(shared, layouts.tp, 1)
     if policy not in (NONE, ATTENTION):
         return found
-    norm = 0.0 if moe.shared_experts else job.compute_bytes * hidden / tensor_shares.stream(job, layouts)
+    kept = moe.shared_experts > 0 or job.compute_bytes >= 4  # by shared experts, or by a router that needs no copy
+    norm = 0.0 if kept else job.compute_bytes * hidden / tensor_shares.stream(job, layouts)
     return found + router_per_token(job, layouts) - norm
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.stacks import MemoryStack
+from partool.cost.memory.transient import attention_exchange_bytes
 from partool.cost.time.gemm import in_tiles
 from partool.cost.traced import TracedKind, coefficients
 
@@ -26,13 +27,13 @@ class BackwardBytes(NamedTuple):
     """At the end of the forward pass, if it is run again."""
 
 
-def dense_backward(job: TrainingJob, layouts: Layouts, exchanged: Column, whole: Column) -> BackwardBytes | None:
+def dense_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> BackwardBytes | None:
     """Return what a dense layer's backward pass takes; None if what the layer saves is not traced.
 
     The fullest moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist,
     the product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's
     backward pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
-    ``exchanged``, the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
+    the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
     are the bytes that the layer saves without recomputation.
     """
     m, small = job.model, job.compute_bytes
@@ -50,7 +51,8 @@ def dense_backward(job: TrainingJob, layouts: Layouts, exchanged: Column, whole:
     gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
     gradients = small * (sizes.attention - sizes.latent)
     freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
-    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
+    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix
+    attention = attention + attention_exchange_bytes(job, layouts)
     found = np.maximum(gate, attention)
     if "norm" in fused or m.norm != "rmsnorm":
         return BackwardBytes(found)

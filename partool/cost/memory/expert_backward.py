@@ -11,6 +11,7 @@ from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, router_per_token, widths
 from partool.cost.memory.backward import BackwardBytes
 from partool.cost.memory.rank_parameters import MOE
+from partool.cost.memory.transient import attention_exchange_bytes
 from partool.cost.traced import TracedKind, coefficients
 
 
@@ -102,11 +103,12 @@ def _after(job: TrainingJob, layouts: Layouts, rows: _Rows, sizes: LayerWidths, 
     )  # fmt: skip
     travelling = np.where(shared, rows.arrived + rows.own, rows.own)
     network = travelling + tokens * width * (small * _inner_tensors(job, saved) - saved) + matrix
-    router = (small + wide) * model.hidden * own_tokens
+    router = (small + (wide if wide > small else 0)) * model.hidden * own_tokens
     # All of the feed-forward network is freed when attention's gradients exist.
     freed = router_per_token(job, layouts) * tokens + saved * width * tokens
     matrices = (2 + model.gated) * matrix
     attention = small * tokens * (sizes.attention - sizes.latent - sizes.hidden) - freed + matrices
+    attention = attention + attention_exchange_bytes(job, layouts)
     common, _ = tensor_shares.share_columns(job, layouts).layers[MOE]
     left = whole - rows.own - rows.arrived - rows.kept
     ended = small * (common + 2.0 * sizes.hidden * tokens) - left

@@ -72,7 +72,7 @@ def _some_begun(step: Step, one: BegunStages) -> _Pass:
 
 
 class _Place(NamedTuple):
-    """The beginning of the backward pass of one layer with experts that ranks share."""
+    """The backward pass of one layer with experts that ranks share."""
 
     name: str
     coming: UnitElements
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
     saved: Column
     """Bytes of saved activations."""
     earlier: UnitElements
-    """Unit that is being reduced."""
+    """Unit that is being reduced when the pass begins."""
     occurs: Mask
     """True for layouts that have this layer."""
 
@@ -107,7 +107,7 @@ class _Pass:
     def moments(self) -> list[Moment]:
         """Return the moments in their order."""
         experts = self._of_experts() if self.step.split else ()
-        return [*self._of_loss(), *self._of_last_layers(), *self._of_first_layer(), *experts, *self._of_ends()]
+        return [*self._of_loss(), *self._of_last_layers(), *self._of_first_layers(), *experts, *self._of_ends()]
 
     @property
     def _input_elements(self) -> Column:
@@ -115,22 +115,17 @@ class _Pass:
         return np.where(self.of_first_stage, self.step.state.input_elements, 0.0)
 
     @cached_property
-    def _ahead(self) -> UnitElements:
-        """Parameters of the layer before that are gathered during a layer's backward pass."""
-        step = self.step
-        return step.rest.where(step.by_unit, step.layer) if step.split else step.layer
-
-    @cached_property
     def _coming(self) -> UnitElements:
         """Parameters that are gathered during the last layer's backward pass."""
-        return self._ahead.where(self.step.done.of_stage > 1, UnitElements(self._input_elements))
+        step = self.step
+        return step.ahead_of(step.last).where(step.done.of_stage > 1, UnitElements(self._input_elements))
 
     def _gradients(self, missing: UnitElements) -> Column:
         """Return the bytes of gradients while those of the unit ``missing`` have not been computed."""
         if not self.first:
             return self.before
         others = np.where(self.of_first_stage, 0.0, self.step.done.layers - self.step.done.of_stage)
-        there = self.step.state.gradients - self.step.sums(missing) - others * self.step.sums(self.step.layer)
+        there = self.step.state.gradients - self.step.sums(missing) - others * self.step.sums(self.step.last)
         return np.maximum(there, self.before)
 
     def _of_loss(self) -> Iterator[Moment]:
@@ -143,15 +138,17 @@ class _Pass:
             "loss", there * last, gathered=step.gathered(root), loss=done.loss - self.less, within=done.loss_within,
             activations=self.saved + done.result + done.handed, **parts,
         )  # fmt: skip
+        ahead = step.ahead_of(step.last)
         yield step.moment(
-            "loss, backward", step.message(self._ahead), gathered=step.gathered(root, self._ahead.elements),
+            "loss, backward", step.message(ahead), gathered=step.gathered(root, ahead.elements),
             loss=done.loss_backward - self.less, activations=self.saved + done.handed, **parts,
         )  # fmt: skip
 
     def _of_last_layers(self) -> Iterator[Moment]:
-        step, done, layer, unit = self.step, self.step.done, self.step.state.layer_elements, self.step.rest
+        step, done, layer = self.step, self.step.done, self.step.last.elements
+        unit, ahead = step.rest(step.last), step.ahead_of(step.last)
         root, everything = step.state.root_elements, step.state.gathered / step.small
-        saved, working, coming = self.saved - done.of_norm, done.at_work, self._coming.elements
+        saved, working, coming = self.saved - done.of_norm, self._last_working, self._coming.elements
         lone = step.stage3 & ((coming == 0) | (step.ahead == 0))
         if np.any(lone):
             # The layer's message is there until it is copied out; no message follows.
@@ -166,7 +163,8 @@ class _Pass:
         )  # fmt: skip
         # Where gradients accumulate, a unit's sums exist together with what is added to them.
         rest, matrices, result = saved - done.of_layer, step.small * unit.common, step.reduced(unit)
-        first_sum = np.where(step.reduces, step.reduced(step.experts), step.wide * layer) if self.first else 0.0
+        experts = step.reduced(step.last._replace(common=0.0))
+        first_sum = np.where(step.reduces, experts, step.wide * layer) if self.first else 0.0
         ended = result + step.divided(unit) >= matrices
         own, message = np.where(ended, 0.0, matrices) + done.stream, np.where(ended, result, 0.0)
         reduction = step.reduction(unit) + np.where(ended, step.divided(unit), 0.0)
@@ -176,15 +174,15 @@ class _Pass:
             loss=done.loss_after, communication=reduction + (0.0 if self.first else message), working=own,
         )  # fmt: skip
         yield step.moment(
-            "last layer but one", step.message(self._ahead), gradients=self._before_last_but_one,
-            gathered=step.gathered(root + layer, self._ahead.elements, everything - layer), activations=rest + working,
+            "last layer but one", step.message(ahead), gradients=self._before_last_but_one,
+            gathered=step.gathered(root + layer, ahead.elements, everything - layer), activations=rest + working,
             loss=done.loss_after, communication=step.reduction(unit), working=working,
         ).only(done.of_stage > 2)  # fmt: skip
 
     @property
     def _before_last_but_one(self) -> Column:
         """Bytes of gradients when the last layer has got its own."""
-        one = self.step.sums(self.step.layer) if self.first else 0.0
+        one = self.step.sums(self.step.last) if self.first else 0.0
         return np.minimum(self.before + one, np.maximum(self.step.state.gradients, self.before))
 
     @property
@@ -193,49 +191,69 @@ class _Pass:
         done = self.step.done
         return np.maximum(self.saved - done.of_norm - done.of_layer * done.of_stage, 0.0)
 
-    def _of_first_layer(self) -> Iterator[Moment]:
-        step, done, state = self.step, self.step.done, self.step.state
-        layer, first, root = state.layer_elements, self._input_elements, state.root_elements
-        working, reduced = done.at_work, np.where(done.of_stage > 1, step.reduction(step.first_rest), 0.0)
+    def _of_first_layers(self) -> Iterator[Moment]:
+        step, done, root = self.step, self.step.done, self.step.state.root_elements
+        first, layer, second = self._input_elements, step.layer(0), step.layer(1)
+        following = np.where(done.of_stage > 1, step.reduction(step.rest(second)), 0.0)
         yield step.moment(
-            "first layer", step.message(UnitElements(first)),
-            gathered=step.gathered(root + layer, first, root + layer + first),
-            gradients=self._gradients(self._unless_ended(step.first_layer)), loss=done.loss_after, working=working,
-            activations=self._others + done.of_layer + working, communication=reduced,
+            "first layer", step.message(UnitElements(first)), communication=following, working=self._working(0),
+            gathered=step.gathered(root + layer.elements, first, root + layer.elements + first), loss=done.loss_after,
+            gradients=self._gradients(self._unless_ended(layer)),
+            activations=self._others + done.of_layer + self._working(0),
         )  # fmt: skip
+        if np.any(step.copied.common):
+            # Elsewhere the embedding's gradient, for all rows, takes more than what this leaves.
+            yield step.moment(
+                "first layer, reduced", step.message(UnitElements(first)), loss=done.loss_after, working=done.stream,
+                gathered=step.gathered(root, first, root + first), activations=self._others + done.stream,
+                gradients=self._gradients(self._unless_ended(UnitElements(0.0))),
+                communication=step.reduction(step.rest(layer)) + step.divided(step.rest(layer)),
+            ).only(step.copied.common > 0)  # fmt: skip
+        ahead, both = step.ahead_of(layer), layer.plus(second)
         yield step.moment(
-            "second layer", step.message(self._ahead), loss=done.loss_after, working=working, communication=reduced,
-            gathered=step.gathered(root + layer, self._ahead.elements, root + 2 * layer + first),
-            gradients=self._gradients(self._unless_ended(step.first_layer.times(2))),
-            activations=self._others + 2 * done.of_layer + working,
+            "second layer", step.message(ahead), loss=done.loss_after, working=self._working(1),
+            communication=step.reduction(step.rest(step.layer(2))), gradients=self._gradients(self._unless_ended(both)),
+            gathered=step.gathered(root + second.elements, ahead.elements, root + both.elements + first),
+            activations=self._others + 2 * done.of_layer + self._working(1),
         ).only(done.of_stage > 3)  # fmt: skip
 
+    @cached_property
+    def _last_working(self) -> Column:
+        """Bytes of the backward pass of the rank's last layer."""
+        step, done = self.step, self.step.done
+        return np.where(step.state.dense_first > 0, done.moe_at_work, done.at_work) if step.mixed else done.at_work
+
+    def _working(self, place: int) -> Column:
+        """Return the bytes of the backward pass of the rank's layer at a place, counted from 0."""
+        step, last = self.step, self._last_working
+        return np.where(step.state.dense_first > place, step.done.dense_at_work, last) if step.mixed else last
+
     def _unless_ended(self, unit: UnitElements) -> UnitElements:
-        """Return a unit of the first layer together with those whose gradients come after all layers'."""
+        """Return a unit together with those whose gradients come after all layers'."""
         return UnitElements(unit.common + self._input_elements + self.step.state.root_elements, unit.expert)
 
     def _places(self) -> tuple[_Place, ...]:
         """Return the layers with experts of which one may have the fullest moment."""
-        step, done, rest, experts = self.step, self.step.done, self.step.rest, self.step.experts
-        root, first, everything = step.state.root_elements, self._input_elements, step.state.gathered / step.small
-        saved, two = self.saved - done.of_norm, step.first_layer.times(2)
-        own, none = root + rest.common + experts.expert, UnitElements(0.0)
+        step, done, layer = self.step, self.step.done, self.step.moe
+        first, everything = self._input_elements, step.state.gathered / step.small
+        saved, dense, ahead = self.saved - done.of_norm, step.state.dense_first, step.ahead_of(self.step.moe)
+        earlier, none = step.rest(layer), UnitElements(0.0)
+        before = UnitElements(step.dense.common).where(dense > 0, UnitElements(first))
+        one, two = (self._unless_ended(step.dense.times(dense).plus(layer.times(count))) for count in (1, 2))
         return (
             _Place("last layer", self._coming, everything, self.before, saved, none, done.of_stage > 0),
-            _Place("last layer but one", self._ahead, everything - step.layer.elements, self._before_last_but_one,
-                   saved - done.of_layer, rest, done.of_stage > 2),
-            _Place("first layer", UnitElements(first), own + first,
-                   self._gradients(self._unless_ended(step.first_layer)), self._others + done.of_layer,
-                   step.first_rest, done.of_stage > 1),
-            _Place("second layer", self._ahead, own + step.layer.elements + first,
-                   self._gradients(self._unless_ended(two)), self._others + 2 * done.of_layer,
-                   step.first_rest, done.of_stage > 3),
+            _Place("last layer but one", ahead, everything - layer.elements, self._before_last_but_one,
+                   saved - done.of_layer, earlier, done.of_stage > 2),
+            _Place("first layer", before, one.elements, self._gradients(one),
+                   self._others + (dense + 1) * done.of_layer, earlier, done.of_stage > dense + 1),
+            _Place("second layer", ahead, two.elements, self._gradients(two),
+                   self._others + (dense + 2) * done.of_layer, earlier, done.of_stage > dense + 3),
         )  # fmt: skip
 
     def _of_experts(self) -> Iterator[Moment]:
         """FSDP2 reduces the gradients of experts that ranks share before the rest of their layer follows."""
-        step, done, experts = self.step, self.step.done, self.step.experts
-        own = self.step.state.root_elements + step.rest.common
+        step, done, experts = self.step, self.step.done, self.step.moe._replace(common=0.0)
+        own = step.state.root_elements + step.moe.common
         matrices, result, reduction = step.small * experts.expert, step.reduced(experts), step.reduction(experts)
         sums = step.sums(experts) if self.first else 0.0
         ended = result + step.divided(experts) >= matrices
@@ -244,6 +262,12 @@ class _Pass:
         with_result = (result if self.first else 0.0) + np.where(step.reduces, 0.0, sums)
         for place in self._places():
             there, coming, loss = (experts.expert > 0) & place.occurs, place.coming, done.loss_after
+            if np.any(step.state.dense_first):
+                yield step.moment(
+                    f"{place.name}, experts", step.message(coming), activations=place.saved + done.moe_at_work,
+                    gathered=step.gathered(own + experts.expert, coming.elements, place.left), loss=loss,
+                    gradients=place.gradients, communication=step.reduction(place.earlier), working=done.moe_at_work,
+                ).only(there & (step.state.dense_first > 0))  # fmt: skip
             yield step.moment(
                 f"{place.name}, recomputed", np.where(step.by_unit, 0.0, step.message(coming)),
                 gathered=step.gathered(own + experts.expert, coming.elements, place.left), gradients=place.gradients,
@@ -274,7 +298,7 @@ class _Pass:
         yield step.moment(
             "embedding", gathered=step.gathered(root + first, left=root + first), loss=done.loss_after, working=working,
             gradients=self._gradients(UnitElements(first + root)), activations=self._others + working,
-            communication=step.reduction(step.first_rest),
+            communication=step.reduction(step.rest(step.layer(0))),
         ).only(there)  # fmt: skip
         result, divided = step.reduced(UnitElements(root)), step.divided(UnitElements(root))
         ended = result + divided >= done.loss_after

@@ -32,7 +32,11 @@ class UnitElements(NamedTuple):
         """Elements of both sorts."""
         return self.common + self.expert
 
-    def times(self, count: int) -> UnitElements:
+    def plus(self, other: UnitElements) -> UnitElements:
+        """Return the elements of two units together."""
+        return UnitElements(self.common + other.common, self.expert + other.expert)
+
+    def times(self, count: Column) -> UnitElements:
         """Return the elements of several such units."""
         return UnitElements(count * self.common, count * self.expert)
 
@@ -99,34 +103,47 @@ class Step:
         )  # fmt: skip
 
     @cached_property
+    def mixed(self) -> bool:
+        """True if the model has layers with experts."""
+        return bool(np.any(self.state.moe_elements))
+
+    @cached_property
     def split(self) -> bool:
         """True if some layouts have experts that ranks share, which are units of their own."""
         return bool(np.any(self.state.expert_elements))
 
     @cached_property
-    def experts(self) -> UnitElements:
-        """The experts of the largest layer, if ranks share them."""
-        return UnitElements(0.0, self.state.expert_elements if self.split else 0.0)
+    def dense(self) -> UnitElements:
+        """A dense layer."""
+        return UnitElements(self.state.dense_elements)
 
     @cached_property
-    def rest(self) -> UnitElements:
-        """A layer of the rank's last ones, without experts that ranks share."""
-        return self.layer._replace(expert=0.0).where(self.state.dense_first > 0, self.first_rest)
+    def moe(self) -> UnitElements:
+        """A layer with experts."""
+        return UnitElements(self.state.moe_elements, self.state.expert_elements if self.split else 0.0)
 
     @cached_property
-    def first_rest(self) -> UnitElements:
-        """The largest layer without experts that ranks share; where dense layers come first, it usually is dense."""
-        return UnitElements(self.state.unit_elements)
+    def last(self) -> UnitElements:
+        """The rank's last layer; the largest layer, unless all dense layers come first."""
+        if not self.mixed:
+            return self.dense
+        larger = (self.state.dense_first > 0) | (self.moe.elements >= self.dense.elements)
+        return self.moe.where(larger, self.dense)
 
-    @cached_property
-    def first_layer(self) -> UnitElements:
-        """A layer of the rank's first ones."""
-        return self.first_rest.where(self.state.dense_first > 0, self.layer)
+    def layer(self, place: int) -> UnitElements:
+        """Return the rank's layer at a place, counted from 0; the largest one, unless all dense layers come first."""
+        return self.dense.where(self.state.dense_first > place, self.last) if self.mixed else self.dense
 
-    @property
-    def layer(self) -> UnitElements:
-        """The largest layer."""
-        return UnitElements(self.state.layer_elements - self.experts.expert, self.experts.expert)
+    def rest(self, layer: UnitElements) -> UnitElements:
+        """Return the unit of a layer that is reduced last: the layer without experts that ranks share."""
+        if not self.mixed:
+            return layer
+        larger = np.maximum(self.state.dense_elements, self.state.moe_elements)
+        return UnitElements(np.where(self.state.dense_first > 0, layer.common, larger))
+
+    def ahead_of(self, layer: UnitElements) -> UnitElements:
+        """Return what is gathered of a layer while the layer that follows it has its backward pass."""
+        return layer._replace(expert=np.where(self.by_unit, 0.0, layer.expert)) if self.split else layer
 
     @cached_property
     def pool(self) -> Column:
@@ -135,13 +152,14 @@ class Step:
         torch's allocator keeps blocks by stream, and messages have streams of their own: when they are freed, their
         memory does not serve other tensors. The same goes for reduced gradients.
         """
-        layer, first, root = self.layer, UnitElements(self.state.input_elements), UnitElements(self.state.root_elements)
-        first_bytes = self._sent(first)
-        pairs = (
-            self._sent(root) + first_bytes,
-            self._sent(layer) + np.where(self.experts.expert, 0.0, self._sent(layer)),
-            self._sent(self.rest) + first_bytes,
-        )
+        first_bytes, layer = self._sent(UnitElements(self.state.input_elements)), self._sent(self.dense)
+        pairs = [
+            self._sent(UnitElements(self.state.root_elements)) + first_bytes,
+            layer + np.maximum(layer, first_bytes),
+        ]
+        if self.mixed:
+            own = self._sent(self.moe._replace(expert=0.0))
+            pairs += [self._sent(self.moe), own + np.maximum(own * (self.moe.expert == 0.0), first_bytes)]
         return np.asarray(np.maximum.reduce(np.broadcast_arrays(*pairs)))
 
     def _sent(self, unit: UnitElements) -> Column:
@@ -167,8 +185,10 @@ class Step:
 
     @cached_property
     def last_message(self) -> Column:
-        """Bytes of the last message of a layer, from which its experts are copied if ranks share them."""
-        return self._sent(self.experts.where(self.experts.expert > 0, self.layer) if self.split else self.layer)
+        """Bytes of the last layer's last message, from which its experts are copied if ranks share them."""
+        if not self.split:
+            return self._sent(self.last)
+        return self._sent(self.last._replace(common=np.where(self.last.expert > 0, 0.0, self.last.common)))
 
     def sums(self, unit: UnitElements) -> Column:
         """Return the bytes of a unit's gradients when its backward pass has ended: reduced, or summed unsharded."""

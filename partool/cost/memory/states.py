@@ -45,14 +45,12 @@ class States:
     kept_gathered: Column
     """With ZeRO-3, bytes of gathered parameters beside those of the units in use: those that stay gathered, and shards
     that are copied from the host."""
-    layer_elements: Column
-    """Elements of the largest layer, before ZeRO shards them; so are the others."""
+    dense_elements: Column
+    """Elements of a dense layer, before ZeRO shards them; so are the next five. 0 on ranks without any."""
+    moe_elements: Column
+    """Elements of a layer with experts, without experts that ranks share; 0 on ranks without any."""
     expert_elements: Column
-    """Part of ``layer_elements`` that is gathered and reduced by itself: experts that ranks share."""
-    unit_elements: Column
-    """Elements of the largest layer without such experts."""
-    dense_first: Column
-    """1 where dense layers come first and the rank has layers with experts, too."""
+    """Elements of such a layer's experts that ranks share: they are gathered and reduced by themselves."""
     input_elements: Column
     """Elements of the embedding; 0 on ranks that do not hold it as the input of the first layer."""
     root_elements: Column
@@ -61,6 +59,8 @@ class States:
     """Elements of a matrix that the rank uses as the embedding and as the head."""
     expert_shards: Column
     """Number of ranks that share one copy of an expert's state."""
+    dense_first: Column
+    """Number of dense layers that come before all of the rank's layers with experts."""
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
@@ -81,12 +81,12 @@ class _Sizes:
     pair: Column
     """Largest number of elements that two consecutive groups have together."""
     root: Column
-    layer: Column
-    """Number of elements of the largest layer."""
-    apart: Column
-    """Part of ``layer`` that consists of experts which ranks share."""
-    unit: Column
-    """Number of elements of the largest layer without such experts."""
+    dense: Column
+    """Number of elements of a dense layer."""
+    moe: Column
+    """Number of elements of a layer with experts, without experts that ranks share."""
+    shared: Column
+    """Number of elements of the experts that ranks share in such a layer."""
     input: Column
     largest: Column
     """Number of elements of the largest group."""
@@ -144,20 +144,25 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     if job.stack.name == "partool":
         copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
         gathered, kept = gathered + copied, kept + copied
+    units = _units(job, layouts, sizes, held)
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, **units, host=terms)
+
+
+def _units(job: TrainingJob, layouts: Layouts, sizes: _Sizes, held: RankLoad) -> dict[str, Column]:
+    """Return the fields of :class:`States` that say what is gathered and reduced at once."""
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
-    shared = sizes.input * held.last if job.model.tied_embeddings else 0.0
-    both = _dense_first(job.model) & (held.layers[DENSE] > 0) & (held.layers[MOE] > 0)
-    units = (
-        sizes.layer,
-        sizes.apart,
-        sizes.unit,
-        np.where(both, 1.0, 0.0),
-        sizes.input - shared,
-        sizes.root + shared,
-        shared + 0.0 * sizes.root,
-    )
-    owners = _expert_shards(layouts, shards, zero > 0)
-    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, *units, owners, terms)
+    tied = sizes.input * held.last if job.model.tied_embeddings else 0.0
+    mixed = _dense_first(job.model) & (held.layers[MOE] > 0)
+    return {
+        "dense_elements": sizes.dense,
+        "moe_elements": sizes.moe,
+        "expert_elements": sizes.shared,
+        "input_elements": sizes.input - tied,
+        "root_elements": sizes.root + tied,
+        "tied_elements": tied + 0.0 * sizes.root,
+        "expert_shards": _expert_shards(layouts, _shards(layouts), layouts.zero > 0),
+        "dense_first": np.where(mixed, held.layers[DENSE], 0.0),
+    }
 
 
 def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
@@ -206,9 +211,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
     trained_expert: Column = 0.0
     matrices: Column = 0.0
     matrices_expert: Column = 0.0
-    largest_layer: Column = 0.0
-    apart: Column = 0.0
-    unit: Column = 0.0
+    layers: list[Column] = []
     for kind in (DENSE, MOE):
         (one, experts), count = shares.layers[kind], held.layers[kind]
         common, expert = common + one * count, expert + experts * count
@@ -216,11 +219,9 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
         matrices = matrices + groups.trained_matrices[kind] * shares.matrices[kind] * count
         matrices_expert = matrices_expert + groups.trained_matrices[kind] * experts * count
-        layer = np.where(count > 0, one + experts, 0.0)
-        alone = np.where(layouts.ep > 1, experts, 0.0) if kind == MOE and job.model.moe else 0.0
-        unit = np.maximum(unit, np.where(count > 0, layer - alone, 0.0))
-        apart = np.where(layer >= largest_layer, alone, apart)
-        largest_layer = np.maximum(largest_layer, layer)
+        layers.append(np.where(count > 0, one + experts, 0.0))
+    largest_layer = np.maximum(layers[DENSE], layers[MOE])
+    shared = np.where((layers[MOE] > 0) & (layouts.ep > 1), shares.layers[MOE][1], 0.0) if job.model.moe else 0.0
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
         embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
@@ -242,9 +243,9 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         matrices_expert=matrices_expert,
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
-        layer=largest_layer,
-        apart=apart,
-        unit=unit,
+        dense=layers[DENSE],
+        moe=layers[MOE] - shared,
+        shared=shared,
         input=input_group,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),
     )

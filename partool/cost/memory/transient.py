@@ -135,11 +135,14 @@ def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
 
 def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
-    small, m = job.compute_bytes, job.model
+    sizes = widths(job, layouts, MOE if job.model.moe else DENSE)
+    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
+    return job.compute_bytes * micro_batch_tokens(job, layouts) * expert + attention_exchange_bytes(job, layouts)
+
+
+def attention_exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the bytes of buffers of tensor and sequence parallelism, which attention's backward pass has."""
     # Sharded residual streams are all-gathered for each pair of matrices, forward and backward.
     whole = (layouts.tp > 1) & (tensor_shares.stream(job, layouts) > 1)
-    tensor = np.where(whole, 2.0 * m.hidden, 0.0)
-    sizes = widths(job, layouts, MOE if m.moe else DENSE)
-    tokens = micro_batch_tokens(job, layouts)
-    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
-    return small * tokens * (tensor + expert) + buffer_bytes(job, layouts)
+    tensor = np.where(whole, 2.0 * job.model.hidden, 0.0)
+    return job.compute_bytes * micro_batch_tokens(job, layouts) * tensor + buffer_bytes(job, layouts)

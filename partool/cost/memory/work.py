@@ -54,7 +54,11 @@ class PassBytes:
     """Bytes of saved activations on the device, of all micro-batches in flight, and of the embeddings' perturbation."""
     at_work: Column
     """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment; for layers whose
-    experts ranks share, at the fullest moment of the experts."""
+    experts ranks share, at the fullest moment of the experts. The most of any of the rank's layers."""
+    dense_at_work: Column
+    """The same of dense layers only; 0 on ranks without any."""
+    moe_at_work: Column
+    """The same of layers with experts."""
     reducing: Column
     """The same when such experts' gradients have been computed, without these gradients."""
     after: Column
@@ -116,6 +120,8 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     return PassBytes(
         saved=saved - on_host + perturbation,
         at_work=at_work,
+        dense_at_work=_working(held, layers, DENSE),
+        moe_at_work=_working(held, layers, MOE),
         reducing=reducing,
         after=after,
         recomputing=recomputing,
@@ -236,11 +242,20 @@ def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind
     if stack.traced and kind == MOE:
         found = experts_backward(job, layouts, whole)
     elif stack.traced:
-        found = dense_backward(job, layouts, exchange_bytes(job, layouts), whole)
+        found = dense_backward(job, layouts, whole)
     if found is not None:
         return found
     gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
     return BackwardBytes(gradients + (exchange_bytes(job, layouts) if stack.traced else 0.0))
+
+
+def _working(held: RankLoad, layers: Layers, kind: int) -> Column:
+    """Return the most bytes of :class:`LayerBytes` ``working`` of the rank's layers of a kind."""
+    found: Column = 0.0
+    for key, count in held.kept.items():
+        if key[0] == kind:
+            found = np.maximum(found, np.where(count > 0, layers[key].working, 0.0))
+    return found
 
 
 def _beside_experts(held: RankLoad, layers: Layers) -> list[Column]:
@@ -260,10 +275,9 @@ def _activations(
 ) -> tuple[Column, Column, Column]:
     """Return bytes: saved by all micro-batches in flight, of one layer's backward pass, and saved by the final norm."""
     saved: Column = 0.0
-    at_work: Column = 0.0
+    at_work = np.maximum(_working(held, layers, DENSE), _working(held, layers, MOE))
     for key, count in held.kept.items():
         saved = saved + layers[key].saved * count
-        at_work = np.maximum(at_work, np.where(count > 0, layers[key].working, 0.0))
     tokens = micro_batch_tokens(job, layouts)
     if stack.keeps_boundary:
         # Every chunk except the last stage's keeps the tensors that it sends.
