@@ -11,8 +11,9 @@ from layouts import new_layout
 
 from partool.cost.case import SCHEDULES, SELECTIVE, Layouts, TrainingJob
 from partool.cost.codec import encode
-from partool.cost.memory import activations
+from partool.cost.memory import activations, expert_backward
 from partool.cost.memory.activations import NONE, saved_by_layer
+from partool.cost.memory.backward import BackwardBytes, dense_backward
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.memory.in_flight import in_flight as closed
 from partool.cost.memory.layout_ranks import held_by_layout
@@ -210,7 +211,7 @@ def moments_of_experts(**changes: Any) -> dict[str, Moment]:
     return {moment.name: moment for moment in found if moment.occurs}
 
 
-def test_shared_experts_are_reduced_within_their_layer() -> None:
+def test_experts_that_ranks_share_are_reduced_within_their_layer() -> None:
     """4 of 16 experts of 3 matrices are on a rank, and 2 ranks share each; 8 ranks share the rest of the layer."""
     moments = moments_of_experts()
     experts, rest = 4 * 3 * 512 * 256, 512 * (512 + 128 + 128 + 512) + 2 * 512 + 16 * 512
@@ -232,6 +233,44 @@ def test_gradients_that_one_rank_has_whole_are_divided_into_a_copy() -> None:
     experts, embedding = 4 * 3 * 512 * 256, 512 * LLAMA.vocab
     assert apart.communication == 2 * embedding + 4 * experts + 4 * experts
     assert apart.communication - moments_of_experts()["first layer, experts reduced"].communication == 4 * experts
+
+
+def test_the_first_layers_gradients_are_divided_when_all_others_exist() -> None:
+    """With ZeRO-0, each of 8 ranks has all gradients, in float32; the buffer and the copy have the layer's."""
+    moments = moments_of_experts(zero=0, expert=1, mesh=Mesh(dp_replicate=8))
+    layer = 16 * 3 * 512 * 256 + 512 * (512 + 128 + 128 + 512) + 2 * 512 + 16 * 512
+    reduced = moments["first layer, reduced"]
+    assert reduced.communication == 4 * layer + 4 * layer
+    assert reduced.gradients == 4 * 8 * layer
+    assert "first layer, reduced" not in moments_of_experts()
+
+
+def exchanging(monkeypatch: pytest.MonkeyPatch, size: float) -> BackwardBytes:
+    """Return what a layer with experts takes if the buffers of exchanges of attention have ``size`` bytes."""
+    monkeypatch.setattr(expert_backward, "attention_exchange_bytes", lambda job, layouts: size)
+    layouts = Layouts(ep=np.array([4]), shards=np.array([8]))
+    found = expert_backward.experts_backward(job("bf16", EXPERTS), layouts, np.array([2.0**26]))
+    assert found is not None
+    return found
+
+
+def test_attention_of_layers_with_experts_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come after the experts, when attention's gradients exist."""
+    large, larger = (exchanging(monkeypatch, size) for size in (2.0**30, 2.0**31))
+    assert larger.after - large.after == 2.0**30
+    assert larger.working == large.working
+
+
+def test_dense_layers_hold_no_rows_of_experts() -> None:
+    model = EXPERTS.model_copy(update={"moe": Moe(experts=16, top_k=16, ffn_hidden=256, every=2)})
+
+    def dense(ep: int) -> float:
+        layouts = Layouts(ep=np.array([ep]), shards=np.array([8]))
+        found = dense_backward(job("bf16", model), layouts, np.array([2.0**24]))
+        assert found is not None
+        return float(np.asarray(found.working).flat[0])
+
+    assert dense(8) == dense(1)
 
 
 def test_experts_that_nobody_shares_are_reduced_with_their_layer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -171,6 +172,8 @@ def test_layouts_that_are_not_priced_are_too_large() -> None:
             device, host = least_memory_of_passes(cost_job(problem), rows)
             assert np.all(device <= total)
             assert np.all(host <= whole.host_bytes * CLOSE)
+            unkept = least_memory_of_passes(replace(cost_job(problem)), rows, keep=False)
+            assert np.array_equal(unkept, (device, host))
             by_passes += int(np.sum(device > state))
         most, most_host = np.quantile(total, 0.3), float(np.quantile(whole.host_bytes, 0.9, method="lower"))
         below = np.broadcast_to(room_below(problem, rows, most).total_bytes, 200)

@@ -20,9 +20,9 @@ class BackwardBytes(NamedTuple):
     working: Column
     """At the fullest moment; where ranks share the layer's experts, while the experts' gradients are computed."""
     reducing: Column = 0.0
-    """When nothing but the gradients of shared experts is left of them; without these gradients."""
+    """When nothing but their gradients is left of experts that ranks share; without these gradients."""
     after: Column = 0.0
-    """While the rest of the layer follows its shared experts, without their gradients."""
+    """While the backward pass of the rest of the layer follows theirs, without their gradients."""
     recomputing: Column = 0.0
     """At the end of the forward pass, if it is run again."""
 
@@ -33,8 +33,8 @@ def dense_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> Backwar
     The fullest moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist,
     the product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's
     backward pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
-    the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
-    are the bytes that the layer saves without recomputation.
+    the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole`` are the bytes
+    that the layer saves without recomputation.
     """
     m, small = job.model, job.compute_bytes
     fused = job.stack.fused
@@ -43,8 +43,7 @@ def dense_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> Backwar
         return None
     sizes, tokens = widths(job, layouts, 0), micro_batch_tokens(job, layouts)
     saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
-    # Operators that are not fused keep the activated gate, too, until the product's gradient has been computed.
-    there = 3 + 2 * m.gated + np.where(saved > 3 * small, 1, 0)
+    there = inner_tensors(job, saved)
     matrix = m.hidden * sizes.inner
     share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
     network = small * there * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
@@ -63,6 +62,15 @@ def dense_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> Backwar
     first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - whole
     norms = matrices + np.maximum(second, first)
     return BackwardBytes(np.where(layouts.compiled == 1, found, np.maximum(found, norms)))
+
+
+def inner_tensors(job: TrainingJob, saved: Column) -> Column:
+    """Return the number of tensors of the inner width at the end of the gate's backward pass.
+
+    ``saved`` are the bytes per inner element that the layer saves. Operators that are not fused keep the activated
+    gate, too, until the product's gradient has been computed.
+    """
+    return 3.0 + 2.0 * job.model.gated + np.where(saved > 3 * job.compute_bytes, 1.0, 0.0)
 
 
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:

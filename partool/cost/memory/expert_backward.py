@@ -9,7 +9,7 @@ import numpy as np
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, router_per_token, widths
-from partool.cost.memory.backward import BackwardBytes
+from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
 from partool.cost.traced import TracedKind, coefficients
@@ -41,14 +41,14 @@ def experts_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> Backw
     if known is None:
         return None
     sizes, tokens, small = widths(job, layouts, MOE), micro_batch_tokens(job, layouts), job.compute_bytes
-    shared, gated = np.asarray(layouts.ep) > 1, int(job.model.gated)
+    parallel, gated = np.asarray(layouts.ep) > 1, int(job.model.gated)
     rows = _rows(job, layouts, known.token["inner"])
     one = rows.matrices / (2 + gated)
     # Of each inner element there are the saved ones, less the product, and the gradients of product, gate and up.
-    there = small * _inner_tensors(job, known.token["inner"]) / known.token["inner"]
+    there = small * inner_tensors(job, known.token["inner"]) / known.token["inner"]
     experts = np.maximum.reduce(
         np.broadcast_arrays(
-            np.where(shared, 2.0, 1.0) * rows.arrived,
+            np.where(parallel, 2.0, 1.0) * rows.arrived,
             rows.arrived + rows.inner + one,
             (there - 1.0) * rows.kept + one,
             (1 + gated) * rows.arrived + rows.matrices + rows.inner - rows.kept,
@@ -59,25 +59,17 @@ def experts_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> Backw
     after = reducing - rows.arrived + _after(job, layouts, rows, sizes, whole)
     working = stream - rows.own + experts
     # The experts' results in two orders, those of attention's last matrix, and the norm's of their sum.
-    results = np.where(shared, 2.0 * rows.arrived - rows.own, 0.0) + 2.0 * stream
-    working = np.where(shared, working, np.maximum(working, after + rows.matrices))
+    results = np.where(parallel, 2.0 * rows.arrived - rows.own, 0.0) + 2.0 * stream
+    working = np.where(parallel, working, np.maximum(working, after + rows.matrices))
     return BackwardBytes(working, reducing, after, stream + results)
 
 
-def _inner_tensors(job: TrainingJob, saved: float) -> int:
-    """Return the number of tensors of the inner width at the end of the gate's backward pass.
-
-    Operators that are not fused keep the activated gate, too, until the product's gradient has been computed.
-    """
-    return 3 + 2 * job.model.gated + (saved > 3 * job.compute_bytes)
-
-
 def _rows(job: TrainingJob, layouts: Layouts, saved: float) -> _Rows:
-    moe, small, shared = job.model.moe, job.compute_bytes, np.asarray(layouts.ep) > 1
+    moe, small, parallel = job.model.moe, job.compute_bytes, np.asarray(layouts.ep) > 1
     assert moe is not None, "a dense model"
-    tokens, load = micro_batch_tokens(job, layouts), np.where(shared, job.load, 1.0)
+    tokens, load = micro_batch_tokens(job, layouts), np.where(parallel, job.load, 1.0)
     # Tensor ranks route shares of the tokens if ranks share experts.
-    own = small * job.model.hidden * moe.top_k * np.asarray(layouts.etp) * tokens / np.where(shared, layouts.tp, 1)
+    own = small * job.model.hidden * moe.top_k * np.asarray(layouts.etp) * tokens / np.where(parallel, layouts.tp, 1)
     inner = moe.top_k * load * tensor_shares.width(moe.ffn_hidden, tensor_shares.outer(layouts)) * tokens
     _, experts = tensor_shares.share_columns(job, layouts).layers[MOE]
     return _Rows(own * load, own, small * inner, saved * inner, small * experts)
@@ -90,19 +82,19 @@ def _after(job: TrainingJob, layouts: Layouts, rows: _Rows, sizes: LayerWidths, 
     bytes that the layer saves in all.
     """
     model, small, wide = job.model, job.compute_bytes, max(job.compute_bytes, 4)
-    moe, tokens, shared = model.moe, micro_batch_tokens(job, layouts), np.asarray(layouts.ep) > 1
+    moe, tokens, parallel = model.moe, micro_batch_tokens(job, layouts), np.asarray(layouts.ep) > 1
     assert moe is not None, "a dense model"
     known = coefficients(model, job.precision, TracedKind(0, "none", job.stack.fused))
     assert known is not None, "asked by the caller"
-    own_tokens = tokens / np.where(shared, layouts.tp, 1)
+    own_tokens = tokens / np.where(parallel, layouts.tp, 1)
     width = moe.shared_experts * tensor_shares.width(moe.ffn_hidden, tensor_shares.outer(layouts))
     saved, matrix = known.token["inner"], small * model.hidden * width
     back = np.where(
-        shared, np.maximum(2.0 * rows.arrived, rows.own + np.maximum(rows.arrived, rows.own)),
+        parallel, np.maximum(2.0 * rows.arrived, rows.own + np.maximum(rows.arrived, rows.own)),
         rows.own + small * model.hidden * own_tokens,
     )  # fmt: skip
-    travelling = np.where(shared, rows.arrived + rows.own, rows.own)
-    network = travelling + tokens * width * (small * _inner_tensors(job, saved) - saved) + matrix
+    travelling = np.where(parallel, rows.arrived + rows.own, rows.own)
+    network = travelling + tokens * width * (small * inner_tensors(job, saved) - saved) + matrix
     router = (small + (wide if wide > small else 0)) * model.hidden * own_tokens
     # All of the feed-forward network is freed when attention's gradients exist.
     freed = router_per_token(job, layouts) * tokens + saved * width * tokens

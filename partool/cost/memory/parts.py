@@ -132,7 +132,8 @@ def _bytes_of_work(job: TrainingJob, layouts: Layouts, places: Sequence[Place], 
         rows, columns = layouts.take(first), []
         for done in _work_at(job, rows, places) if keep else _work(job, rows, places):
             loss = np.minimum(done.loss, done.loss_backward)
-            # Where dense layers come first, all saved activations exist together with a layer with experts at work.
+            # Where dense layers come first, all saved activations exist together with a layer with experts at work;
+            # with WeiPipe, ``at_work`` may be smaller, as some tensors count as saved.
             last = np.where(done.moe_at_work > 0, np.minimum(done.moe_at_work, done.at_work), done.at_work)
             working = last - done.of_norm
             passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)

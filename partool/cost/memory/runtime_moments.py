@@ -202,7 +202,7 @@ class _Pass:
             activations=self._others + done.of_layer + self._working(0),
         )  # fmt: skip
         if np.any(step.copied.common):
-            # Elsewhere the embedding's gradient, for all rows, takes more than what this leaves.
+            # Without this copy, the moment "embedding" has more bytes.
             yield step.moment(
                 "first layer, reduced", step.message(UnitElements(first)), loss=done.loss_after, working=done.stream,
                 gathered=step.gathered(root, first, root + first), activations=self._others + done.stream,
@@ -262,18 +262,21 @@ class _Pass:
         with_result = (result if self.first else 0.0) + np.where(step.reduces, 0.0, sums)
         for place in self._places():
             there, coming, loss = (experts.expert > 0) & place.occurs, place.coming, done.loss_after
+            if not np.any(there):
+                continue
             if np.any(step.state.dense_first):
                 yield step.moment(
                     f"{place.name}, experts", step.message(coming), activations=place.saved + done.moe_at_work,
                     gathered=step.gathered(own + experts.expert, coming.elements, place.left), loss=loss,
                     gradients=place.gradients, communication=step.reduction(place.earlier), working=done.moe_at_work,
                 ).only(there & (step.state.dense_first > 0))  # fmt: skip
-            yield step.moment(
-                f"{place.name}, recomputed", np.where(step.by_unit, 0.0, step.message(coming)),
-                gathered=step.gathered(own + experts.expert, coming.elements, place.left), gradients=place.gradients,
-                activations=place.saved + done.recomputing, loss=loss, communication=step.reduction(place.earlier),
-                working=done.recomputing,
-            ).only(there & (done.recomputing > 0))  # fmt: skip
+            if np.any(done.recomputing):
+                yield step.moment(
+                    f"{place.name}, recomputed", np.where(step.by_unit, 0.0, step.message(coming)),
+                    gathered=step.gathered(own + experts.expert, coming.elements, place.left),
+                    gradients=place.gradients, activations=place.saved + done.recomputing, loss=loss,
+                    communication=step.reduction(place.earlier), working=done.recomputing,
+                ).only(there & (done.recomputing > 0))  # fmt: skip
             gathered = step.gathered(own, coming.elements, place.left - experts.expert)
             yield step.moment(
                 f"{place.name}, experts reduced", step.message(coming), gathered=gathered,

@@ -85,8 +85,8 @@ class _Sizes:
     """Number of elements of a dense layer."""
     moe: Column
     """Number of elements of a layer with experts, without experts that ranks share."""
-    shared: Column
-    """Number of elements of the experts that ranks share in such a layer."""
+    parallel: Column
+    """Number of elements of the experts of such a layer, if ranks share them."""
     input: Column
     largest: Column
     """Number of elements of the largest group."""
@@ -156,7 +156,7 @@ def _units(job: TrainingJob, layouts: Layouts, sizes: _Sizes, held: RankLoad) ->
     return {
         "dense_elements": sizes.dense,
         "moe_elements": sizes.moe,
-        "expert_elements": sizes.shared,
+        "expert_elements": sizes.parallel,
         "input_elements": sizes.input - tied,
         "root_elements": sizes.root + tied,
         "tied_elements": tied + 0.0 * sizes.root,
@@ -221,7 +221,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         matrices_expert = matrices_expert + groups.trained_matrices[kind] * experts * count
         layers.append(np.where(count > 0, one + experts, 0.0))
     largest_layer = np.maximum(layers[DENSE], layers[MOE])
-    shared = np.where((layers[MOE] > 0) & (layouts.ep > 1), shares.layers[MOE][1], 0.0) if job.model.moe else 0.0
+    parallel = np.where((layers[MOE] > 0) & (layouts.ep > 1), shares.layers[MOE][1], 0.0) if job.model.moe else 0.0
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
         embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
@@ -244,8 +244,8 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
         dense=layers[DENSE],
-        moe=layers[MOE] - shared,
-        shared=shared,
+        moe=layers[MOE] - parallel,
+        parallel=parallel,
         input=input_group,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),
     )
