@@ -170,7 +170,7 @@ class Weights(Section):
     """Source of the initial weights."""
 
     source: Literal["init", "dummy", "checkpoint", "hf"] = "init"
-    """init: drawn from the seed; dummy: constants, for dry runs; checkpoint: a partool checkpoint; hf: safetensors."""
+    """init: drawn from the seed; dummy: cheap noise, for trials; checkpoint: a partool checkpoint; hf: safetensors."""
     path: FilePath | None = None
     """Folder, for ``checkpoint`` and ``hf``."""
     upcycle: bool = False

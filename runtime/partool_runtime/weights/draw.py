@@ -36,12 +36,12 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
 
 
 def dummy_source(config: ModelConfig) -> BlockSource:
-    """Return a source of constants for dry runs: fast, the same for every seed; neighbouring rows and columns differ.
+    """Return a source of cheap noise for trials, in float32; it is the same for every seed.
 
-    Row r, column c of a matrix is ``std · (((31·r + 17·c) mod 13) − 6) / √14``, whose standard deviation over a period
-    of 13 is the ``std`` of :func:`init_source`; norms are one, biases zero.
+    An element is a hash of the parameter's name and of the element's indices, so any block is computed by itself.
+    Matrices are uniform, with the mean and the standard deviations of :func:`init_source`; norms are one, biases zero.
     """
-    return partial(_block, config=config, values=_pattern)
+    return partial(_block, config=config, values=_noise)
 
 
 def block_rows(shape: Shape) -> int:
@@ -56,26 +56,27 @@ def _block(
     sizes: Shape,
     *,
     config: ModelConfig,
-    values: Callable[[str, Shape, int, int], torch.Tensor],
+    values: Callable[[str, Shape, Shape, Shape], torch.Tensor],
 ) -> torch.Tensor:
     if len(shape) <= 1:
         return torch.full(sizes, 0.0 if name.endswith(".bias") else 1.0)
     residual = name.endswith((".o.weight", ".down.weight"))
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
+    return values(name, shape, offsets, sizes).mul_(std)
+
+
+def _normal(name: str, shape: Shape, offsets: Shape, sizes: Shape, *, seed: int) -> torch.Tensor:
+    """Return a block of a parameter from the standard normal distribution, drawn in whole rows."""
+    start, stop = offsets[0], offsets[0] + sizes[0]
     columns = tuple(slice(at, at + size) for at, size in zip(offsets[1:], sizes[1:], strict=True))
-    return values(name, shape, offsets[0], offsets[0] + sizes[0])[(slice(None), *columns)] * std
-
-
-def _normal(name: str, shape: Shape, start: int, stop: int, *, seed: int) -> torch.Tensor:
-    """Return rows ``start`` to ``stop`` of a parameter, drawn block by block from the standard normal distribution."""
     each = block_rows(shape)
     drawn = []
     for block in range(start // each, -(-stop // each)):
         first = block * each
         generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
         whole = torch.randn((min(each, shape[0] - first), *shape[1:]), generator=generator, dtype=torch.float32)
-        drawn.append(whole[max(start - first, 0) : stop - first])
-    return torch.cat(drawn) if drawn else torch.empty((0, *shape[1:]))
+        drawn.append(whole[(slice(max(start - first, 0), stop - first), *columns)])
+    return torch.cat(drawn) if drawn else torch.empty(sizes)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:
@@ -83,9 +84,26 @@ def _block_seed(seed: int, name: str, block: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1  # the seed has 63 bits, without a sign
 
 
-def _pattern(name: str, shape: Shape, start: int, stop: int) -> torch.Tensor:
-    del name
-    row = torch.arange(start, stop)[:, None]
-    column = torch.arange(math.prod(shape[1:]))[None, :]
-    values = ((31 * row + 17 * column) % 13 - 6) / math.sqrt(14.0)
-    return values.reshape(-1, *shape[1:]).to(torch.float32)
+def _noise(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
+    """Return a block of a parameter from the uniform distribution of mean 0 and variance 1, by a hash of the indices.
+
+    Each dimension gives a key per index; the hash mixes the keys of an element's indices.
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    keys = torch.zeros((1,) * len(shape), dtype=torch.int32)
+    for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
+        salt = int.from_bytes(digest[4 * dim : 4 * dim + 4], "little", signed=True)
+        index = torch.arange(first, first + size, dtype=torch.int32)
+        keys = keys ^ _mixed(index ^ salt).view(-1, *(1,) * (len(shape) - dim - 1))
+    return _mixed(keys).to(torch.float32).mul_(math.sqrt(3.0) / 2**31)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """Replace 32-bit integers by their hashes, in place, and return them.
+
+    The hash is lowbias32 of C. Wellons, https://nullprogram.com/blog/2018/07/31/.
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
+        upper = x.bitwise_right_shift(shift).bitwise_and_(2 ** (32 - shift) - 1)  # the shift copies the sign
+        x.bitwise_xor_(upper).mul_(factor)
+    return x
