@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from partool import __version__
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table_hash
-from partool.catalog.models import resolve_model
+from partool.catalog.models import ResolvedModel, resolve_model
 from partool.catalog.profile import Applied, apply_profile
 from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
@@ -36,12 +36,17 @@ from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
 from partool.planner.search import gathers
 from partool.planner.search.runnable import gaps, of_engine, task
+from partool.spec._source import SpecPath
+from partool.spec.checks import check as check_spec
+from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
-from partool.spec.model import Weights
+from partool.spec.model import ModelConfig, Weights
 from partool.spec.parallel import Compile
 from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
+from partool.spec.stand_ins import Rest, remaining
 from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec
+from partool.spec.watched import Origins, independent, reading, watched
 from partool.strategies.engines import ENGINES
 
 __all__ = ["TraceError", "traced"]
@@ -88,31 +93,72 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
     ``work`` counts the search work of the problem; None for a new counter.
     """
     launching = resolve_launch(spec.launch, base_dir)
-    data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
-    model = resolve_model(spec.model, base_dir, tokenizer_vocab)
-    hardware = resolve_hardware(spec.hardware, spec.training.precision, spec.limits.max_devices)
-    found = [*found, *model.diagnostics, *hardware.diagnostics]
+    with reading() as reads:
+        data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
+        found = reads.kept(found)
+    with reading() as reads:
+        model = resolve_model(spec.model, base_dir, tokenizer_vocab)
+        found += reads.kept(model.diagnostics)
+    with reading() as reads:
+        hardware = resolve_hardware(spec.hardware, spec.training.precision, spec.limits.max_devices)
+        found += reads.kept(hardware.diagnostics)
     if model.config is None or hardware.devices is None:
         return Resolved(None, found, data)
-    described = None if model.described is None else Description.model_validate(model.described)
-    stack = ENGINES[spec.engine].code_base(spec.parallel.compile)
-    measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir, stack=stack)
-    lists, unsound = read_schedule(spec, base_dir)
-    narrow = with_folder(spec, base_dir)
-    if described is not None:
-        described = with_graph(narrow, described, base_dir)
-        narrow = narrowed(narrow, described)
-        narrow, left_out = without_tensor(narrow, described)
-        found += [*left_out, *unused_weights(spec, base_dir)]
-    narrow = adversarial.whole_models(settled(narrow))
-    problem = Problem(narrow, model.config, measured.devices, measured, lists, described, work=work or Work())
-    found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
-    found += check_weights(spec, launching.launch, model.config, base_dir)
+    measured, more = _measured(spec, hardware.devices, base_dir)
+    problem, wrong = _problem(spec, base_dir, model, measured, work or Work())
+    found += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
+    found += independent(check_weights, spec, launching.launch, problem.model, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
     usable = None if _failed(found) else problem
     generation = None if model.generation is None else Generation.model_validate(model.generation)
     return Resolved(usable, found, data, model.source, inputs, measured, launching.launch, generation)
+
+
+def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, list[Diagnostic]]:
+    """Return the machines with the figures of a calibration, and findings about the calibration."""
+    stack = ENGINES[spec.engine].code_base(spec.parallel.compile)
+    with reading() as reads:
+        measured = apply_profile(spec.hardware, devices, spec.training.precision, base_dir=base_dir, stack=stack)
+        return measured, reads.kept(measured.findings)
+
+
+def _problem(
+    spec: Spec, base_dir: Path, model: ResolvedModel, measured: Applied, work: Work
+) -> tuple[Problem, list[Diagnostic]]:
+    """Return the planner's problem, in which the model replaces ``auto`` where it leaves no choice, and findings."""
+    assert model.config is not None
+    with reading() as reads:
+        lists, unsound = read_schedule(spec, base_dir)
+        found = reads.kept(unsound)
+    narrow = with_folder(spec, base_dir)
+    described = None if model.described is None else Description.model_validate(model.described)
+    if described is not None:
+        described = with_graph(narrow, described, base_dir)
+        narrow = narrowed(narrow, described)
+        with reading() as reads:
+            narrow, left_out = without_tensor(narrow, described)
+            found += reads.kept(left_out)
+        found += independent(unused_weights, spec, base_dir)
+    narrow = adversarial.whole_models(settled(narrow))
+    config = watched(model.config, origins_of_model(spec))
+    devices = watched(measured.devices, dict.fromkeys(Devices.model_fields, _OF_DEVICES))
+    return Problem(narrow, config, devices, measured, lists, described, work=work), found
+
+
+_OF_DEVICES: tuple[SpecPath, ...] = (("hardware",), ("training", "precision"), ("limits", "max_devices"))
+"""Paths of the spec that decide the machines."""
+
+
+def origins_of_model(spec: Spec) -> Origins:
+    """Return the paths of the spec that decide each field of the resolved model.
+
+    A field that the spec gives is decided by itself alone, all others by the whole section.
+    """
+    given = spec.model.model_fields_set
+    origins: dict[str, tuple[SpecPath, ...]] = dict.fromkeys(ModelConfig.model_fields, (("model",),))
+    origins |= {name: (("model", name),) for name in given & origins.keys()}
+    return origins | ({} if "vocab" in given else {"vocab": (("model",), ("data",))})
 
 
 def make_plan(
@@ -137,7 +183,7 @@ def make_plan(
         return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
     resolved = resolve(spec, base_dir, work)
     if resolved.problem is None:
-        return PlanResult(None, resolved.diagnostics)
+        return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)])
     # Imported late: pricing needs numpy, whose import takes longer than finding most errors of a spec.
     from partool.cost.traced import using
     from partool.planner.make import TraceError, traced
@@ -150,6 +196,21 @@ def make_plan(
     except TraceError as error:
         help = "partool plan without --trace uses the data that come with partool"
         return PlanResult(None, [*resolved.diagnostics, Diagnostic("PT303", str(error), path=("model",), help=help)])
+
+
+def check_rest(rest: Rest, base_dir: Path, seen: Iterable[Diagnostic] = ()) -> list[Diagnostic]:
+    """Return what can be found in a spec before the search, without what follows from its refused values.
+
+    Findings in ``seen`` are left out.
+    """
+    return remaining(rest, lambda spec: [*check_spec(spec), *resolve(spec, base_dir).diagnostics], seen)[1]
+
+
+def _beside(spec: Spec, found: list[Diagnostic], base_dir: Path) -> list[Diagnostic]:
+    """Return the findings that do not depend on the errors found before the search."""
+    errors = {finding.path for finding in found if finding.severity == "error"}
+    rest = Rest(spec.model_dump(mode="json", exclude_unset=True)).without(errors)
+    return check_rest(rest, base_dir, found)
 
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
