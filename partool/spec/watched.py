@@ -154,14 +154,25 @@ def _watched_class(kind: type[AnySection]) -> type[AnySection]:
         return kind.__hash__(self)
 
     def model_dump(self: Any, **options: Any) -> dict[str, Any]:
-        plain = kind.model_construct(_fields_set=self.model_fields_set, **everything(self))
-        return plain.model_dump(**options, serialize_as_any=True)
+        everything(self)
+        return _plain(self, kind).model_dump(**options)
 
     namespace = {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__getattribute__": get,
         "__eq__": equal, "__hash__": hashed, "model_dump": model_dump, "model_config": ConfigDict(defer_build=True),
     }  # fmt: skip
     return type(kind)(kind.__name__, (kind, _Watched), namespace)
+
+
+def _plain(section: Any, kind: type[AnySection]) -> AnySection:
+    """Return a watched section as a section of its own class."""
+    inside = object.__getattribute__(section, "__dict__")
+    values = {
+        name: _plain(value, type(value).__mro__[1]) if isinstance(value, _Watched) else value
+        for name, value in inside.items()
+        if name != _MARK
+    }
+    return kind.model_construct(_fields_set=set(section.__pydantic_fields_set__), **values)
 
 
 class _Watched:
