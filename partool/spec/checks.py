@@ -276,14 +276,14 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _schedule(spec: Spec) -> Iterator[Diagnostic]:
-    schedule, steps = spec.optimizer.schedule, spec.training.steps
-    path = ("optimizer", "schedule")
-    if schedule.warmup_steps > steps:
-        message = f"warm-up takes {schedule.warmup_steps} steps, training has {steps}"
-        yield Diagnostic("PT213", message, path=(*path, "warmup_steps"), help=f"use at most {max(steps // 10, 1)}, say")
+    schedule, path = spec.optimizer.schedule, ("optimizer", "schedule")
     if schedule.decay_steps is not None and schedule.kind != "wsd":
         message = f"decay_steps belongs to the schedule wsd, not to {schedule.kind}"
         yield Diagnostic("PT214", message, path=(*path, "decay_steps"), help="set kind: wsd, or drop it")
+    steps = spec.training.steps
+    if schedule.warmup_steps > steps:
+        message = f"warm-up takes {schedule.warmup_steps} steps, training has {steps}"
+        yield Diagnostic("PT213", message, path=(*path, "warmup_steps"), help=f"use at most {max(steps // 10, 1)}, say")
     if schedule.kind == "wsd" and schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
         message = f"warm-up and decay take {schedule.warmup_steps} + {schedule.decay_steps} of {steps} steps"
         help = f"decay_steps can be at most {max(steps - schedule.warmup_steps, 1)}"

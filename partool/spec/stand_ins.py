@@ -78,9 +78,11 @@ def remaining(
                 reported.add((finding.code, finding.path, finding.message))
                 findings.append(finding)
         errors = {finding.path for finding in (*found, *stand_ins.left_out) if finding.severity == "error"}
-        if errors <= rest.refused:
+        # An error that stays although a default stands in is one of the section around it.
+        new = errors - rest.refused or {path[:-1] for path in errors if len(path) > 1} - rest.refused
+        if not new:
             break
-        rest = rest.without(errors - rest.refused)
+        rest = rest.without(new)
     return rest, findings
 
 
@@ -90,13 +92,16 @@ def _whole_list(path: SpecPath) -> SpecPath:
 
 
 def _remove(document: dict[str, Any], path: SpecPath) -> SpecPath:
-    """Remove the value at a path, or the innermost written section around it; returns the path of what was removed."""
+    """Remove the value at a path, if it is written; a section that is one bare value goes with it.
+
+    Returns the path of what a default stands in for.
+    """
     section: dict[str, Any] = document
     for depth, part in enumerate(path[:-1]):
         inside = section.get(str(part))
-        if not isinstance(inside, dict) or path[depth + 1] not in inside:
+        if not isinstance(inside, dict):
             section.pop(str(part), None)
-            return path[: depth + 1]
+            return path[: depth + 1] if inside is not None else path
         section = inside
     section.pop(str(path[-1]), None)
     return path

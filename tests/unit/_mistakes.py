@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
 """A spec without findings; sections of examples replace its sections."""
 NEEDS = {
     "parallel": {"model", "hardware", "training"},
-    "kernels": {"model", "hardware"},
+    "kernels": {"model", "hardware", "parallel"},
     "training": {"model", "hardware"},
     "hardware": {"training"},
     "model": {"data", "training"},
