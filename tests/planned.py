@@ -7,8 +7,8 @@ from pathlib import Path
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.make import resolve
 from partool.planner.problem import Problem
+from partool.planner.resolve import resolve
 from partool.spec import load_text
 from partool.spec.spec import Spec
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.resources
 import os
+import site
 import sys
 from pathlib import Path
 
@@ -35,9 +36,11 @@ class InstructionSetError(RuntimeError):
 def library_path() -> Path | None:
     """Return the path of the compiled library, or None where it is not installed."""
     # An editable install keeps the sources in the checkout and the built library in site-packages; both are searched.
+    # The module path is not: the folder of a user's model is on it, and may hold a file of this name.
     name = f"libpartool_cpu{_SUFFIX}"
+    installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     folders = [Path(str(importlib.resources.files("partool_kernels"))) / "cpu"]
-    folders += [Path(entry) / "partool_kernels" / "cpu" for entry in sys.path if entry]
+    folders += [Path(entry) / "partool_kernels" / "cpu" for entry in installed]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 

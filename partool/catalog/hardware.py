@@ -14,6 +14,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.numbers import MOST_DEVICES
 from partool.spec.training import Precision
+from partool.spec.watched import note_read
 
 _PATH = ("hardware", "accelerator")
 _OWN = ("memory_gib", "peak_tflops", "memory_gb_per_s")
@@ -59,6 +60,7 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
         found.append(Diagnostic("PT261", text, path=("hardware", "fabric"), help=help_text))
     if any(finding.severity == "error" for finding in found):
         return ResolvedHardware(None, tuple(found), local)
+    note_read(("training", "precision"))  # findings above say that they are about it
     devices = accelerator(spec, name, entry, fabric_name, precision)
     if max_devices is not None and max_devices < devices.per_node:
         part = part_of(spec, entry, max_devices, devices.per_node)

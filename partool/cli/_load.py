@@ -215,6 +215,12 @@ def _planned(
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan
         lines |= _lines_elsewhere(findings, lines)
+    elif loaded.rest is not None:
+        from partool.planner import check_rest
+
+        loaded.add(check_rest(loaded.rest, path.absolute().parent, loaded.diagnostics))
+        findings = list(loaded.diagnostics)
+        lines |= _lines_elsewhere(findings, lines)
     return plan, findings, lines
 
 

@@ -1,5 +1,5 @@
 """The planner: turns a Spec into a Plan."""
 
-from partool.planner.make import PlanResult, make_plan
+from partool.planner.make import PlanResult, check_rest, make_plan
 
-__all__ = ["PlanResult", "make_plan"]
+__all__ = ["PlanResult", "check_rest", "make_plan"]

@@ -1,48 +1,37 @@
-"""The planner's steps in order: resolve, check, search, explain, build the plan."""
+"""The planner's steps in order: resolve and check, search, explain, build the plan."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partool import __version__
-from partool.catalog.hardware import resolve_hardware
-from partool.catalog.lookup import table_hash
-from partool.catalog.models import resolve_model
-from partool.catalog.profile import Applied, apply_profile
+from partool.catalog.profile import Applied
 from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
-from partool.plan.types import Finding, Generation, Plan, Prediction
-from partool.planner.checks import adversarial, fp8
+from partool.plan.types import Finding, Plan, Prediction
+from partool.planner.checks import fp8
 from partool.planner.checks import tensor as tensor_rules
-from partool.planner.checks.data import resolve_data
-from partool.planner.checks.engine import settled
-from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
-from partool.planner.checks.launching import check_duration, environment, resolve_launch
-from partool.planner.checks.offload import with_folder
-from partool.planner.checks.pipeline import read_schedule
-from partool.planner.checks.table import check
-from partool.planner.checks.tensor_cuts import partition, without_tensor
-from partool.planner.checks.weights import check_weights
-from partool.planner.described import Description
-from partool.planner.hf import hf_model, module_record, narrowed, unused_weights, with_graph
+from partool.planner.checks.kernels import absolute, check_kernels, without_missing
+from partool.planner.checks.launching import check_duration, environment
+from partool.planner.checks.tensor_cuts import partition
+from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
+from partool.planner.resolve import Resolved, resolve
 from partool.planner.search import gathers
 from partool.planner.search.runnable import gaps, of_engine, task
-from partool.spec.launch import LaunchSpec
+from partool.spec.checks import check as check_spec
 from partool.spec.model import Weights
 from partool.spec.parallel import Compile
 from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
-from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec
-from partool.strategies.engines import ENGINES
+from partool.spec.stand_ins import Rest, remaining
+from partool.spec.training import CheckpointSpec, Fused, KernelsSpec
 
 __all__ = ["TraceError", "traced"]
 
@@ -67,54 +56,6 @@ class PlanResult:
     diagnostics: list[Diagnostic]
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A spec with its model, machines and data looked up and checked; ``problem`` is None if there are errors."""
-
-    problem: Problem | None
-    diagnostics: list[Diagnostic]
-    data: DataSpec
-    model_source: str = ""
-    inputs: dict[str, str] = field(default_factory=dict)
-    measured: Applied | None = None
-    launch: LaunchSpec = field(default_factory=LaunchSpec)
-    """Launch section with the site profile merged in, and absolute paths."""
-    generation: Generation | None = None
-
-
-def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
-    """Look up the model, machines and data of a spec, and check that they go together.
-
-    ``work`` counts the search work of the problem; None for a new counter.
-    """
-    launching = resolve_launch(spec.launch, base_dir)
-    data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
-    model = resolve_model(spec.model, base_dir, tokenizer_vocab)
-    hardware = resolve_hardware(spec.hardware, spec.training.precision, spec.limits.max_devices)
-    found = [*found, *model.diagnostics, *hardware.diagnostics]
-    if model.config is None or hardware.devices is None:
-        return Resolved(None, found, data)
-    described = None if model.described is None else Description.model_validate(model.described)
-    stack = ENGINES[spec.engine].code_base(spec.parallel.compile)
-    measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir, stack=stack)
-    lists, unsound = read_schedule(spec, base_dir)
-    narrow = with_folder(spec, base_dir)
-    if described is not None:
-        described = with_graph(narrow, described, base_dir)
-        narrow = narrowed(narrow, described)
-        narrow, left_out = without_tensor(narrow, described)
-        found += [*left_out, *unused_weights(spec, base_dir)]
-    narrow = adversarial.whole_models(settled(narrow))
-    problem = Problem(narrow, model.config, measured.devices, measured, lists, described, work=work or Work())
-    found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
-    found += check_weights(spec, launching.launch, model.config, base_dir)
-    tables = table_hashes(spec.kernels.tuned, base_dir)
-    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
-    usable = None if _failed(found) else problem
-    generation = None if model.generation is None else Generation.model_validate(model.generation)
-    return Resolved(usable, found, data, model.source, inputs, measured, launching.launch, generation)
-
-
 def make_plan(
     spec: Spec,
     *,
@@ -137,7 +78,7 @@ def make_plan(
         return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
     resolved = resolve(spec, base_dir, work)
     if resolved.problem is None:
-        return PlanResult(None, resolved.diagnostics)
+        return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)])
     # Imported late: pricing needs numpy, whose import takes longer than finding most errors of a spec.
     from partool.cost.traced import using
     from partool.planner.make import TraceError, traced
@@ -150,6 +91,21 @@ def make_plan(
     except TraceError as error:
         help = "partool plan without --trace uses the data that come with partool"
         return PlanResult(None, [*resolved.diagnostics, Diagnostic("PT303", str(error), path=("model",), help=help)])
+
+
+def check_rest(rest: Rest, base_dir: Path, seen: Iterable[Diagnostic] = ()) -> list[Diagnostic]:
+    """Return what can be found in a spec before the search, without what follows from its refused values.
+
+    Findings in ``seen`` are left out.
+    """
+    return remaining(rest, lambda spec: [*check_spec(spec), *resolve(spec, base_dir).diagnostics], seen)[1]
+
+
+def _beside(spec: Spec, found: list[Diagnostic], base_dir: Path) -> list[Diagnostic]:
+    """Return the findings that do not depend on the errors found before the search."""
+    errors = {finding.path for finding in found if finding.severity == "error"}
+    rest = Rest(spec.model_dump(mode="json", exclude_unset=True)).without(errors)
+    return check_rest(rest, base_dir, found)
 
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
@@ -292,10 +248,3 @@ def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:
 def _kernels(spec: Spec, base_dir: Path) -> KernelsSpec:
     tuned = [str(absolute(path, base_dir)) for path in spec.kernels.tuned]
     return spec.kernels.model_copy(update={"tuned": tuned})
-
-
-def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    inputs = {"spec": hashlib.sha256(text.encode()).hexdigest(), "catalog/accelerators": table_hash("accelerators")}
-    machines = {f"catalog/{name}": table_hash(name) for name in ("hosts", "fabrics", "network_env")}
-    return {**inputs, **machines, **model_inputs}

@@ -44,7 +44,7 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
     value_source = Source(span.file, value_text)
     value, wrong = _yaml.parse(value_source)
     if wrong and wrong[0].code != "PT005":
-        return Diagnostic("PT107", f"--set {key}: {wrong[0].message}", span=span, help=wrong[0].help)
+        return Diagnostic("PT107", f"--set {key}: {wrong[0].message}", path=path, span=span, help=wrong[0].help)
     _write(document, path, value)
     for places in (source.values, source.keys):  # drop the spans of the values that were replaced
         for old in [inner for inner in places if inner[: len(path)] == path]:
@@ -70,10 +70,11 @@ def _unknown(path: SpecPath, span: Span) -> Diagnostic | None:
         if path[length - 1] not in siblings:
             if not siblings and length > 1:
                 message = f"`{_pydantic.dotted(path[: length - 1])}` is a value, it has no `{path[length - 1]}`"
-                return Diagnostic("PT101", message, span=span)
+                return Diagnostic("PT101", message, path=path[:length], span=span)
             where = f"in `{_pydantic.dotted(path[: length - 1])}`" if length > 1 else "at the top level of a spec"
             help = _pydantic.suggest(str(path[length - 1]), siblings)
-            return Diagnostic("PT101", f"there is no `{path[length - 1]}` {where}", span=span, help=help)
+            message = f"there is no `{path[length - 1]}` {where}"
+            return Diagnostic("PT101", message, path=path[:length], span=span, help=help)
     return None
 
 

@@ -241,6 +241,20 @@ def suggest(key: str, siblings: list[str]) -> str:
     return f"keys here: {', '.join(siblings)}" if siblings else ""
 
 
+def meant_by(path: SpecPath) -> set[SpecPath]:
+    """Return the paths that the user may have meant by an unknown key: its section, and places of equal or near names.
+
+    Of the top level, which every section is in, only sections with a near name count.
+    """
+    key, section = str(path[-1]), path[:-1]
+    alias = tuple(ALIASES.get(key, key).split("."))
+    elsewhere = {each for each in all_paths() if each[-1] in (key, alias[-1])}
+    near = (
+        {(name,) for name in difflib.get_close_matches(key, known_keys(()), cutoff=0.5)} if not section else {section}
+    )
+    return elsewhere | near
+
+
 def _missing_help(path: SpecPath) -> str:
     examples = {("model",): "model: llama3-8b", ("data",): "data: {source: /data/tokens/*.bin}"}
     return f"for example `{examples[path]}`" if path in examples else ""

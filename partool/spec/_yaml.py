@@ -140,7 +140,9 @@ class _Reader:
         for key_node, value_node in node.value:
             span = _span(self.source, key_node)
             if not isinstance(key_node, yaml.ScalarNode):
-                self.findings.append(Diagnostic("PT011", "a key is a name, not a list or a mapping", span=span))
+                self.findings.append(
+                    Diagnostic("PT011", "a key is a name, not a list or a mapping", path=path, span=span)
+                )
                 continue
             key = key_node.value
             if key in result:
@@ -164,7 +166,13 @@ class _Reader:
             shown = MASK if is_secret(path) else f"{node.value:.40}"
             message = f"{shown} is outside of what any field can hold"
             self.findings.append(
-                Diagnostic("PT104", message, span=_span(self.source, node), help="a finite number nearer to zero")
+                Diagnostic(
+                    "PT104",
+                    message,
+                    path=path,
+                    span=_span(self.source, node),
+                    help="a finite number nearer to zero",
+                )
             )
             return 1
         return value
@@ -174,7 +182,7 @@ class _Reader:
             tag = MASK if is_secret(path) else repr(node.tag.replace("tag:yaml.org,2002:", "!!"))
             message = f"the tag {tag} is not used in a spec"
             span = _span(self.source, node)
-            self.findings.append(Diagnostic("PT006", message, span=span, help="write the plain value"))
+            self.findings.append(Diagnostic("PT006", message, path=path, span=span, help="write the plain value"))
 
     def _bomb(self, node: yaml.Node) -> None:
         if not any(finding.code == "PT009" for finding in self.findings):

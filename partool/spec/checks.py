@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
-from partool.spec.launch_checks import check_errors
+from partool.spec.launch_checks import ERRORS, LaunchRule
 from partool.spec.model import LayerPattern, Moe
 from partool.spec.numbers import duration_s
 from partool.spec.offload_checks import check_offload
@@ -15,6 +15,7 @@ from partool.spec.pipeline_checks import check_pipeline
 from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
+from partool.spec.watched import independent
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.targets import TARGETS
@@ -139,12 +140,12 @@ Check = Callable[[Spec], Iterator[Diagnostic]]
 
 def check(spec: Spec) -> list[Diagnostic]:
     """Return the findings of all rules that need only the spec."""
-    return [finding for rule in CHECKS for finding in rule(spec)]
+    return [finding for rule in CHECKS for finding in independent(rule, spec)]
 
 
-def _secrets(spec: Spec) -> Iterator[Diagnostic]:
-    for name in sorted(spec.model_fields_set - {"launch"}):  # launch's rules check it, with the site profile
-        yield from secrets_in(getattr(spec, name), (name,))
+def _secrets(section: str) -> Check:
+    """Return a rule that looks for secrets in a section of the spec."""
+    return lambda spec: secrets_in(getattr(spec, section), (section,))
 
 
 def _one_model_source(spec: Spec) -> Iterator[Diagnostic]:
@@ -275,14 +276,14 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _schedule(spec: Spec) -> Iterator[Diagnostic]:
-    schedule, steps = spec.optimizer.schedule, spec.training.steps
-    path = ("optimizer", "schedule")
-    if schedule.warmup_steps > steps:
-        message = f"warm-up takes {schedule.warmup_steps} steps, training has {steps}"
-        yield Diagnostic("PT213", message, path=(*path, "warmup_steps"), help=f"use at most {max(steps // 10, 1)}, say")
+    schedule, path = spec.optimizer.schedule, ("optimizer", "schedule")
     if schedule.decay_steps is not None and schedule.kind != "wsd":
         message = f"decay_steps belongs to the schedule wsd, not to {schedule.kind}"
         yield Diagnostic("PT214", message, path=(*path, "decay_steps"), help="set kind: wsd, or drop it")
+    steps = spec.training.steps
+    if schedule.warmup_steps > steps:
+        message = f"warm-up takes {schedule.warmup_steps} steps, training has {steps}"
+        yield Diagnostic("PT213", message, path=(*path, "warmup_steps"), help=f"use at most {max(steps // 10, 1)}, say")
     if schedule.kind == "wsd" and schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
         message = f"warm-up and decay take {schedule.warmup_steps} + {schedule.decay_steps} of {steps} steps"
         help = f"decay_steps can be at most {max(steps - schedule.warmup_steps, 1)}"
@@ -329,8 +330,9 @@ def _sources(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT220", message, path=("data", "source"), help="a file, a glob, a folder, or python-stdlib")
 
 
-def _launch(spec: Spec) -> Iterator[Diagnostic]:
-    yield from check_errors(spec.launch)
+def _launch(rule: LaunchRule) -> Check:
+    """Return a rule about launching as a rule about specs."""
+    return lambda spec: rule(spec.launch)
 
 
 def _listed(values: list[int]) -> str:
@@ -338,7 +340,7 @@ def _listed(values: list[int]) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    _secrets,
+    *(_secrets(name) for name in sorted(set(Spec.model_fields) - {"launch"})),  # launch's rules know the site profile
     _one_model_source,
     _model_fields,
     _kv_heads,
@@ -358,5 +360,5 @@ CHECKS: tuple[Check, ...] = (
     check_sequence,
     check_offload,
     _sources,
-    _launch,
+    *(_launch(rule) for rule in ERRORS),
 )

@@ -16,6 +16,7 @@ from partool.spec._source import Source
 from partool.spec.checks import check
 from partool.spec.foreign import foreign
 from partool.spec.spec import Spec
+from partool.spec.stand_ins import REQUIRED, Rest, remaining
 
 MAX_BYTES = 1_000_000
 
@@ -27,6 +28,8 @@ class Loaded:
     spec: Spec | None
     source: Source
     diagnostics: list[Diagnostic] = field(default_factory=list)
+    rest: Rest | None = None
+    """After errors: the spec with defaults in place of what was refused; None if the file holds no sections."""
 
     @property
     def has_errors(self) -> bool:
@@ -110,31 +113,30 @@ def _load(source: Source, overrides: list[str]) -> Loaded:
     found += apply_overrides(document, overrides, source)
     source.note_secrets(document)
     spec, wrong = _validate(document)
-    loaded = Loaded(None if any(f.severity == "error" for f in found) else spec, source)
+    loaded = Loaded(spec, source)
     loaded.add(found + wrong)
-    loaded.add(check(spec) if spec is not None else _check_the_rest(document, wrong))
+    if spec is not None and not loaded.has_errors:
+        loaded.add(check(spec))
     if loaded.has_errors:
         loaded.spec = None
+        _check_the_rest(loaded, document)
     return loaded
 
 
-_STAND_IN: dict[str, Any] = {"model": {"layers": 1, "hidden": 2, "heads": 1}, "data": "python-stdlib"}
-"""Placeholder values of the required sections, used to check other sections when a required one has errors."""
-
-
-def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[Diagnostic]:
-    """Return findings about combinations of fields, for the sections whose keys and types have no errors."""
-    bad = {finding.path[0] for finding in wrong if finding.path}
-    rest = {key: value for key, value in document.items() if key not in bad}
-    spec, still_wrong = _validate(_STAND_IN | rest)
-    if spec is None or still_wrong:
-        return []
-    return [finding for finding in check(spec) if finding.path and finding.path[0] in rest]
+def _check_the_rest(loaded: Loaded, document: dict[str, Any]) -> None:
+    """Add the findings of rules that do not depend on the errors found so far, and the spec without these errors."""
+    errors = [finding for finding in loaded.diagnostics if finding.severity == "error"]
+    rest = Rest(document).without({finding.path for finding in errors})
+    for finding in errors:
+        if finding.code == "PT101" and finding.path:
+            rest = rest.doubting(_pydantic.meant_by(finding.path))
+    loaded.rest, more = remaining(rest, check, loaded.diagnostics)
+    loaded.add(more)
 
 
 def validate_section(name: str, section: Any) -> tuple[Spec | None, list[Diagnostic]]:
     """Return (spec with the user's section and placeholders for other sections, or None after errors; findings)."""
-    return _validate({**_STAND_IN, name: section})
+    return _validate({**REQUIRED, name: section})
 
 
 def _validate(document: dict[str, Any]) -> tuple[Spec | None, list[Diagnostic]]:

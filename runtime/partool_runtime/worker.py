@@ -28,6 +28,7 @@ from partool_runtime.agent import numa
 from partool_runtime.agent.error_files import write_error
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, exit_code
+from partool_runtime.private import keep_compiled_code_private
 from partool_runtime.stop import StopRequest
 
 Job = Callable[[Plan, Path, bool, StopRequest], None]
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if agent := os.environ.get("PARTOOL_AGENT_PID"):
         end_with_parent(int(agent), signal.SIGKILL)
     faulthandler.enable()
+    keep_compiled_code_private(os.environ)
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))
     stop = StopRequest(starting_file(arguments.run_dir, attempt, rank))
     stop.install()

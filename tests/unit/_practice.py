@@ -14,7 +14,7 @@ from typing import Any
 from partool.plan.layout import Layout
 from partool.planner.evidence import margin, tier_of
 from partool.planner.explain.summary import summary
-from partool.planner.make import resolve
+from partool.planner.resolve import resolve
 from partool.planner.search.solve import solve
 from partool.spec import load_text
 

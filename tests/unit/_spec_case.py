@@ -8,7 +8,7 @@ from planned import plan_of
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
-from partool.planner.make import resolve
+from partool.planner.resolve import resolve
 from partool.spec import load, load_text
 
 HEAD = """\

@@ -22,7 +22,7 @@ from partool.cost.memory.peak import rank_moments
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.elastic import job_of_plan
-from partool.planner.make import resolve
+from partool.planner.resolve import resolve
 from partool.planner.search.cost_job import cost_job
 from partool.spec import load_text
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.make import resolve
+from partool.planner.resolve import resolve
 from partool.spec import load_text
 
 MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"

@@ -433,7 +433,7 @@ def test_which_gradients_the_host_adds_up() -> None:
 
 
 def test_harder_problems_save_more_and_more() -> None:
-    from partool.planner.make import resolve
+    from partool.planner.resolve import resolve
 
     spec = load_text(ONE_GPU, overrides=[offloaded("optimizer: auto, dir: /nvme")]).spec
     assert spec is not None

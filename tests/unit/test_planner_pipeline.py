@@ -22,7 +22,7 @@ from partool.cost.time.predict import stage_times
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
 from partool.planner.explain.summary import why_lost
-from partool.planner.make import resolve
+from partool.planner.resolve import resolve
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of

@@ -21,8 +21,8 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.layout import Layout
 from partool.planner import make_plan
 from partool.planner.explain.sequence import formed, rivals, sequence_reasons
-from partool.planner.make import resolve
 from partool.planner.problem import Problem
+from partool.planner.resolve import resolve
 from partool.planner.search.enumeration import build
 from partool.planner.search.longest import NONE, Longest, longest
 from partool.planner.search.price import Priced

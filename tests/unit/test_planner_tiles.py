@@ -10,7 +10,7 @@ from planned import plan_of, result_of
 
 from partool.plan.types import Plan
 from partool.planner import PlanResult
-from partool.planner.make import resolve
+from partool.planner.resolve import resolve
 from partool.planner.search.enumeration import build
 from partool.spec import load_text
 

@@ -14,11 +14,12 @@ from partool.planner.checks import allocator
 from partool.planner.checks.hardware import check_hardware
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
-from partool.spec.launch_checks import check_errors, check_warnings, contained
+from partool.spec.launch_checks import ERRORS, check_warnings, contained
 from partool.spec.patterns import is_image_file
 from partool.spec.spec import Spec
 from partool.spec.targets.rules import rules_of
 from partool.spec.targets.slurm.site_profile import Merged, from_folder, with_site_profile
+from partool.spec.watched import independent
 from partool.strategies.targets import RESIZABLE, SCHEDULERS, TARGETS
 
 _LL128_SETTLED = ("NCCL_PROTO", "NCCL_LL128_C2C", "FI_CXI_RDZV_GET_MIN")
@@ -91,12 +92,14 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
 
     With ``planning``, a default target that does not fit the machines is allowed, as a plan may be for other machines.
     """
-    found = [*check_errors(launch), *check_warnings(launch)]
+    found = [finding for rule in ERRORS for finding in independent(rule, launch)]
+    found += independent(check_warnings, launch)
     if not planning or "target" in launch.model_fields_set:
-        found += _several_nodes(launch, devices)
-    for rule in (_restarts, _requeues, _fewer, _machines, _network):
-        found += rule(launch, devices)
-    return [*found, *rules_of(launch.target).on_machines(launch, devices), *check_hardware(launch, devices)]
+        found += independent(_several_nodes, launch, devices)
+    of_target = rules_of(launch.target).on_machines
+    for rule in (_restarts, _requeues, _fewer, _machines, _network, of_target, check_hardware):
+        found += independent(rule, launch, devices)
+    return found
 
 
 def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
@@ -14,23 +15,30 @@ from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.search import experts, gathers, tiles
+from partool.spec.watched import independent, note_read, watching
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
 
 
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
-    found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
-    if (wrong := list(engine.check(problem))) != []:
-        return [*found, *wrong]
+    found = independent(_vocabulary, problem, tokenizer_vocab) + _of_group((check_hf, check_tensor), problem)
+    if wrong := _of_group((engine.check,), problem):
+        return found + wrong
     for group in (SIZES, BATCHES):
-        found += [finding for rule in group for finding in rule(problem)]
+        found += _of_group(group, problem)
         if any(finding.severity == "error" for finding in found):
             break
     return found
 
 
+def _of_group(group: tuple[Check, ...], problem: Problem) -> list[Diagnostic]:
+    # A problem caches what it computes; a new one for each rule computes it anew, so that the rule's reads are seen.
+    return [finding for rule in group for finding in independent(rule, replace(problem) if watching() else problem)]
+
+
 def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagnostic]:
+    note_read(("data",))  # which gives the tokenizer
     vocab = problem.model.vocab
     if tokenizer_vocab is not None and vocab < tokenizer_vocab:
         message = f"the data's vocabulary has {tokenizer_vocab} tokens, the model's {vocab}"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.planner.make import resolve
 from partool.planner.problem import Problem
+from partool.planner.resolve import resolve
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.queries import variants

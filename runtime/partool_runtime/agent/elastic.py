@@ -31,6 +31,7 @@ from partool_runtime.agent.rank_logs import RankLogs
 from partool_runtime.agent.supervision import Reaction, Supervision
 from partool_runtime.agent.wire import listen_at
 from partool_runtime.errors import lasting_refusals
+from partool_runtime.private import keep_compiled_code_private
 from partool_runtime.stop import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
@@ -106,6 +107,7 @@ def _set_environment(plan: Plan, place: AgentPlace, head: str) -> None:
         del os.environ[name]
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks are numbered by arithmetic, not through a store
     os.environ.update(rank_environment(plan))
+    keep_compiled_code_private(os.environ)
     if not place.several or "GLOO_SOCKET_IFNAME" in os.environ or resolves_to_network(socket.gethostname()):
         return
     # gloo would use the address that the host's name resolves to, which other nodes may not reach

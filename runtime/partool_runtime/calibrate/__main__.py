@@ -23,6 +23,7 @@ from typing import IO, Any
 from partool.process import python_command
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.calibrate.fit import figures
+from partool_runtime.private import keep_compiled_code_private
 
 _SECONDS = {"full": 1.5, "quick": 0.25, "tiny": 0.005}
 _INTERRUPTED = 130
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=0, help="ranks that work at once; 0: one per accelerator, or 2")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which it is given up")
     arguments = parser.parse_args(argv)
+    keep_compiled_code_private(os.environ)
     if parent := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
         end_with_parent(int(parent), signal.SIGTERM)
     ranks = arguments.ranks or _default_ranks()

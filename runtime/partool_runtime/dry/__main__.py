@@ -26,6 +26,7 @@ from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.dry import shim
 from partool_runtime.dry.apart import jobs_of, run_apart
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.private import keep_compiled_code_private
 
 _THRESHOLD = 20_000
 """Objects between two collections; tensors of a step are in no cycles, so this delays the end of none."""
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     if asked.parent is not None:
         end_with_parent(asked.parent, signal.SIGKILL)
+    if asked.compile:
+        keep_compiled_code_private(os.environ)
     # Code of models may print: only results go to the command's output.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
@@ -64,7 +67,7 @@ def _answer(asked: argparse.Namespace, results: TextIO) -> int:
         if plan.devices.backend == "cpu":
             shim.require_torch()
         else:
-            shim.load(_cache() / "dry")
+            shim.load(*(folder / "dry" for folder in _caches()))
             _install(plan)
         run = partial(_run, plan, compiled=asked.compile)
         _ready(compiled=asked.compile)
@@ -96,11 +99,11 @@ def _plan(path: Path) -> Plan:
         raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None
 
 
-def _cache() -> Path:
-    """Return the folder for the library: never the current one, which may be a folder that somebody downloaded."""
-    if home := os.environ.get("PARTOOL_HOME"):
-        return Path(home).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "partool"
+def _caches() -> list[Path]:
+    """Return folders for the library: never the current one, which may be a folder that somebody downloaded."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "partool"
+    home = os.environ.get("PARTOOL_HOME")
+    return [Path(home).absolute(), cache] if home else [cache]
 
 
 _NEEDED = ("partool_runtime.dry.rank", "torch._dynamo")

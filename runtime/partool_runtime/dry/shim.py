@@ -12,10 +12,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.private import NotPrivateError, kept_file, private_folder
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -24,11 +25,12 @@ _LOADED: list[ctypes.CDLL] = []
 _NO_COMPILER = "install a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)"
 
 
-def load(folder: Path) -> None:
-    """Load the library, which is compiled on first use and kept in ``folder`` by torch's version.
+def load(*folders: Path) -> None:
+    """Load the library, which is compiled on first use and kept, by torch's version, in the first private folder.
 
     Call this before anything imports torch: torch looks for CUDA once. The machine's own devices are hidden from this
-    process. Raises ConfigurationError PT516 without torch or a compiler, or if the library does not compile or load.
+    process. Raises ConfigurationError PT516 without torch, a compiler or a folder that only this user can write to, or
+    if the library does not compile or load.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported before the library that stands in for CUDA")
@@ -38,7 +40,7 @@ def load(folder: Path) -> None:
         for name in ("libc10", "libtorch_cpu"):
             (found,) = (torch / "lib").glob(f"{name}.*")
             ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
-        _LOADED.append(ctypes.CDLL(str(_compiled(torch, folder)), mode=ctypes.RTLD_GLOBAL))
+        _LOADED.append(ctypes.CDLL(str(_compiled(torch, _private(folders))), mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         message = f"the library that stands in for CUDA cannot be made or loaded: {error}"
         raise ConfigurationError("PT516", message, "set PARTOOL_HOME to a folder that can be written to") from error
@@ -63,14 +65,19 @@ def _compiled(torch: Path, folder: Path) -> Path:
     version = importlib.metadata.version("torch")
     command = _command(torch)
     key = hashlib.sha256(f"{version} {command} {platform.machine()}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    target = folder / f"shim-{version}-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as unfinished:
-            made = Path(unfinished) / target.name
-            _compile([*command, "-o", str(made)])
-            made.replace(target)  # at once, as several ranks may compile it at the same time
-    return target
+    return kept_file(folder, f"shim-{version}-{key}", ".so", lambda made: _compile([*command, "-o", str(made)]))
+
+
+def _private(folders: Sequence[Path]) -> Path:
+    """Return the first of some folders that only this user can write to; raises ConfigurationError PT516."""
+    reasons = []
+    for folder in folders:
+        try:
+            return private_folder(folder)
+        except NotPrivateError as error:
+            reasons.append(str(error))
+    message = f"the library that stands in for CUDA is kept where only you can write: {'; '.join(reasons)}"
+    raise ConfigurationError("PT516", message, "chmod go-w that folder, or set PARTOOL_HOME to a folder of yours")
 
 
 def _command(torch: Path) -> list[str]:

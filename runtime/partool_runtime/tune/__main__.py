@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.tables import TableError, bucket
 from partool_runtime.agent.lifeline import end_with_parent
+from partool_runtime.private import keep_compiled_code_private
 from partool_runtime.tune.requests import RequestError, examples, from_json
 
 _WRONG, _NO_GPU, _FAULTED, _STOPPED = 2, 3, 4, 130
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     # Compilers that are stopped at once leave semaphores behind; the process that removes these need not warn.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+    keep_compiled_code_private(os.environ)
     if parent := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
         end_with_parent(int(parent), signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):

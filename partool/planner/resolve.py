@@ -1,0 +1,147 @@
+"""Looks up the model, machines and data of a spec, and checks that they go together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from partool.catalog.hardware import resolve_hardware
+from partool.catalog.lookup import table_hash
+from partool.catalog.models import ResolvedModel, resolve_model
+from partool.catalog.profile import Applied, apply_profile
+from partool.diagnostics.record import Diagnostic
+from partool.plan.types import Generation
+from partool.planner.checks import adversarial
+from partool.planner.checks.data import resolve_data
+from partool.planner.checks.engine import settled
+from partool.planner.checks.kernels import table_hashes
+from partool.planner.checks.launching import resolve_launch
+from partool.planner.checks.offload import with_folder
+from partool.planner.checks.pipeline import read_schedule
+from partool.planner.checks.table import check
+from partool.planner.checks.tensor_cuts import without_tensor
+from partool.planner.checks.weights import check_weights
+from partool.planner.described import Description
+from partool.planner.hf import narrowed, unused_weights, with_graph
+from partool.planner.problem import Problem, Work
+from partool.spec._source import SpecPath
+from partool.spec.hardware import Devices
+from partool.spec.launch import LaunchSpec
+from partool.spec.model import ModelConfig, ModelSpec
+from partool.spec.spec import Spec
+from partool.spec.training import DataSpec
+from partool.spec.watched import Origins, independent, reading, watched
+from partool.strategies.engines import ENGINES
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A spec with its model, machines and data looked up and checked; ``problem`` is None if there are errors."""
+
+    problem: Problem | None
+    diagnostics: list[Diagnostic]
+    data: DataSpec
+    model_source: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
+    measured: Applied | None = None
+    launch: LaunchSpec = field(default_factory=LaunchSpec)
+    """Launch section with the site profile merged in, and absolute paths."""
+    generation: Generation | None = None
+
+
+def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
+    """Look up the model, machines and data of a spec, and check that they go together.
+
+    ``work`` counts the search work of the problem; None for a new counter.
+    """
+    launching = resolve_launch(spec.launch, base_dir)
+    with reading() as reads:
+        data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
+        found = reads.kept(found)
+    with reading() as reads:
+        model = resolve_model(spec.model, base_dir, tokenizer_vocab)
+        found += reads.kept(model.diagnostics)
+    precision = spec.training.precision
+    with reading() as reads:
+        hardware = resolve_hardware(spec.hardware, precision, spec.limits.max_devices)
+        found += reads.kept(hardware.diagnostics)
+    if model.config is None or hardware.devices is None:
+        return Resolved(None, found, data)
+    measured, more = _measured(spec, hardware.devices, base_dir)
+    problem, wrong = _problem(spec, base_dir, model, measured, work or Work())
+    found += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
+    found += independent(check_weights, spec, launching.launch, problem.model, base_dir)
+    tables = table_hashes(spec.kernels.tuned, base_dir)
+    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
+    usable = None if any(finding.severity == "error" for finding in found) else problem
+    generation = None if model.generation is None else Generation.model_validate(model.generation)
+    return Resolved(usable, found, data, model.source, inputs, measured, launching.launch, generation)
+
+
+def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, list[Diagnostic]]:
+    """Return the machines with the figures of a calibration, and findings about the calibration."""
+    stack = ENGINES[spec.engine].code_base(spec.parallel.compile)
+    with reading() as reads:
+        measured = apply_profile(spec.hardware, devices, spec.training.precision, base_dir=base_dir, stack=stack)
+        return measured, reads.kept(measured.findings)
+
+
+def _problem(
+    spec: Spec, base_dir: Path, model: ResolvedModel, measured: Applied, work: Work
+) -> tuple[Problem, list[Diagnostic]]:
+    """Return the planner's problem, in which the model replaces ``auto`` where it leaves no choice, and findings."""
+    assert model.config is not None
+    with reading() as reads:
+        lists, unsound = read_schedule(spec, base_dir)
+        found = reads.kept(unsound)
+    narrow = with_folder(spec, base_dir)
+    described = None if model.described is None else Description.model_validate(model.described)
+    if described is not None:
+        described = with_graph(narrow, described, base_dir)
+        narrow = narrowed(narrow, described)
+        with reading() as reads:
+            narrow, left_out = without_tensor(narrow, described)
+            found += reads.kept(left_out)
+        found += independent(unused_weights, spec, base_dir)
+    narrow = adversarial.whole_models(settled(narrow))
+    config = watched(model.config, _origins_of_model(spec))
+    devices = watched(measured.devices, _origins_of_devices())
+    return Problem(narrow, config, devices, measured, lists, described, work=work), found
+
+
+_BY_PRECISION = (
+    "peak_flops", "achievable_flops", "sustained_share", "product_element_s", "wide_flops", "attention_flops",
+    "attention_by_length",
+)  # fmt: skip
+"""Fields of the machines that depend on the precision of training."""
+
+
+def _origins_of_devices() -> Origins:
+    """Return the paths of the spec that decide each field of the machines."""
+    origins: dict[str, tuple[SpecPath, ...]] = {}
+    for name in Devices.model_fields:
+        of_precision = (("training", "precision"),) if name in _BY_PRECISION else ()
+        origins[name] = (("hardware",), ("limits", "max_devices"), *of_precision)
+    return origins
+
+
+def _origins_of_model(spec: Spec) -> Origins:
+    """Return the paths of the spec that decide each field of the resolved model.
+
+    A field that the spec gives is decided by itself alone, each other field by all fields of the section that are about
+    the model's form.
+    """
+    given = spec.model.model_fields_set
+    of_form = tuple(("model", name) for name in ModelSpec.model_fields if name not in ("weights", "frozen"))
+    origins: dict[str, tuple[SpecPath, ...]] = dict.fromkeys(ModelConfig.model_fields, of_form)
+    origins |= {name: (("model", name),) for name in given & origins.keys()}
+    return origins | ({} if "vocab" in given else {"vocab": (*of_form, ("data",))})
+
+
+def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    inputs = {"spec": hashlib.sha256(text.encode()).hexdigest(), "catalog/accelerators": table_hash("accelerators")}
+    machines = {f"catalog/{name}": table_hash(name) for name in ("hosts", "fabrics", "network_env")}
+    return {**inputs, **machines, **model_inputs}
