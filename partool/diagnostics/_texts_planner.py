@@ -427,6 +427,15 @@ RULES: tuple[Rule, ...] = (
         "command",
     ),
     Rule(
+        "PT345",
+        "Host memory does not hold a save",
+        "A checkpoint that is written in the background is first copied into host memory, which a pod's or a job's "
+        "limit may not hold: the kernel then ends the ranks at their first save. Written block by block, it takes "
+        "memory for two blocks, and training waits.",
+        _gpus("checkpoint: {mode: async}").replace("accelerator: ", "host_memory_gib: 4, accelerator: "),
+        _gpus("checkpoint: {mode: sync}").replace("accelerator: ", "host_memory_gib: 4, accelerator: "),
+    ),
+    Rule(
         "PT460",
         "Settings of ZeRO-3 gathers with another ZeRO stage",
         "ZeRO-3 gathers parameters before each use. The other stages keep them for the whole step.",

@@ -216,7 +216,11 @@ def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
     plan = result.plan
     if plan is None:
         return result
-    found = [*_elastic(plan), *check_kernels(plan, forgive)]
+    # Imported late, as numpy is.
+    from partool.planner.checks import saves
+
+    plan, about_saves = saves.settled(plan)
+    found = [*about_saves, *_elastic(plan), *check_kernels(plan, forgive)]
     if "PT492" in forgive:
         plan = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
     return PlanResult(None if _failed(found) else plan, [*result.diagnostics, *found])
@@ -232,6 +236,7 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
+    from partool.cost.memory.saved import saved_state
     from partool.cost.traced import current
     from partool.planner.explain import candidates, comparison, errors, reasons
 
@@ -241,7 +246,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     return {
         "prediction": Prediction(
-            memory=best.memory,
+            memory=best.memory.model_copy(update=saved_state(best.job, best.layout)._asdict()),
             time=best.time,
             relative_error=time.error,
             evidence=time.words,
