@@ -155,6 +155,7 @@ def make_plan(
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and build the plan."""
     from partool.planner.checks.offload_room import check_layout
+    from partool.planner.checks.pod_network import check_pod_network
     from partool.planner.explain import candidates, reasons
     from partool.planner.search.solve import solve
 
@@ -175,6 +176,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     if _failed(wide):
         return PlanResult(None, found)
     found += check_duration(resolved.launch, best.time.total_s)
+    found += check_pod_network(problem, best, resolved.launch)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]
     if _failed(list(cut.findings)):

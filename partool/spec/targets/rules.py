@@ -46,6 +46,13 @@ class TargetRules:
         """Return the bytes that count against a node's memory limit in addition to the ranks' own memory."""
         return 0.0
 
+    def fabric_field(self, launch: LaunchSpec) -> tuple[str, ...] | None:
+        """Return the keys of the field that would give the ranks their nodes' network adapters; None if they have them.
+
+        Ranks without these adapters communicate over the network that the target makes for containers.
+        """
+        return None
+
     def cores(self, launch: LaunchSpec) -> float | None:
         """Return the number of a node's cores that the section gives the ranks; None if it does not limit them."""
         return None

@@ -25,6 +25,9 @@ _LEAST_SHARED_BYTES = 1 << 30
 _SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
 """GiB of /dev/shm per rank, for NCCL's rings and the data loaders' queues; gloo needs no /dev/shm."""
 _PATH = ("launch", "k8s")
+_NETWORKS = {"k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces"}
+"""Annotations that attach more networks to a pod: Multus (https://github.com/k8snetworkplumbingwg/multus-cni), and
+GKE's multi-networking."""
 _OWN_KEYS = (
     f"{LABEL_DOMAIN}/",
     "kueue.x-k8s.io/queue-name",
@@ -93,6 +96,12 @@ class K8sRules(TargetRules):
     def memory_beside_ranks(self, launch: LaunchSpec, devices: Devices) -> float:
         """Return the bytes of /dev/shm, whose pages count against a container's limit."""
         return quantity(shared_memory(launch, devices))
+
+    def fabric_field(self, launch: LaunchSpec) -> tuple[str, ...] | None:
+        """Return the keys of ``launch.k8s`` unless it gives the pods adapters, networks or the nodes' network."""
+        k8s = launch.k8s
+        attached = k8s.rdma is not None or k8s.host_network or bool(_NETWORKS & k8s.annotations.keys())
+        return None if attached else _PATH
 
     def cores(self, launch: LaunchSpec) -> float | None:
         """Return the cores of ``launch.k8s.cpu``, which may be a fraction; None if the field is not set."""
