@@ -210,6 +210,13 @@ def _domain(entry: dict[str, Any], per_node: int) -> int:
     return min(rack, rack // int(entry["per_node"]) * per_node)
 
 
+def fabric_figures(name: str, per_node: int) -> dict[str, Any]:
+    """Return the fields of :class:`Devices` that describe a fabric of the catalog, for nodes of ``per_node`` devices."""
+    entry = table("fabrics")[name]
+    figures = {"fabric_bytes_per_s": _fabric(entry, per_node), "fabric_latency_s": entry["latency_us"] * 1e-6}
+    return {"fabric": name, **figures}
+
+
 def _fabric(entry: dict[str, Any], per_node: int) -> float:
     """Return the bytes per second from one device to other nodes; the devices of a node may share network adapters."""
     return float(entry["gb_per_s"]) * 1e9 / (per_node if entry["per"] == "node" else 1)

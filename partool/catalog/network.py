@@ -36,6 +36,14 @@ def preset_of(fabric: str) -> str:
     return ""
 
 
+def is_rdma(fabric: str) -> bool:
+    """Return True if a fabric of the catalog is reached through adapters of its own, which containers have to be given.
+
+    Ethernet without RDMA is reached through sockets.
+    """
+    return preset_of(fabric) not in ("", "tcp")
+
+
 def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[NetworkVariable, ...]:
     """Return the variables that ``preset`` sets for ranks on ``devices``, sorted by name; none on a single node.
 

@@ -19,6 +19,14 @@ def _gpus(extra: str) -> str:
 
 
 _LATENT = "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}"
+_PODS = """\
+model: llama3-8b
+data: python-stdlib
+hardware: {accelerator: h100-sxm, nodes: 2, fabric: ib-ndr}
+launch:
+  target: k8s
+  image: registry.example.com/partool:1
+"""
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
@@ -425,6 +433,23 @@ RULES: tuple[Rule, ...] = (
         "partool plan --trace spec.yaml   # in an environment without torch",
         "partool plan spec.yaml",
         "command",
+    ),
+    Rule(
+        "PT345",
+        "Host memory does not hold a save",
+        "A checkpoint that is written in the background is first copied into host memory, which a pod's or a job's "
+        "limit may not hold: the kernel then ends the ranks at their first save. Written block by block, it takes "
+        "memory for two blocks, and training waits.",
+        _gpus("checkpoint: {mode: async}").replace("accelerator: ", "host_memory_gib: 4, accelerator: "),
+        _gpus("checkpoint: {mode: sync}").replace("accelerator: ", "host_memory_gib: 4, accelerator: "),
+    ),
+    Rule(
+        "PT346",
+        "Pods without the nodes' network adapters",
+        "A pod's own network is a software network over TCP. Adapters for RDMA (InfiniBand, RoCE, EFA, Slingshot) are "
+        "in a pod only if it asks for them; a plan is priced on the fabric of its machines.",
+        _PODS + "  k8s: {storage: 'pvc:runs'}\n",
+        _PODS + "  k8s: {storage: 'pvc:runs', rdma: {resource: rdma/hca_shared_devices_a, count: 8}}\n",
     ),
     Rule(
         "PT460",

@@ -81,6 +81,10 @@ class MemoryPrediction(Record):
     """Bytes of host memory of all ranks of a node."""
     pinned_bytes: Predicted = 0
     """Bytes of pinned host memory of one rank."""
+    saved_bytes: Predicted = 0
+    """Bytes of a checkpoint that one rank writes, at most; 0 where the training system is another one."""
+    saved_block_bytes: Predicted = 0
+    """Bytes of the largest block of them."""
 
 
 class ExchangePart(Record):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.memory.peak import host_bytes, predict_memory
+from partool.cost.memory.saved import saved_state
 from partool.cost.one_bit import one_bit_updates
 from partool.cost.optimizer import adapted, matrix_updates, moments_of
 from partool.cost.stacks import stack_of
@@ -18,6 +19,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
 from partool.plan.types import MemoryPrediction, Plan, Prediction
+from partool.planner.checks import saves
 from partool.planner.checks.allocator import expandable
 from partool.planner.checks.launching import environment
 from partool.planner.problem import divisors
@@ -79,7 +81,11 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     runs = {"runnable": not missing, "not_runnable": tuple(gap.code for gap in missing)}
     variables = environment(plan.launch, devices)  # a single node needs no network variables
     decided = {"devices": devices, "layout": layout, "environment": variables, "prediction": prediction}
-    return plan.model_copy(update={**decided, **told, **runs})
+    resized_plan = plan.model_copy(update={**decided, **told, **runs})
+    asked = str(plan.spec.get("checkpoint", {}).get("mode", "auto"))
+    settled, findings = saves.settled(saves.with_mode(resized_plan, asked))
+    errors = [finding.message for finding in findings if finding.severity == "error"]
+    return errors[0] if errors else settled
 
 
 def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
@@ -140,6 +146,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
     if not fitting:
         return lacking
     time, memory, layout = min(fitting, key=lambda each: each[0].step_time_s)
+    memory = memory.model_copy(update=saved_state(job, layout)._asdict())
     return sealed(layout), plan.prediction.model_copy(update={"memory": memory, "time": time})
 
 

@@ -111,6 +111,7 @@ def _beside(spec: Spec, found: list[Diagnostic], base_dir: Path) -> list[Diagnos
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and build the plan."""
     from partool.planner.checks.offload_room import check_layout
+    from partool.planner.checks.pod_network import check_pod_network
     from partool.planner.explain import candidates, reasons
     from partool.planner.search.solve import solve
 
@@ -131,6 +132,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     if _failed(wide):
         return PlanResult(None, found)
     found += check_duration(resolved.launch, best.time.total_s)
+    found += check_pod_network(problem, best, resolved.launch)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]
     if _failed(list(cut.findings)):
@@ -172,7 +174,11 @@ def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
     plan = result.plan
     if plan is None:
         return result
-    found = [*_elastic(plan), *check_kernels(plan, forgive)]
+    # Imported late, as numpy is.
+    from partool.planner.checks import saves
+
+    plan, about_saves = saves.settled(plan)
+    found = [*about_saves, *_elastic(plan), *check_kernels(plan, forgive)]
     if "PT492" in forgive:
         plan = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
     return PlanResult(None if _failed(found) else plan, [*result.diagnostics, *found])
@@ -188,6 +194,7 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
+    from partool.cost.memory.saved import saved_state
     from partool.cost.traced import current
     from partool.planner.explain import candidates, comparison, errors, reasons
 
@@ -197,7 +204,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     return {
         "prediction": Prediction(
-            memory=best.memory,
+            memory=best.memory.model_copy(update=saved_state(best.job, best.layout)._asdict()),
             time=best.time,
             relative_error=time.error,
             evidence=time.words,

@@ -249,5 +249,6 @@ class CheckpointSpec(Section):
     stays until a step has computed with the newest."""
     dir: FilePath | None = None
     """Folder of checkpoints; default: the run's folder."""
-    mode: Literal["async", "sync"] = "async"
-    """async: training goes on while the files are written."""
+    mode: Literal["auto", "async", "sync"] = "auto"
+    """async: training goes on while the files are written, from copies in host memory; sync: it waits, and blocks are
+    copied one by one; auto: async where host memory holds the copies."""

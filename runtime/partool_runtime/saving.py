@@ -62,8 +62,7 @@ class Saver:
         self._checkpointer = Checkpointer(
             folder,
             keep=spec.keep,
-            # State kept on disks because memory cannot hold it is not copied to memory for a write in the background.
-            mode="sync" if plan.layout.offload.optimizer == "nvme" else spec.mode,
+            mode="sync" if spec.mode == "sync" else "async",
             rank=ranks.rank,
             world_size=ranks.world_size,
             run=run_dir.name,

@@ -10,7 +10,8 @@ from _launch_case import launch_job
 
 from partool.catalog.lookup import table
 from partool.launch.k8s.validate import validate_offline
-from partool.plan.types import CandidateRow, Plan
+from partool.plan.types import Plan
+from partool.planner.checks.saves import with_mode
 from partool.render.k8s import render
 from partool.spec.training import CheckpointSpec
 
@@ -69,8 +70,7 @@ def test_whatever_ranks_write_to_is_a_volume(kind: str) -> None:
 
 def test_without_a_claim_there_is_room_for_the_checkpoints() -> None:
     plan = k8s_plan(k8s={"storage": None})
-    terms = {"parameters": 2 << 30, "optimizer": 8 << 30, "activations": 99 << 30}
-    memory = plan.prediction.memory.model_copy(update={"terms_bytes": terms})
+    memory = plan.prediction.memory.model_copy(update={"saved_bytes": 10 << 30})
     large = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
     # 20 + 8 ranks × 10 GiB × (3 + 1 checkpoints) × 1.1
     assert containers(launch_job(large))[0]["resources"]["requests"]["ephemeral-storage"] == "372Gi"
@@ -191,22 +191,27 @@ def memory_of(plan: Plan) -> str:
     return str(resources["limits"]["memory"])
 
 
+def predicted(plan: Plan, **memory: int) -> Plan:
+    """Return a plan with other predictions of memory."""
+    found = plan.prediction.model_copy(update={"memory": plan.prediction.memory.model_copy(update=memory)})
+    return plan.model_copy(update={"prediction": found})
+
+
 def test_memory_is_what_the_plan_predicts_with_shared_memory_and_room() -> None:
-    plan = k8s_plan()
+    plan = predicted(k8s_plan(), saved_bytes=0, saved_block_bytes=0)
     assert memory_of(plan) == "106Gi"  # (8 × 4 GiB + 8 × 8 GiB) × 1.1
-    row = CandidateRow(
-        summary="", step_time_s=1, memory_bytes=1, host_bytes=200 << 30, devices=16, fit_probability=1,
-        verdict="green", runnable=True,
-    )  # fmt: skip
-    other = row.model_copy(update={"host_bytes": 900 << 30, "why_not": "slower"})
-    assert memory_of(plan.model_copy(update={"candidates": (other, row)})) == "326Gi"
+    assert memory_of(predicted(plan, host_bytes=200 << 30)) == "326Gi"
+    # In the background, all of 9 GiB of each rank is copied; else two copies of a block of 1 GiB exist at once.
+    saved = predicted(plan, saved_bytes=9 << 30, saved_block_bytes=1 << 30)
+    assert memory_of(with_mode(saved, "async")) == "185Gi"  # (8 × (4 + 9) GiB + 8 × 8 GiB) × 1.1
+    assert memory_of(with_mode(saved, "sync")) == "124Gi"  # (8 × (4 + 2) GiB + 8 × 8 GiB) × 1.1
     small = plan.devices.model_copy(update={"host_memory_bytes": 100 << 30})
     assert memory_of(plan.model_copy(update={"devices": small})) == "90Gi"
     assert memory_of(k8s_plan(k8s={"shared_memory": "128Gi"})) == "176Gi"
     on_cpu = k8s_plan(machine="cpu")
-    memory = on_cpu.prediction.memory.model_copy(update={"total_bytes": 3 << 30})
-    predicted = on_cpu.prediction.model_copy(update={"memory": memory})
-    assert memory_of(on_cpu.model_copy(update={"prediction": predicted})) == "9Gi"  # (2 × 3 GiB + 2 × 1 GiB) × 1.1
+    on_cpu = predicted(on_cpu, total_bytes=3 << 30, saved_bytes=0, saved_block_bytes=0)
+    assert memory_of(on_cpu) == "9Gi"  # (2 × 3 GiB + 2 × 1 GiB) × 1.1
+    assert memory_of(with_mode(predicted(on_cpu, saved_bytes=2 << 30), "async")) == "14Gi"
     assert memory_of(k8s_plan(k8s={"memory": "500G", "cpu": "1500m"})) == "500G"
     spec = next(pods(k8s_job()))[1]["spec"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in spec["volumes"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any, Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from partool_runtime.checkpoint import Arena, Checkpointer, open_arena
 from partool_runtime.checkpoint._arena import BLOCK_BYTES
+from partool_runtime.checkpoint._files import Files
 from partool_runtime.offload import lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.trainer import _room_bytes
@@ -74,6 +76,50 @@ def test_a_checkpoint_through_the_arena_holds_the_state_of_the_save(arena: Arena
     writer.wait()
     writer.load(3, state)
     assert all(value.equal(saved[name]) for name, value in state.items())
+
+
+class CountedArena(Arena):
+    """Remembers the copies that it made, without keeping them."""
+
+    def __init__(self) -> None:
+        blocks = [torch.empty(56, dtype=torch.uint8) for _ in range(2)]
+        super().__init__(CPU, blocks, lanes.ThreadLanes(random.Random(0)))
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def copied(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        copies = super().copied(tensors)
+        self.storages += [weakref.ref(copy.untyped_storage()) for copy in copies]
+        return copies
+
+    def alive(self) -> int:
+        return sum(storage() is not None for storage in self.storages)
+
+
+class CountingFiles(Files):
+    """Counts the copies of blocks that exist whenever a file is written to."""
+
+    def __init__(self, arena: CountedArena) -> None:
+        self.arena, self.alive = arena, [0]
+
+    def write(self, stream: IO[bytes], data: bytes | memoryview) -> None:
+        self.alive.append(self.arena.alive())
+        super().write(stream, data)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_takes_memory_for_one_block_or_for_all(mode: Literal["sync", "async"], tmp_path: Path) -> None:
+    """A ``sync`` save copies block by block; an ``async`` save copies all at once, and frees what it has written."""
+    arena = CountedArena()
+    files = CountingFiles(arena)
+    state = {f"model.{index}": torch.randn(5, 3) for index in range(9)}
+    writer = Checkpointer(tmp_path, keep=1, mode=mode, rank=0, world_size=1, arena=arena, files=files)
+    writer.save(3, state, {}, wait=True)
+    writer.close()
+    assert len(arena.storages) == 9
+    assert max(files.alive) == (1 if mode == "sync" else 9)
+    assert arena.alive() == 0
+    if mode == "async":
+        assert min(files.alive[1 + files.alive.index(9) :]) <= 1
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class States:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class ElementCounts:
     """Numbers of elements on one rank before ZeRO shards elements; ``common`` counts elements outside of experts."""
 
     common: Column
@@ -94,7 +94,7 @@ class _Sizes:
 
 def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
     """Return the bytes of the training state of a rank."""
-    sizes = _sizes(job, layouts, held)
+    sizes = element_counts(job, layouts, held)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
     zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
@@ -148,7 +148,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, **units, host=terms)
 
 
-def _units(job: TrainingJob, layouts: Layouts, sizes: _Sizes, held: RankLoad) -> dict[str, Column]:
+def _units(job: TrainingJob, layouts: Layouts, sizes: ElementCounts, held: RankLoad) -> dict[str, Column]:
     """Return the fields of :class:`States` that say what is gathered and reduced at once."""
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
     tied = sizes.input * held.last if job.model.tied_embeddings else 0.0
@@ -165,7 +165,7 @@ def _units(job: TrainingJob, layouts: Layouts, sizes: _Sizes, held: RankLoad) ->
     }
 
 
-def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
+def _leaving(job: TrainingJob, layouts: Layouts, sizes: ElementCounts) -> Column:
     """Return the maximum bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
     if job.stack.name != "partool":
         return 0.0
@@ -174,7 +174,7 @@ def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
     return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
-def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
+def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: ElementCounts) -> Column:
     """Return the host bytes of parameter shards; if shards are in files, only groups in transfer take host memory."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
@@ -203,7 +203,8 @@ def _groups(job: TrainingJob) -> GatherGroups:
     return model_groups(job.model, job.padded_vocab, job.frozen)
 
 
-def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
+def element_counts(job: TrainingJob, layouts: Layouts, held: RankLoad) -> ElementCounts:
+    """Return the numbers of elements on ranks with the loads ``held``."""
     groups, shares = _groups(job), share_columns(job, layouts)
     common: Column = 0.0
     expert: Column = 0.0
@@ -232,7 +233,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
     input_group = embedding * held.first
     root = head * held.last + extra
     follows = np.where(held.layer_count > 1, largest_layer, 0.0)
-    return _Sizes(
+    return ElementCounts(
         common=common + outer,
         expert=expert,
         trained=trained
@@ -251,7 +252,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
     )
 
 
-def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
+def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, everything: Column) -> Column:
     """Return the bytes of gathered parameters.
 
     With ZeRO-3, four sorts of parameters are gathered at once: those in use, those prefetched, those that are kept
@@ -269,7 +270,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Si
     return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, whole)
 
 
-def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
+def _ahead(job: TrainingJob, sizes: ElementCounts, everything: Column) -> Column:
     """Return the total number of elements in the group in use, in prefetched groups, and in persistent parameters."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
@@ -311,7 +312,7 @@ def _gradients(
     return ended * on_device, before * on_device, stepping
 
 
-def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
+def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
     """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
 
     A sequential gather writes directly into the parameters and needs no message. Ranks that pass weights on have other

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from partool.plan.host_memory import ranks_bytes
 from partool.plan.types import Plan
 from partool.spec.patterns import within
-from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
+from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity, shared_memory
 
 _GIB = 1 << 30
-_SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
-"""GiB of /dev/shm per rank, for NCCL's rings and the data loaders' queues; gloo needs no /dev/shm."""
 _CORES_KEPT = 2
 """Cores left to the kubelet and the other daemons that run on every node."""
-_PROCESS_BYTES = 4 * _GIB
-"""Host memory per device rank that no prediction includes: interpreter, libraries, pinned buffers (assumed)."""
 _ROOM = 1.1
 _SCRATCH_GIB = 20
 """GiB for the container's log, compilers' caches and token caches (assumed; public clouds' nodes have 40 or more)."""
@@ -38,11 +35,6 @@ def resource_name(backend: str, profile: str) -> str:
     return f"nvidia.com/mig-{profile}" if profile else DEVICES[backend]
 
 
-def shared_memory(plan: Plan) -> str:
-    """Return the size of /dev/shm as a Kubernetes quantity."""
-    return plan.launch.k8s.shared_memory or f"{_SHARED_GIB[plan.devices.backend] * plan.devices.per_node}Gi"
-
-
 def ephemeral_storage(plan: Plan) -> str:
     """Return the limit on a pod's data on its node's disk: /tmp, caches and, without a claim, the run's folder."""
     k8s = plan.launch.k8s
@@ -50,11 +42,8 @@ def ephemeral_storage(plan: Plan) -> str:
         return k8s.ephemeral_storage
     gib = _SCRATCH_GIB
     if _on_disk(plan, plan.checkpoint.dir or POD_STORAGE):
-        memory = plan.prediction.memory
-        state = [memory.terms_bytes.get(name, 0) for name in ("parameters", "optimizer")]
-        state += [memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")]
         kept = plan.checkpoint.keep + 1  # an old checkpoint is deleted only once the new one is complete
-        gib += math.ceil(sum(state) * plan.devices.per_node * kept * _ROOM / _GIB)
+        gib += math.ceil(plan.prediction.memory.saved_bytes * plan.devices.per_node * kept * _ROOM / _GIB)
     return f"{gib}Gi"
 
 
@@ -90,25 +79,14 @@ def _cpu(plan: Plan) -> str:
 def memory(plan: Plan) -> str:
     """Return the container's memory in whole GiB, rounded up: the ranks' host memory and /dev/shm, plus 10 %.
 
-    On a host with devices, the result is at most 90 % of the host's memory: a pod that requests all fits no node.
+    The ranks' memory includes the copies that they make while they save. On a host with devices, the result is at most 90 % of the host's memory: a pod that requests all fits no node.
     For ranks on a CPU there is no such bound, since the plan's host is then the machine that made the plan.
     """
     if plan.launch.k8s.memory is not None:
         return plan.launch.k8s.memory
-    gib = math.ceil((_ranks_bytes(plan) + quantity(shared_memory(plan))) * _ROOM / _GIB)
+    gib = math.ceil((ranks_bytes(plan) + quantity(shared_memory(plan.launch, plan.devices))) * _ROOM / _GIB)
     host = plan.devices.host_memory_bytes
     if host is not None and plan.devices.backend != "cpu":
         gib = max(1, min(gib, int(host * 0.9 / _GIB)))
     return f"{gib}Gi"
 
-
-def _ranks_bytes(plan: Plan) -> float:
-    """Return the bytes of host memory of a node's ranks.
-
-    For CPU ranks, the result is all their memory; for device ranks, it is the offloaded bytes plus 4 GiB per rank.
-    """
-    ranks = plan.devices.per_node
-    if plan.devices.backend == "cpu":
-        return plan.prediction.memory.total_bytes * ranks
-    own = [row.host_bytes for row in plan.candidates if not row.why_not]
-    return (own[0] if own else 0) + _PROCESS_BYTES * ranks

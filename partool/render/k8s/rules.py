@@ -9,9 +9,9 @@ from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import key_variable, workload_metadata
-from partool.render.k8s.resources import memory, shared_memory
+from partool.render.k8s.resources import memory
 from partool.spec.patterns import within
-from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
+from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity, shared_memory
 from partool.spec.targets.k8s.section import K8sSpec
 from partool.strategies.engines import ENGINES
 
@@ -159,7 +159,8 @@ def _annotations(job: Job) -> Iterator[Diagnostic]:
 
 def _room(job: Job) -> Iterator[Diagnostic]:
     """Refuse a memory limit that /dev/shm alone would fill."""
-    asked, limit, shared = job.plan.launch.k8s.memory, memory(job.plan), shared_memory(job.plan)
+    asked, limit = job.plan.launch.k8s.memory, memory(job.plan)
+    shared = shared_memory(job.plan.launch, job.plan.devices)
     if quantity(limit) > quantity(shared):
         return
     if asked is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from partool.render.job import Job
 from partool.render.k8s.objects import plan_map
-from partool.render.k8s.resources import ephemeral_storage, shared_memory
-from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE
+from partool.render.k8s.resources import ephemeral_storage
+from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, shared_memory
 
 PLAN_FOLDER = "/etc/partool"
 _PVC = "pvc:"
@@ -21,7 +21,7 @@ def volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     use a folder that Kubernetes creates for a ``subPath``.
     """
     launch = job.plan.launch
-    shm = {"medium": "Memory", "sizeLimit": shared_memory(job.plan)}
+    shm = {"medium": "Memory", "sizeLimit": shared_memory(job.plan.launch, job.plan.devices)}
     found: list[dict[str, Any]] = [
         {"name": "plan", "configMap": {"name": plan_map(job), "defaultMode": 0o444}},
         {"name": "shm", "emptyDir": shm},

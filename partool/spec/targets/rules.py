@@ -38,6 +38,25 @@ class TargetRules:
         """Return the findings about the section's time limits for a training of ``total_s`` seconds."""
         return ()
 
+    def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
+        """Return (keys of the field, value, bytes) if the section limits a node's memory for the ranks, else None."""
+        return None
+
+    def memory_beside_ranks(self, launch: LaunchSpec, devices: Devices) -> float:
+        """Return the bytes that count against a node's memory limit in addition to the ranks' own memory."""
+        return 0.0
+
+    def fabric_field(self, launch: LaunchSpec) -> tuple[str, ...] | None:
+        """Return the keys of the field that would give the ranks their nodes' network adapters; None if they have them.
+
+        Ranks without these adapters communicate over the network that the target makes for containers.
+        """
+        return None
+
+    def cores(self, launch: LaunchSpec) -> float | None:
+        """Return the number of a node's cores that the section gives the ranks; None if it does not limit them."""
+        return None
+
     def contained(self, launch: LaunchSpec) -> bool:
         """Return True if the ranks run in a container."""
         return False

@@ -45,16 +45,29 @@ class WritePlan:
     """Total bytes of tensor data that all ranks write; file headers and metadata are not counted."""
 
 
-class StagedPlanner(DefaultSavePlanner):
-    """DCP's planner; it looks up the data of write items in this rank's staged blocks."""
+class StateBlocks:
+    """The blocks of tensors that this rank writes; each is taken once."""
 
-    def __init__(self, staged: Mapping[MetadataIndex, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
+    def __init__(self, blocks: dict[MetadataIndex, Tensor], arena: Arena | None) -> None:
+        """Blocks on the device of ``arena`` are copied through it, and other blocks without it."""
+        self._blocks, self._arena = blocks, arena
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return a block of a tensor."""
-        return self._staged[index]
+    def take(self, index: MetadataIndex) -> Tensor:
+        """Return a block on the CPU and forget it, so that its memory is free once it is written."""
+        block = self._blocks.pop(index)
+        if self._arena is not None and block.device == self._arena.device:
+            return self._arena.copied([block])[0]
+        return block.to("cpu")
+
+    def copied(self) -> StateBlocks:
+        """Return the blocks in ordinary host memory, so that the state may change while they are written."""
+        arena = self._arena
+        through = [index for index, block in self._blocks.items() if arena is not None and block.device == arena.device]
+        found: dict[MetadataIndex, Tensor] = {}
+        if arena is not None:
+            found = dict(zip(through, arena.copied(self._blocks[index] for index in through), strict=True))
+        found |= {i: block.to("cpu", copy=True) for i, block in self._blocks.items() if i not in found}
+        return StateBlocks(found, None)
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -114,11 +127,8 @@ def _own_plan(state: State, *, coordinator: bool) -> tuple[DefaultSavePlanner, S
     return planner, dataclasses.replace(local, items=items)
 
 
-def stage(state: State, plan: WritePlan, arena: Arena | None = None, *, copy: bool) -> dict[MetadataIndex, Tensor]:
-    """Return the blocks that this rank writes, on the CPU; if ``copy``, the blocks share no memory with ``state``.
-
-    Blocks on the device of ``arena`` are copied through it.
-    """
+def blocks_to_write(state: State, plan: WritePlan, arena: Arena | None = None) -> StateBlocks:
+    """Return the blocks that this rank writes; they share memory with ``state``."""
     blocks: dict[str, dict[MetadataIndex, Tensor]] = {}
     local: dict[MetadataIndex, Tensor] = {}
     for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
@@ -128,9 +138,7 @@ def stage(state: State, plan: WritePlan, arena: Arena | None = None, *, copy: bo
             local[index] = found[index]
         else:  # in this case a rank holds at most one block
             local[index] = local_tensor(value)
-    through = [index for index, block in local.items() if arena is not None and block.device == arena.device]
-    copies = {} if arena is None else dict(zip(through, arena.copied(local[index] for index in through), strict=True))
-    return {index: copies[index] if index in copies else block.to("cpu", copy=copy) for index, block in local.items()}
+    return StateBlocks(local, arena)
 
 
 def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from partool_runtime.checkpoint import _folders
 from partool_runtime.checkpoint._agreement import CheckpointError, SavingRanks
 from partool_runtime.checkpoint._files import Files, HashedFileSystem
 from partool_runtime.checkpoint._manifest import CheckpointManifest, check_files, step_folder, write_manifest
-from partool_runtime.checkpoint._plan import StagedPlanner, WritePlan
+from partool_runtime.checkpoint._plan import StateBlocks, WritePlan
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.torch_internals.checkpoint_items import write_blocks
 
 _OVERHEAD_BYTES = 1 << 20
 """Bytes allowed for headers, metadata and manifest when checking for free space."""
@@ -34,8 +33,8 @@ class WriteJob:
     step: int
     extra: dict[str, Any]
     plan: WritePlan
-    staged: dict[MetadataIndex, Tensor]
-    """The blocks of tensors that this rank writes, on the CPU."""
+    blocks: StateBlocks
+    """The blocks of tensors that this rank writes."""
     keep: int
     prune: bool = True
     """True if all but the ``keep`` newest checkpoints are deleted."""
@@ -47,9 +46,7 @@ class _Writer(FileSystemWriter):
     """DCP's writer to a hashed file system."""
 
     def __init__(self, path: Path, file_system: HashedFileSystem) -> None:
-        super().__init__(
-            path, sync_files=False, per_thread_copy_ahead=0
-        )  # HashedFileSystem syncs the files; the data are on the CPU
+        super().__init__(path, sync_files=False)  # HashedFileSystem syncs the files
         self.fs = file_system
         self.folder = path
 
@@ -95,8 +92,7 @@ def _prepare(job: WriteJob, temporary: Path, files: Files) -> None:
 
 def _write_own(job: WriteJob, temporary: Path, writer: _Writer, file_system: HashedFileSystem) -> Part:
     file_system.mkdir(temporary)
-    results = writer.write_data(job.plan.items, StagedPlanner(job.staged)).wait()
-    return results, file_system.written
+    return write_blocks(writer, job.plan.items, job.blocks.take), file_system.written
 
 
 def _publish(job: WriteJob, writer: _Writer, file_system: HashedFileSystem, parts: list[Part], files: Files) -> int:

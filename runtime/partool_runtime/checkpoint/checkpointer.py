@@ -17,7 +17,7 @@ from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._arena import Arena
 from partool_runtime.checkpoint._files import Files, FolderLock
 from partool_runtime.checkpoint._manifest import newest_step, step_folder
-from partool_runtime.checkpoint._plan import State, WritePlan, make_plan, signature, stage
+from partool_runtime.checkpoint._plan import State, WritePlan, blocks_to_write, make_plan, signature
 from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
 
@@ -42,8 +42,10 @@ class WriteStats:
 class Checkpointer:
     """Saves and loads the state of a run. Every method is a collective: all ranks call it, in the same order.
 
-    A save succeeds on all ranks or fails on all. In ``async`` mode it returns once the state is copied, and its failure
-    is raised by the next :meth:`save`, :meth:`wait`, :meth:`load` or :meth:`close`. At most one write is in flight.
+    A save succeeds on all ranks or fails on all. In ``async`` mode it returns once the state is copied into ordinary
+    host memory, and its failure is raised by the next :meth:`save`, :meth:`wait`, :meth:`load` or :meth:`close`. At
+    most one write is in flight. In ``sync`` mode it returns once the checkpoint is complete, and copies one block at a
+    time, so that it takes memory for two blocks at most.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Checkpointer:
         json.dumps(extra)
         plan = self._planned(state)
         sync = self._mode == "sync"
-        staged = stage(state, plan, self._arena, copy=not sync)
-        job = _writing.WriteJob(self._folder, step, extra, plan, staged, self._keep, prune, proven)
+        blocks = blocks_to_write(state, plan, self._arena)
+        if not sync:
+            blocks = blocks.copied()
+        job = _writing.WriteJob(self._folder, step, extra, plan, blocks, self._keep, prune, proven)
         if sync:
             self._write(job, started_s, None)
         else:

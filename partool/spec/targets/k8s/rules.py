@@ -22,7 +22,12 @@ _POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
 _LEAST_SHARED_BYTES = 1 << 30
 """Least bytes of shared memory per device, for NCCL's rings and the data loaders' queues. The default of containers,
 64 MiB, fails (NCCL #290)."""
+_SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
+"""GiB of /dev/shm per rank, for NCCL's rings and the data loaders' queues; gloo needs no /dev/shm."""
 _PATH = ("launch", "k8s")
+_NETWORKS = {"k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces"}
+"""Annotations that attach more networks to a pod: Multus (https://github.com/k8snetworkplumbingwg/multus-cni), and
+GKE's multi-networking."""
 _OWN_KEYS = (
     f"{LABEL_DOMAIN}/",
     "kueue.x-k8s.io/queue-name",
@@ -41,6 +46,11 @@ def quantity(text: str) -> float:
     if match is None or match[2] not in _SUFFIXES:
         raise ValueError(f"{text!r} is no quantity")
     return float(match[1]) * _SUFFIXES[match[2]]
+
+
+def shared_memory(launch: LaunchSpec, devices: Devices) -> str:
+    """Return the size of /dev/shm as a Kubernetes quantity."""
+    return launch.k8s.shared_memory or f"{_SHARED_GIB[devices.backend] * devices.per_node}Gi"
 
 
 class K8sRules(TargetRules):
@@ -77,6 +87,25 @@ class K8sRules(TargetRules):
             message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
             help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
             yield Diagnostic("PT527", message, severity="warning", path=(*_PATH, "deadline_s"), help=help)
+
+    def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
+        """Return (keys of the field, value, bytes) of ``launch.k8s.memory``; None if partool computes the limit."""
+        memory = launch.k8s.memory
+        return None if memory is None else ((*_PATH, "memory"), memory, quantity(memory))
+
+    def memory_beside_ranks(self, launch: LaunchSpec, devices: Devices) -> float:
+        """Return the bytes of /dev/shm, whose pages count against a container's limit."""
+        return quantity(shared_memory(launch, devices))
+
+    def fabric_field(self, launch: LaunchSpec) -> tuple[str, ...] | None:
+        """Return the keys of ``launch.k8s`` unless it gives the pods adapters, networks or the nodes' network."""
+        k8s = launch.k8s
+        attached = k8s.rdma is not None or k8s.host_network or bool(_NETWORKS & k8s.annotations.keys())
+        return None if attached else _PATH
+
+    def cores(self, launch: LaunchSpec) -> float | None:
+        """Return the cores of ``launch.k8s.cpu``, which may be a fraction; None if the field is not set."""
+        return None if launch.k8s.cpu is None else quantity(launch.k8s.cpu)
 
     def contained(self, launch: LaunchSpec) -> bool:
         """Return True: pods are containers."""

@@ -16,6 +16,7 @@ _MOST_LEAD_S = 65535
 _LONGEST_HOURS = 48
 """Longest time limit, in hours, that help texts suggest; many sites allow it."""
 _PATH = ("launch", "slurm")
+_UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 
 _FIELDS = {
     "partition": "partition", "account": "account", "qos": "qos", "reservation": "reservation",
@@ -72,6 +73,12 @@ def time_s(text: str) -> int:
     else:
         hours, (minutes, seconds) = 0, (*parts, 0)[:2]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def memory_bytes(text: str) -> float:
+    """Return the bytes of a size that is written as for sbatch's ``--mem``: without a suffix, in MiB."""
+    number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "M")
+    return float(number) * _UNITS[unit]
 
 
 def lead_s(launch: LaunchSpec) -> int:
@@ -132,6 +139,15 @@ class SlurmRules(TargetRules):
         yield from _no_partition(launch)
         if launch.slurm.time is not None:
             yield from _requeues(launch, time_s(launch.slurm.time) - lead_s(launch), total_s)
+
+    def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
+        """Return (keys of the field, value, bytes) of ``launch.slurm.memory``; None if a job gets all of its nodes."""
+        memory = launch.slurm.memory
+        return None if memory is None or not memory_bytes(memory) else ((*_PATH, "memory"), memory, memory_bytes(memory))
+
+    def cores(self, launch: LaunchSpec) -> float | None:
+        """Return ``launch.slurm.cpus_per_task``, the cores of a node's one task; None if it is not set."""
+        return launch.slurm.cpus_per_task
 
     def contained(self, launch: LaunchSpec) -> bool:
         """Return True if the site's container runtime starts the ranks."""
