@@ -36,7 +36,14 @@ from partool.spec.numbers import (
 )
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, ModuleName, RunName, Sha256, VariableName, VariableValue
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import (
+    CheckpointSpec,
+    DataSpec,
+    KernelsSpec,
+    OptimizerSpec,
+    ResumeSpec,
+    TrainingSpec,
+)
 from partool.strategies.sequence import METHODS
 
 PLAN_VERSION = 2
@@ -264,6 +271,7 @@ class Plan(Record):
     """Data settings; paths are absolute."""
     kernels: KernelsSpec
     checkpoint: CheckpointSpec
+    resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec
     environment: tuple[Variable, ...] = ()
     """Variables of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""

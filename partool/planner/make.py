@@ -200,6 +200,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         data=resolved.data,
         kernels=_kernels(spec, base_dir),
         checkpoint=_checkpoint(spec, base_dir),
+        resume=spec.resume,
         launch=resolved.launch,
         environment=environment(resolved.launch, problem.devices),
         findings=tuple(Finding(code=f.code, message=f.message) for f in found),

@@ -21,6 +21,10 @@ from partool_runtime.precision import LossScaler
 from partool_runtime.stepping import Stepper
 
 
+_DAMAGED = "PT611"
+"""Code of the error about a damaged checkpoint."""
+
+
 class Saver:
     """Writes and loads the run's checkpoints, which hold weights and moments under their names, and a few numbers.
 
@@ -40,6 +44,8 @@ class Saver:
         fingerprint: str,
         arena: Arena | None = None,
     ) -> None:
+        self.notes: list[str] = []
+        """What the user must learn about the checkpoint that :meth:`resume` has chosen."""
         # Taken before the first forward pass, after which modules may hold gathered parameters.
         self._state = state_of(model, optimizer)
         self._plan = plan
@@ -70,22 +76,48 @@ class Saver:
             arena=arena,
         )
 
-    def resume(self) -> int:
+    def resume(self, *, fallback: bool = False) -> int:
         """Load the newest checkpoint and return the number of steps after which it was saved; 0 without a checkpoint.
 
-        Raises ConfigurationError PT612 if the checkpoint is of another model, PT616 if it was trained on other data,
-        PT679 if it was trained by another optimizer.
+        If it is damaged and ``fallback`` is True on rank 0, load the newest intact one instead and set the damaged ones
+        aside; :attr:`notes` then says so. Raises ConfigurationError PT611 if a checkpoint is damaged, and PT612 if it
+        is of another model, PT616 if it was trained on other data, PT679 if it was trained by another optimizer.
         """
-        step = self._checkpointer.latest()
-        if step is None:
-            return 0
+        fallback = self._checkpointer.of_first(fallback)
+        damaged: dict[int, ConfigurationError] = {}
+        for step in self._checkpointer.steps():
+            try:
+                self._load(step, advise=not fallback)
+            except ConfigurationError as error:
+                if not fallback or error.code != _DAMAGED:
+                    raise
+                damaged[step] = error
+                continue
+            if damaged:
+                self._set_aside(step, damaged)
+            self._saved_step = step
+            return step
+        if damaged:
+            newest = damaged[max(damaged)]
+            raise ConfigurationError(newest.code, newest.message, "there is no intact checkpoint to fall back to")
+        return 0
+
+    def _set_aside(self, step: int, damaged: dict[int, ConfigurationError]) -> None:
+        names = self._checkpointer.set_aside_after(step)
+        for (later, error), name in zip(damaged.items(), names, strict=True):
+            self.notes.append(
+                f"PT659: the checkpoint of step {later} is skipped and kept as {name} ({error.message}); "
+                f"training goes on from step {step}"
+            )
+
+    def _load(self, step: int, *, advise: bool) -> None:
         state = dict(self._state)
 
         def accept(extra: dict[str, Any]) -> None:
             self._accept(step, extra)
             state.update(self._optimizer.expect(extra))
 
-        extra = self._checkpointer.load(step, state, accept)
+        extra = self._checkpointer.load(step, state, accept, advise=advise)
         if extra["model"] != self._plan.model.model_dump(mode="json"):
             raise ConfigurationError("PT612", f"the checkpoint of step {step} is of another model", _same_help("model"))
         if extra["data"] != self._fingerprint:
@@ -93,8 +125,6 @@ class Saver:
             raise ConfigurationError("PT616", message, _same_help("data, training.seed and training.global_batch"))
         self._scaler.load(extra["scaler"])
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
-        self._saved_step = step
-        return step
 
     def _accept(self, step: int, extra: dict[str, Any]) -> None:
         """Refuse moments that another optimizer saved, since the name of a moment may have another meaning there."""

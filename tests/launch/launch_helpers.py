@@ -144,9 +144,10 @@ class AgentRun:
         parts += ["--run-dir", str(self.run_dir)]
         return parts + ["--resume"] * resume
 
-    def start(self, resume: bool = False, *, fresh: bool = False) -> AgentRun:
-        """Start the agent in a session of its own; a ``fresh`` one loads torch itself."""
-        self.process = start_agent(self.command(resume), ranks_environment(), fresh=fresh)
+    def start(self, resume: bool = False, *, fresh: bool = False, **timing: float) -> AgentRun:
+        """Start the agent in a session of its own; a ``fresh`` one loads torch itself; ``timing``: see WaitTimes."""
+        environment = ranks_environment(PARTOOL_TEST_TIMING=json.dumps(timing))
+        self.process = start_agent(self.command(resume), environment, fresh=fresh)
         return self
 
     def finish(self, timeout_s: float = 45) -> int:
