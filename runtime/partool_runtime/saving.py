@@ -10,7 +10,7 @@ import torch
 
 from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
-from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats
+from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats, load_newest
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
@@ -19,10 +19,6 @@ from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.pieces import Value, placed
 from partool_runtime.precision import LossScaler
 from partool_runtime.stepping import Stepper
-
-
-_DAMAGED = "PT611"
-"""Code of the error about a damaged checkpoint."""
 
 
 class Saver:
@@ -83,34 +79,13 @@ class Saver:
         aside; :attr:`notes` then says so. Raises ConfigurationError PT611 if a checkpoint is damaged, and PT612 if it
         is of another model, PT616 if it was trained on other data, PT679 if it was trained by another optimizer.
         """
-        fallback = self._checkpointer.of_first(fallback)
-        damaged: dict[int, ConfigurationError] = {}
-        for step in self._checkpointer.steps():
-            try:
-                self._load(step, advise=not fallback)
-            except ConfigurationError as error:
-                if not fallback or error.code != _DAMAGED:
-                    raise
-                damaged[step] = error
-                continue
-            if damaged:
-                self._set_aside(step, damaged)
-            self._saved_step = step
-            return step
-        if damaged:
-            newest = damaged[max(damaged)]
-            raise ConfigurationError(newest.code, newest.message, "there is no intact checkpoint to fall back to")
-        return 0
+        resumed = load_newest(self._checkpointer, self._load, fallback=fallback)
+        self.notes += resumed.notes
+        if resumed.step:
+            self._saved_step = resumed.step
+        return resumed.step
 
-    def _set_aside(self, step: int, damaged: dict[int, ConfigurationError]) -> None:
-        names = self._checkpointer.set_aside_after(step)
-        for (later, error), name in zip(damaged.items(), names, strict=True):
-            self.notes.append(
-                f"PT659: the checkpoint of step {later} is skipped and kept as {name} ({error.message}); "
-                f"training goes on from step {step}"
-            )
-
-    def _load(self, step: int, *, advise: bool) -> None:
+    def _load(self, step: int, advise: bool) -> None:
         state = dict(self._state)
 
         def accept(extra: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from _ranks import joined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from partool_runtime.checkpoint import Checkpointer, CheckpointError, step_folder
+from partool_runtime.checkpoint import Checkpointer, CheckpointError, load_newest, step_folder
 from partool_runtime.checkpoint._files import Files
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.pieces import Placed
@@ -142,7 +142,18 @@ def check_damage_reaches_all(folder: Path) -> None:
     assert caught.value.code == "PT611"
     assert str(file) in caught.value.message
     assert "step 1 is intact" in caught.value.help
+    state = laid_out("shard", whole(2))
+    first = dist.get_rank() == 0  # what rank 0 says counts
+    resumed = load_newest(checkpointer, lambda step, advise: _loads(checkpointer, step, state, advise), fallback=first)
+    assert resumed.step == 1
+    assert len(resumed.notes) == 1
+    assert str(file) in resumed.notes[0]
+    assert checkpointer.steps() == [1]
     checkpointer.close()
+
+
+def _loads(checkpointer: Checkpointer, step: int, state: dict[str, torch.Tensor], advise: bool) -> None:
+    checkpointer.load(step, state, advise=advise)
 
 
 def cross(folder: Path, loads: list[tuple[str, int]], saves: list[tuple[str, int]]) -> None:
