@@ -141,6 +141,11 @@ class Prediction(Record):
     memory_scalar: Rate = 1.0
     """Ratio of measured to predicted memory; already contained in the memory terms."""
 
+    @property
+    def upper_step_s(self) -> float:
+        """Step time at its upper error bar, in seconds."""
+        return self.time.step_time_s * (1 + self.relative_error)
+
 
 class Alternative(Record):
     """A layout that was considered and not chosen."""

@@ -24,7 +24,7 @@ from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.data import resolve_data
 from partool.planner.checks.engine import settled
 from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
-from partool.planner.checks.launching import check_duration, environment, resolve_launch
+from partool.planner.checks.launching import check_duration, check_watchdog, environment, resolve_launch
 from partool.planner.checks.offload import with_folder
 from partool.planner.checks.pipeline import read_schedule
 from partool.planner.checks.table import check
@@ -182,6 +182,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     told = _told(solution, best, resolved)
     error = told["prediction"].relative_error
     found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
+    found += check_watchdog(resolved.launch, best.time.step_time_s * (1 + error))
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,

@@ -30,7 +30,7 @@ class RankWatch:
         self.standing: Standing | None = None
         """The rank of this node that is the furthest behind; None before the first look at an attempt."""
         self._setting = plan.launch.watchdog
-        self._predicted_s = plan.prediction.time.step_time_s * (1 + plan.prediction.relative_error)
+        self._predicted_s = plan.prediction.upper_step_s
         self._run_dir = run_dir
         self._where = where
         self._notes = notes

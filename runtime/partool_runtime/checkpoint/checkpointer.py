@@ -16,7 +16,7 @@ from partool_runtime.checkpoint import _folders, _writing
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._arena import Arena
 from partool_runtime.checkpoint._files import Files, FolderLock
-from partool_runtime.checkpoint._manifest import newest_step, step_folder, steps_in
+from partool_runtime.checkpoint._manifest import step_folder, steps_in
 from partool_runtime.checkpoint._plan import State, WritePlan, make_plan, signature, stage
 from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
@@ -123,11 +123,6 @@ class Checkpointer:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def latest(self) -> int | None:
-        """Return the step of the newest checkpoint; None if there is none."""
-        self.wait()
-        return self._ranks.on_first(lambda: newest_step(self._folder))
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
