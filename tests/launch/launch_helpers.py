@@ -109,12 +109,15 @@ def trainable_plan(text: Path, steps: int, **launch: Any) -> Plan:
 
 
 Agent = subprocess.Popen[str] | Copy
+COPIES: list[Copy] = []
+"""Agents that the present test has started as copies, of which the environment of a process tells nothing."""
 
 
 def start_agent(command: list[str], environment: dict[str, str], *, fresh: bool = False) -> Agent:
     """Start an agent whose command line this is, without the interpreter; a ``fresh`` one loads torch itself."""
     if not fresh:
-        return SERVER.start(command, environment)
+        COPIES.append(SERVER.start(command, environment))
+        return COPIES[-1]
     return subprocess.Popen(
         [sys.executable, *command],
         env=environment,

@@ -16,7 +16,7 @@ import pytest
 
 from partool_runtime.agent.error_files import ErrorRecord, read_errors, write_error
 from partool_runtime.agent.report import _first_failure
-from partool_runtime.agent.run import main
+from partool_runtime.agent.run import _stop_signals, main
 from partool_runtime.agent.supervision import FAILURE_GRACE_S, FINISH_GRACE_S, Reaction, Supervision
 from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
@@ -162,6 +162,20 @@ def test_a_stall_ends_the_ranks_and_may_be_restarted(watch: Supervision) -> None
 def test_exit_codes(watch: Supervision, codes: tuple[int, ...], wanted: int, restart: bool) -> None:
     assert watch.observe(dict(enumerate(codes)), 0) is Reaction.FINISH
     assert (watch.exit_code, watch.may_restart) == (wanted, restart)
+
+
+@pytest.mark.parametrize("action", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_hangup_that_nohup_ignores_stays_ignored(action: signal.Handlers) -> None:
+    """A run that was started to survive the terminal's end goes on; without ``nohup`` it saves and stops."""
+    received: list[signal.Signals] = []
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        with _stop_signals(received):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is action
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert received == [signal.SIGHUP] * (action is signal.SIG_DFL)
 
 
 def test_a_new_attempt_forgets_ranks_but_not_requests(watch: Supervision) -> None:
