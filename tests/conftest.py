@@ -10,6 +10,7 @@ import pytest
 from patience import PATIENCE
 from thinned import thin
 
+pytest_plugins = ["processes"]
 LONGEST = (
     "test_slurm_cluster.py", "test_kill_resume.py", "test_install.py", "test_sequence_trainer.py",
     "test_agent_signals.py", "test_agent_trainer.py", "test_several_nodes.py", "test_offload.py", "test_zero.py",

@@ -58,10 +58,11 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
     """Return the planner's findings about ``plan.launch``, such as its target, machines and time limits."""
-    from partool.planner.checks.launching import check_duration, check_launch
+    from partool.planner.checks.launching import check_duration, check_launch, check_watchdog
 
     found = check_launch(plan.launch, plan.devices)
     found += check_duration(plan.launch, plan.prediction.time.total_s)
+    found += check_watchdog(plan.launch, plan.prediction.upper_step_s)
     if plan.launch.target in RESIZABLE and plan.launch.min_nodes is not None:
         from partool.planner.elastic import check_elastic  # prices layouts, which needs numpy
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from partool.launch.describe import as_json, display, duration
+from partool.launch.describe import as_json, display, duration, step_age
 from partool.launch.store import RunStore
 from partool.launch.targets import statuses
 from partool.plan.terminal import say
@@ -31,5 +31,5 @@ def command(
     for run in runs:
         status = found[run.id]
         age = duration(time.time() - status.created) + " ago" if status.created else ""
-        reason = "" if status.reason == status.state else status.reason
+        reason = ("" if status.reason == status.state else status.reason) or step_age(run, status)
         say(f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {reason}".rstrip())

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from partool.cli._runs import find_run_or_exit
+from partool.launch.describe import step_age
 from partool.launch.local.target import LocalTarget
 from partool.plan.terminal import open_console
 from partool.report.top import RunView
@@ -26,14 +27,14 @@ def command(
     view.read()
     status = target.status(found)
     if once or not console.is_terminal or not status.active:
-        console.print(view.render(status.state))
+        console.print(view.render(status.state, step_age(found, status)))
         return
-    with Live(view.render(status.state), console=console, auto_refresh=False) as live:
+    with Live(view.render(status.state, step_age(found, status)), console=console, auto_refresh=False) as live:
         try:
             while status.active:
                 time.sleep(interval)
                 view.read()
                 status = target.status(found)
-                live.update(view.render(status.state), refresh=True)
+                live.update(view.render(status.state, step_age(found, status)), refresh=True)
         except KeyboardInterrupt:
             return

@@ -10,6 +10,7 @@ _EXPERTS = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 
 _SMALL_STEP = (
     "model: llama3.2-1b\ntraining: {sequence_length: 512, global_batch: 32}\nparallel: {tensor: 1, pipeline: 1}\n"
 )
+_LONG_STEP = "model: llama3.2-1b\ntraining: {sequence_length: 2048, global_batch: 256}\n"
 _TWO_GPUS = "hardware: {accelerator: h100-sxm, per_node: 2}\n" + _DATA
 _ONE_GPU = "hardware: {accelerator: h100-sxm, per_node: 1}\n" + _DATA
 
@@ -55,6 +56,14 @@ RULES: tuple[Rule, ...] = (
         "first_dense_layers: 2}}\n" + _ONE_GPU,
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64, "
         "first_dense_layers: 1}}\n" + _ONE_GPU,
+    ),
+    Rule(
+        "PT555",
+        "A watchdog that ends healthy ranks",
+        "Ranks may wait for a slow disk, a full network or another user of their cores. A limit below three steps, by the "
+        "predicted time at its upper error bar, would end them for that.",
+        _LONG_STEP + _ONE_GPU + "launch: {watchdog: 5}\n",
+        _LONG_STEP + _ONE_GPU + "launch: {watchdog: 600}\n",
     ),
     Rule(
         "PT250",

@@ -355,6 +355,24 @@ RULES: tuple[Rule, ...] = (
         "parallel: {tiles: {mlp: 0}}",
     ),
     _rule(
+        "PT556",
+        "A rank makes no progress",
+        "Ranks tell their agent when something is done. A rank that a signal has stopped, or that waits for what does "
+        "not come, holds all others up. Before the agent ends the ranks, it writes what each thread was doing into "
+        "errors/attempt-N in the run's folder: begin with the rank that the message names.",
+        "kill -STOP 4711   # the process of a rank",
+        "launch: {watchdog: off}   # while a debugger holds a rank",
+    ),
+    _rule(
+        "PT659",
+        "A damaged checkpoint is skipped",
+        "A file of the newest checkpoint has another size or checksum than when it was written. A run that a scheduler "
+        "or the agent starts again goes on from the newest intact checkpoint, and the damaged one is renamed and kept. A "
+        "run that somebody resumes ends with PT611 instead, so that they can decide.",
+        "resume: {fallback: true}   # and a disk that loses bytes",
+        "resume: {fallback: false}   # no run goes on from an older checkpoint by itself",
+    ),
+    _rule(
         "PT656",
         "A sequence has another length than the model's grid",
         "Layers that attend along rows or columns take every token's position from the grid.",

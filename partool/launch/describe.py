@@ -10,6 +10,7 @@ from typing import Any
 
 from partool.launch.store import Run
 from partool.plan.outline import outline
+from partool.plan.progress import read_progress, seconds_since
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
 
 _TAIL_BYTES = 1 << 16
@@ -24,6 +25,7 @@ def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
         **status.model_dump(mode="json"),
         "submission": _submission(run),
         "progress": last_step(run),
+        "last_step": _last_step(run),
     }
 
 
@@ -43,8 +45,24 @@ def as_text(run: Run, status: RunStatus) -> str:
         total = _steps(run)
         loss = "not finite" if step["loss"] is None else f"{step['loss']:.4f}"
         lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
+    if ago := step_age(run, status):
+        lines.append(f"  {ago}")
     lines.append(f"  {display(run.path)}")
     return "\n".join(lines)
+
+
+def step_age(run: Run, status: RunStatus) -> str:
+    """Return a text such as ``last step 3 min 5 s ago``, with what the ranks do now if that is no step.
+
+    Empty for a run that does not run, or whose agent has noted nothing that this machine can read.
+    """
+    progress = read_progress(run.path) if status.state == "running" else None
+    if progress is None or progress.attempt < status.attempt:
+        return ""
+    texts = [f"last step {duration(seconds_since(progress.step_at))} ago"] if progress.step_at else ["no step yet"]
+    if progress.phase != "training":
+        texts.append(f"{progress.phase} for {duration(seconds_since(progress.phase_at))}")
+    return ", ".join(texts)
 
 
 def _submitted(run: Run) -> str:
@@ -127,6 +145,11 @@ def _submission(run: Run) -> dict[str, Any] | None:
     except ValueError:
         return None
     return submission.model_dump(mode="json") if submission else None
+
+
+def _last_step(run: Run) -> dict[str, Any] | None:
+    progress = read_progress(run.path)
+    return None if progress is None else progress.model_dump(mode="json")
 
 
 def _steps(run: Run) -> int | None:

@@ -36,7 +36,14 @@ from partool.spec.numbers import (
 )
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, ModuleName, RunName, Sha256, VariableName, VariableValue
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import (
+    CheckpointSpec,
+    DataSpec,
+    KernelsSpec,
+    OptimizerSpec,
+    ResumeSpec,
+    TrainingSpec,
+)
 from partool.strategies.sequence import METHODS
 
 PLAN_VERSION = 2
@@ -137,6 +144,11 @@ class Prediction(Record):
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
     """Ratio of measured to predicted memory; already contained in the memory terms."""
+
+    @property
+    def upper_step_s(self) -> float:
+        """Step time at its upper error bar, in seconds."""
+        return self.time.step_time_s * (1 + self.relative_error)
 
 
 class Alternative(Record):
@@ -268,6 +280,7 @@ class Plan(Record):
     """Data settings; paths are absolute."""
     kernels: KernelsSpec
     checkpoint: CheckpointSpec
+    resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec
     environment: tuple[Variable, ...] = ()
     """Variables of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""

@@ -17,7 +17,7 @@ from partool.plan.types import Finding, Plan, Prediction
 from partool.planner.checks import fp8
 from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.kernels import absolute, check_kernels, without_missing
-from partool.planner.checks.launching import check_duration, environment
+from partool.planner.checks.launching import check_duration, check_watchdog, environment
 from partool.planner.checks.tensor_cuts import partition
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
@@ -140,6 +140,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     told = _told(solution, best, resolved)
     error = told["prediction"].relative_error
     found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
+    found += check_watchdog(resolved.launch, best.time.step_time_s * (1 + error))
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -158,6 +159,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         data=resolved.data,
         kernels=_kernels(spec, base_dir),
         checkpoint=_checkpoint(spec, base_dir),
+        resume=spec.resume,
         launch=resolved.launch,
         environment=environment(resolved.launch, problem.devices),
         findings=tuple(Finding(code=f.code, message=f.message) for f in found),

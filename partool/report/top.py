@@ -33,9 +33,13 @@ class RunView:
             for event in events:
                 self._take(event)
 
-    def render(self, state: str) -> RenderableType:
-        """Return a view of the latest logged steps, the last validation and checkpoint, and each rank's latest step."""
-        parts: list[RenderableType] = [Text.assemble((self._name, "bold"), f"  {state}")]
+    def render(self, state: str, age: str = "") -> RenderableType:
+        """Return a view of the latest logged steps, the last validation and checkpoint, and each rank's latest step.
+
+        ``age`` says how long ago the last step was.
+        """
+        head = f"  {state}" + (f", {age}" if age else "")
+        parts: list[RenderableType] = [Text.assemble((self._name, "bold"), head)]
         parts += [Text(note) for note in self._notes.values()]
         if self._steps:
             parts.append(self._step_table())

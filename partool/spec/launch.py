@@ -52,6 +52,11 @@ class LaunchSpec(Section):
     """Slurm: smallest number of nodes with which the run may start or go on, if data parallelism allows fewer nodes."""
     shutdown_timeout_s: Seconds = 60
     """Time for a checkpoint after a stop signal, before ranks are killed."""
+    watchdog: Literal["auto", "off"] | Seconds = "auto"
+    """Seconds without progress in a step after which the ranks count as stalled: their stacks are written, and the run
+    fails or restarts. auto: 3 steps and a minute for a process that a signal has stopped, 8 steps and a minute for
+    another one, by the predicted or the measured step time, whichever is longer. Loading, compiling, validating and
+    saving have at least an hour."""
     env: dict[VariableName, VariableValue] = {}
     """Environment variables of every rank."""
     secrets: dict[VariableName, Secret] = {}

@@ -12,7 +12,14 @@ from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import RunName
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import (
+    CheckpointSpec,
+    DataSpec,
+    KernelsSpec,
+    OptimizerSpec,
+    ResumeSpec,
+    TrainingSpec,
+)
 from partool.strategies.engines import ENGINES
 
 
@@ -36,5 +43,6 @@ class Spec(Section):
     data: Annotated[DataSpec, BeforeValidator(shorthand("source"))]
     kernels: KernelsSpec = KernelsSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec = LaunchSpec()
     limits: LimitsSpec = LimitsSpec()

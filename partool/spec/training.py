@@ -239,6 +239,14 @@ class KernelsSpec(Section):
     or an entry measured on another device, for similar widths, for other rows, or for exactly this shape."""
 
 
+class ResumeSpec(Section):
+    """How a run goes on from its checkpoints."""
+
+    fallback: Literal["auto"] | bool = "auto"
+    """Whether a run whose newest checkpoint is damaged goes on from the newest intact one, and sets the damaged ones
+    aside. auto: only where nobody is at hand, in restarts by the agent, after requeues, and on Kubernetes."""
+
+
 class CheckpointSpec(Section):
     """Frequency, number and place of checkpoints."""
 

@@ -35,6 +35,9 @@ class TargetRecord:
     """Text with the reason why ``launch.min_nodes`` is not possible; empty if the number of nodes can change."""
     comes_back: str = "when somebody starts it again"
     """Text that says how a preempted run is restarted; empty if ``launch.requeues`` limits the restarts."""
+    restart_count: str = ""
+    """Variable of a job's environment that counts how often the scheduler has started the job again; empty if the
+    scheduler counts in none."""
     job_script: bool = False
     """True: jobs are scripts, so that ``partool doctor`` can check a user's own script."""
     definitions: bool = False
@@ -55,6 +58,7 @@ TARGETS: dict[str, TargetRecord] = {
     "slurm": TargetRecord(
         "a job of Slurm, submitted with sbatch", "scheduler", "tests/launch/test_slurm_cluster.py::test_to_the_end",
         section=True, containers=True, arrays=True, job_script=True, fixed_nodes="", comes_back="",
+        restart_count="SLURM_RESTART_COUNT",
     ),
     "k8s": TargetRecord(
         "objects of Kubernetes: a JobSet or another kind, and a ConfigMap with the plan", "scheduler",

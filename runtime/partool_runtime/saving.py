@@ -10,7 +10,7 @@ import torch
 
 from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
-from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats
+from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats, load_newest
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
@@ -40,6 +40,8 @@ class Saver:
         fingerprint: str,
         arena: Arena | None = None,
     ) -> None:
+        self.notes: list[str] = []
+        """What the user must learn about the checkpoint that :meth:`resume` has chosen."""
         # Taken before the first forward pass, after which modules may hold gathered parameters.
         self._state = state_of(model, optimizer)
         self._plan = plan
@@ -69,22 +71,27 @@ class Saver:
             arena=arena,
         )
 
-    def resume(self) -> int:
+    def resume(self, *, fallback: bool = False) -> int:
         """Load the newest checkpoint and return the number of steps after which it was saved; 0 without a checkpoint.
 
-        Raises ConfigurationError PT612 if the checkpoint is of another model, PT616 if it was trained on other data,
-        PT679 if it was trained by another optimizer.
+        If it is damaged and ``fallback`` is True on rank 0, load the newest intact one instead and set the damaged ones
+        aside; :attr:`notes` then says so. Raises ConfigurationError PT611 if a checkpoint is damaged, and PT612 if it
+        is of another model, PT616 if it was trained on other data, PT679 if it was trained by another optimizer.
         """
-        step = self._checkpointer.latest()
-        if step is None:
-            return 0
+        resumed = load_newest(self._checkpointer, self._load, fallback=fallback)
+        self.notes += resumed.notes
+        if resumed.step:
+            self._saved_step = resumed.step
+        return resumed.step
+
+    def _load(self, step: int, advise: bool) -> None:
         state = dict(self._state)
 
         def accept(extra: dict[str, Any]) -> None:
             self._accept(step, extra)
             state.update(self._optimizer.expect(extra))
 
-        extra = self._checkpointer.load(step, state, accept)
+        extra = self._checkpointer.load(step, state, accept, advise=advise)
         if extra["model"] != self._plan.model.model_dump(mode="json"):
             raise ConfigurationError("PT612", f"the checkpoint of step {step} is of another model", _same_help("model"))
         if extra["data"] != self._fingerprint:
@@ -92,8 +99,6 @@ class Saver:
             raise ConfigurationError("PT616", message, _same_help("data, training.seed and training.global_batch"))
         self._scaler.load(extra["scaler"])
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
-        self._saved_step = step
-        return step
 
     def _accept(self, step: int, extra: dict[str, Any]) -> None:
         """Refuse moments that another optimizer saved, since the name of a moment may have another meaning there."""

@@ -25,10 +25,13 @@ from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
+from partool_runtime.pulse import SILENT, Pulse
+from partool_runtime.resuming import falls_back
 from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
+from partool_runtime.torch_internals.compiling import watch_compilation
 from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
@@ -37,7 +40,7 @@ _UNIFORM, _STILL = 0.005, 1e-6
 norm is at most ``_STILL``. An untrained model's gradient norm is about 0.1 to 100."""
 
 
-def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
+def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pulse = SILENT) -> None:
     """Run the plan on this rank; ``resume`` continues from the newest checkpoint in ``run_dir``.
 
     Raises Preempted after a stop request, when the checkpoint is written, and ConfigurationError for an error that no
@@ -47,21 +50,30 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     configure_process(plan)
     ranks = open_ranks(plan)
     stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
-    with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
+    with Recorder(
+        plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, pulse=pulse
+    ) as recorder:
+        pulse.enter("loading")
         data = open_data(plan, dp_rank=ranks.dp.place, dp_size=ranks.dp.size, barrier=ranks.barrier)
         for note in data.notes:
             recorder.warning(note)
+        pulse.enter("preparing")
+        if plan.layout.compile != "none":
+            watch_compilation(pulse)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
         stepper, saver, first = _open(
-            plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume
+            plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume, pulse=pulse
         )
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
         if first >= plan.training.steps and ranks.rank == 0:
             print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
-        done = _Run(plan, stepper, data, saver, recorder, stop, _reports_loads(plan, ranks)).steps(first)
+        pulse.enter("training")
+        done = _Run(plan, stepper, data, saver, recorder, stop, pulse, _reports_loads(plan, ranks)).steps(first)
         data.close()
-        saver.close()
+        with pulse.during("saving"):
+            saver.close()
+        pulse.enter("ending")
         _report_host(stepper.optimizer, recorder)
         stepper.optimizer.close()
         prepared.passes.close()
@@ -82,6 +94,7 @@ class _Run:
     saver: Saver
     recorder: Recorder
     stop: StopRequest
+    pulse: Pulse
     reports_loads: bool = False
     """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
 
@@ -100,19 +113,29 @@ class _Run:
                 stopping = not result.local and self.stop.heard(result.flags, done)
                 due = not result.local and self.saver.due(done)
                 if stopping or done == steps or due:
-                    self.saver.save(done, wait=stopping)
+                    self._save(done, wait=stopping)
             self._record(done, result)
             if stopping and done < steps:
                 recorder.event("signal", name=self.stop.reason)
                 return done
             if self._validates(done) and not self._validate(done):
-                self.saver.save(done, wait=True)
+                self._save(done, wait=True)
                 return done
         return steps
 
+    def _save(self, done: int, *, wait: bool) -> None:
+        with self.pulse.during("saving"):
+            self.saver.save(done, wait=wait)
+
     def _validate(self, done: int) -> bool:
         """Report the loss on held-out data; return False on all ranks if a stop request ended the validation early."""
-        result = self.stepper.validate(self.data.validation(), lambda: self.stop.agree(done))
+
+        def stopping() -> bool:
+            self.pulse.beat()
+            return self.stop.agree(done)
+
+        with self.pulse.during("validating"):
+            result = self.stepper.validate(self.data.validation(), stopping)
         if result is None:
             self.recorder.event("signal", name=self.stop.reason)
             return False
@@ -192,7 +215,15 @@ def configure_process(plan: Plan) -> None:
 
 
 def _open(
-    plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, *, prepared: Prepared, fingerprint: str, resume: bool
+    plan: Plan,
+    run_dir: Path,
+    ranks: Ranks,
+    recorder: Recorder,
+    *,
+    prepared: Prepared,
+    fingerprint: str,
+    resume: bool,
+    pulse: Pulse,
 ) -> tuple[Stepper, Saver, int]:
     """Load the state from the newest checkpoint or the plan's weights; return stepper, saver and the first step."""
     model = prepared.model
@@ -221,7 +252,11 @@ def _open(
         fingerprint=fingerprint,
         arena=arena,
     )
-    first = saver.resume() if resume else 0
+    pulse.enter("loading")
+    fallback = falls_back(plan.resume.fallback, plan.launch.target, os.environ)
+    first = saver.resume(fallback=fallback) if resume else 0
+    for note in saver.notes:
+        recorder.warning(note)
     if first == 0:  # a resumed run does not need its initial weights
         for note in fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters()):
             recorder.warning(note)

@@ -29,10 +29,12 @@ from partool_runtime.agent.error_files import write_error
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, exit_code
 from partool_runtime.private import keep_compiled_code_private
+from partool_runtime.pulse import Pulse
 from partool_runtime.stop import StopRequest
 
-Job = Callable[[Plan, Path, bool, StopRequest], None]
-"""A job takes ``(plan, run_dir, resume, stop)``; ``resume`` continues from the last checkpoint if there is one."""
+Job = Callable[[Plan, Path, bool, StopRequest, Pulse], None]
+"""A job takes ``(plan, run_dir, resume, stop, pulse)``; ``resume`` continues from the last checkpoint if there is one.
+It tells ``pulse`` about its progress."""
 
 JOBS = {"train": "partool_runtime.trainer:train"}
 """The ``module:function`` for each value of ``plan.job``; a module is imported only when its job is run."""
@@ -50,13 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent(int(agent), signal.SIGKILL)
     faulthandler.enable()
     keep_compiled_code_private(os.environ)
+    pulse = Pulse.from_environment()
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))
     stop = StopRequest(starting_file(arguments.run_dir, attempt, rank))
     stop.install()
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     try:
         plan = load_plan(arguments.plan)
-        load_job(plan.job)(plan, arguments.run_dir, arguments.resume or restarted, stop)
+        load_job(plan.job)(plan, arguments.run_dir, arguments.resume or restarted, stop, pulse)
         stop.retire()
     except BaseException as error:  # torch's checkpoint errors are not Exceptions
         stop.retire()

@@ -97,11 +97,13 @@ class Server:
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> Copy:
         """Return an agent with these arguments and this environment, in a session of its own."""
+        from processes import lasting  # the server's own process does not find that module
+
         if self._connection is None:
             self._connection, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, __file__, str(theirs.fileno()), "x" * COMMAND_BYTES]
-                alone = environment | {"OMP_NUM_THREADS": "1"}  # a process with threads cannot be copied
+                alone = lasting(environment) | {"OMP_NUM_THREADS": "1"}  # a process with threads cannot be copied
                 self._process = subprocess.Popen(command, env=alone, pass_fds=[theirs.fileno()], start_new_session=True)
         return Copy(self._connection, arguments, environment)
 

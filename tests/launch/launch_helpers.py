@@ -109,12 +109,15 @@ def trainable_plan(text: Path, steps: int, **launch: Any) -> Plan:
 
 
 Agent = subprocess.Popen[str] | Copy
+COPIES: list[Copy] = []
+"""Agents that the present test has started as copies, of which the environment of a process tells nothing."""
 
 
 def start_agent(command: list[str], environment: dict[str, str], *, fresh: bool = False) -> Agent:
     """Start an agent whose command line this is, without the interpreter; a ``fresh`` one loads torch itself."""
     if not fresh:
-        return SERVER.start(command, environment)
+        COPIES.append(SERVER.start(command, environment))
+        return COPIES[-1]
     return subprocess.Popen(
         [sys.executable, *command],
         env=environment,
@@ -144,9 +147,10 @@ class AgentRun:
         parts += ["--run-dir", str(self.run_dir)]
         return parts + ["--resume"] * resume
 
-    def start(self, resume: bool = False, *, fresh: bool = False) -> AgentRun:
-        """Start the agent in a session of its own; a ``fresh`` one loads torch itself."""
-        self.process = start_agent(self.command(resume), ranks_environment(), fresh=fresh)
+    def start(self, resume: bool = False, *, fresh: bool = False, **timing: float) -> AgentRun:
+        """Start the agent in a session of its own; a ``fresh`` one loads torch itself; ``timing``: see WaitTimes."""
+        environment = ranks_environment(PARTOOL_TEST_TIMING=json.dumps(timing))
+        self.process = start_agent(self.command(resume), environment, fresh=fresh)
         return self
 
     def finish(self, timeout_s: float = 45) -> int:

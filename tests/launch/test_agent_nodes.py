@@ -51,8 +51,13 @@ class NodeRun(AgentRun):
         self.agents: dict[int, Agent] = {}
         self.port = free_port()
 
-    def start_nodes(self, *nodes: int, other_plan: Plan | None = None, fresh: bool = False) -> NodeRun:
-        """Start the agents of these nodes; the last node may have a different plan; ``fresh`` ones load torch."""
+    def start_nodes(
+        self, *nodes: int, other_plan: Plan | None = None, fresh: bool = False, **timing: float
+    ) -> NodeRun:
+        """Start the agents of these nodes; the last node may have a different plan; ``fresh`` ones load torch.
+
+        ``timing`` replaces values of ``TIMING``.
+        """
         for node in nodes or (1, 0):
             plan_file = self.run_dir / "plan.json"
             if other_plan is not None and node == 1:
@@ -64,7 +69,7 @@ class NodeRun(AgentRun):
                     *("--nodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{self.port}"),
                     *("--termination-log", str(self.run_dir / f"ended-{node}")),
                 ],
-                ranks_environment(PARTOOL_TEST_TIMING=json.dumps(TIMING)),
+                ranks_environment(PARTOOL_TEST_TIMING=json.dumps(TIMING | timing)),
                 fresh=fresh,
             )
         return self
@@ -186,6 +191,26 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
     assert alone.end() == [75]
     assert alone.status.state == "preempted"
     assert "partool: waiting for node 1 of 2 (1 s)\n" in alone.message(0)
+
+
+@pytest.mark.long
+def test_a_rank_of_another_node_that_stops_is_named(tmp_path: Path) -> None:
+    """Neither node names a rank that only waits, whichever agent finds it first, and both write stacks."""
+    stopped = NodeRun(tmp_path / "stopped", {"0": "wait", "1": "freeze"}, plan_for_nodes(watchdog=4)).start_nodes()
+    hung = NodeRun(tmp_path / "hung", {"0": "wait", "1": "deaf"}, plan_for_nodes(watchdog=4)).start_nodes()
+    done = NodeRun(tmp_path / "done", {"1": "late"})
+    (done.run_dir / "checkpoints" / f"step-{done.plan.training.steps:08}").mkdir(parents=True)
+    done.start_nodes(finish_s=2.0)
+    for run in (stopped, hung):
+        assert run.end() == [1, 1]
+        assert run.status.reason.startswith(f"PT556: rank 1 on node 1 ({HOST}) made no progress for ")
+        for rank in (0, 1):
+            text = (run.run_dir / "errors" / "attempt-1" / f"rank-{rank}.stacks.txt").read_text()
+            assert "in _wait" in text or "in _misbehave" in text
+    assert done.end() == [0, 0]
+    assert done.status.state == "done"
+    assert done.status.reason == f"rank 1 on node 1 ({HOST}) did not end after the last step and had to be killed"
+    assert all(run.survivors() == [] for run in (stopped, hung, done))
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from typer.testing import CliRunner, Result
 from partool.launch.checkpoints import complete, set_aside_after
 from partool.launch.store import Run, RunStore
 from partool.plan.layout import Mesh
+from partool.plan.progress import RunProgress, write_progress
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
 
 
@@ -55,6 +57,31 @@ def plan_file(**changes: Any) -> str:
     file = Path("plan.json")
     file.write_text(make_plan().model_copy(update=changes).to_json())
     return str(file)
+
+
+@pytest.mark.parametrize(
+    ("note", "text"),
+    [
+        ({"step": 9, "step_at": 185.0}, "last step 3 min 5 s ago"),
+        ({"step": 9, "step_at": 185.0, "phase": "saving"}, "last step 3 min 5 s ago, saving for 1 min 2 s"),
+        ({"step": 0, "step_at": None, "phase": "compiling"}, "no step yet, compiling for 1 min 2 s"),
+        ({"attempt": 1, "step": 9, "step_at": 185.0}, ""),  # of the attempt before
+    ],
+)
+def test_how_long_ago_the_last_step_was(run: Run, note: dict[str, Any], text: str) -> None:
+    """In status, list and top of a run that runs; not of one that has ended."""
+    now = time.time()
+    step_at = 0.0 if note["step_at"] is None else now - note["step_at"]
+    told = {"attempt": 2, "phase": "training", "phase_at": now - 62.0} | note | {"step_at": step_at}
+    write_progress(run.path, RunProgress(**told))
+    assert "last step" not in invoke("status", "dummy").stdout + invoke("list").stdout
+    write_status(run.path, RunStatus(state="running", created=1.0, attempt=2, started=2.0, host="elsewhere", pid=1))
+    answers = [invoke(*command).stdout for command in (("status", "dummy"), ("list",), ("top", "dummy", "--once"))]
+    for answer in answers:
+        assert text in answer
+        assert bool(text) == ("no step yet" in answer or "last step" in answer)
+    data = json.loads(invoke("status", "--output", "json").stdout)
+    assert data["last_step"]["step"] == note["step"]
 
 
 def test_status(run: Run) -> None:

@@ -13,7 +13,7 @@ from _ranks import joined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from partool_runtime.checkpoint import Checkpointer, CheckpointError, step_folder
+from partool_runtime.checkpoint import Checkpointer, CheckpointError, load_newest, step_folder
 from partool_runtime.checkpoint._files import Files
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.pieces import Placed
@@ -119,9 +119,9 @@ def check_parts_that_are_no_whole(folder: Path) -> None:
     for wrong in (part(2 * size + 1, 2 * rank, 2 * rank + 2), part(2 * size, 2 * rank, 2 * rank + 2 + (rank == 0))):
         with pytest.raises(CheckpointError, match="Failed to validate"):
             checkpointer.save(1, wrong, {})
-    assert checkpointer.latest() is None
+    assert checkpointer.steps() == []
     checkpointer.save(1, part(2 * size, 2 * rank, 2 * rank + 2), {})
-    assert checkpointer.latest() == 1
+    assert checkpointer.steps()[0] == 1
     checkpointer.close()
 
 
@@ -136,13 +136,24 @@ def check_damage_reaches_all(folder: Path) -> None:
         content[len(content) // 2] ^= 4
         file.write_bytes(content)
     dist.barrier()
-    assert checkpointer.latest() == 2
+    assert checkpointer.steps()[0] == 2
     with pytest.raises(ConfigurationError) as caught:
         checkpointer.load(2, laid_out("shard", whole(2)))
     assert caught.value.code == "PT611"
     assert str(file) in caught.value.message
     assert "step 1 is intact" in caught.value.help
+    state = laid_out("shard", whole(2))
+    first = dist.get_rank() == 0  # what rank 0 says counts
+    resumed = load_newest(checkpointer, lambda step, advise: _loads(checkpointer, step, state, advise), fallback=first)
+    assert resumed.step == 1
+    assert len(resumed.notes) == 1
+    assert str(file) in resumed.notes[0]
+    assert checkpointer.steps() == [1]
     checkpointer.close()
+
+
+def _loads(checkpointer: Checkpointer, step: int, state: dict[str, torch.Tensor], advise: bool) -> None:
+    checkpointer.load(step, state, advise=advise)
 
 
 def cross(folder: Path, loads: list[tuple[str, int]], saves: list[tuple[str, int]]) -> None:
@@ -153,7 +164,7 @@ def cross(folder: Path, loads: list[tuple[str, int]], saves: list[tuple[str, int
         assert_loads(checkpointer, layout, step)
     for layout, step in saves:
         save(checkpointer, layout, step)
-    assert checkpointer.latest() == saves[-1][1]
+    assert checkpointer.steps()[0] == saves[-1][1]
     for layout, step in saves:
         assert_loads(checkpointer, layout, step)
     checkpointer.close()

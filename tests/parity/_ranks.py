@@ -28,6 +28,7 @@ import _rank_server as server
 import torch.distributed as dist
 from patience import PATIENCE
 from ports import free_port
+from processes import lasting
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from partool_runtime.mesh import close_ranks
@@ -51,7 +52,7 @@ class Server:
             start = "import _rank_server, sys; _rank_server.serve(sys.argv[1])"
             own = {"PYTHONPATH": str(Path(server.__file__).parent), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
             command = [sys.executable, "-W", "ignore", "-c", start, str(self._folder / "server")]
-            self._process = subprocess.Popen(command, env=os.environ | own | {"PYTHONWARNINGS": "error"})
+            self._process = subprocess.Popen(command, env=lasting(os.environ) | own | {"PYTHONWARNINGS": "error"})
             self._connection = listener.accept()
         self._connection.recv()
 

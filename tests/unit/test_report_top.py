@@ -31,6 +31,12 @@ def picture(view: RunView) -> list[list[str]]:
     return [line.split() for line in file.getvalue().splitlines()]
 
 
+def test_the_head_says_how_long_ago_the_last_step_was(tmp_path: Path) -> None:
+    file = StringIO()
+    Console(file=file, width=100).print(RunView(tmp_path, "small").render("running", "last step 3 min 5 s ago"))
+    assert file.getvalue().splitlines() == ["small  running, last step 3 min 5 s ago"]
+
+
 def test_the_picture_follows_the_logs(tmp_path: Path) -> None:
     view = RunView(tmp_path, "small")
     assert picture(view) == [["small", "running"]]

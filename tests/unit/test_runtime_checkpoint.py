@@ -20,6 +20,7 @@ from partool_runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
     load_folder,
+    load_newest,
     newest_step,
     read_manifest,
     step_folder,
@@ -27,6 +28,7 @@ from partool_runtime.checkpoint import (
 )
 from partool_runtime.checkpoint._files import Files, FolderLock
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.resuming import falls_back
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -81,10 +83,10 @@ def names(folder):
 def test_round_trip_retention_and_stats(tmp_path, mode):
     folder = tmp_path / "made" / "on the way"
     checkpointer = open_folder(folder, mode=mode)
-    assert checkpointer.latest() is None
+    assert checkpointer.steps() == []
     for step in (3, 10, 200):
         save(checkpointer, step)
-    assert checkpointer.latest() == 200
+    assert checkpointer.steps()[0] == 200
     assert names(folder) == ["step-00000010", "step-00000200"]
     assert_loads(checkpointer, 200)
     assert_loads(checkpointer, 10)
@@ -187,9 +189,9 @@ def test_a_crash_at_any_operation_leaves_whole_checkpoints(tmp_path, scenario):
         folder = shutil.copytree(template, tmp_path / f"{die_at}")
         assert crash(folder, step, Crashing(die_at)) is Crash
         later = open_folder(folder)
-        assert later.latest() in {10, 20, step}
-        outcomes.add(later.latest())
-        assert_loads(later, later.latest())
+        assert later.steps()[0] in {10, 20, step}
+        outcomes.add(later.steps()[0])
+        assert_loads(later, later.steps()[0])
         assert all(name.startswith("step-") and name.count(".") <= name.count(".aside") for name in names(folder))
         save(later, 40)
         assert_loads(later, 40)
@@ -218,7 +220,7 @@ def test_going_on_from_an_earlier_step_sets_later_ones_aside(tmp_path):
     for step in (1, 2, 3):
         save(checkpointer, step)
     save(checkpointer, 2)
-    assert checkpointer.latest() == 2
+    assert checkpointer.steps()[0] == 2
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003.aside"]
     save(checkpointer, 3)
     save(checkpointer, 2)
@@ -245,7 +247,7 @@ def test_damage_is_named_and_nothing_is_lost(tmp_path, name, damage):
     before = names(tmp_path)
     damage(step_folder(tmp_path, 3) / name)
     damage(step_folder(tmp_path, 2) / name)
-    assert checkpointer.latest() == 3  # never silently an older one
+    assert checkpointer.steps()[0] == 3  # never silently an older one
     state = blank(state_of(3))
     with pytest.raises(ConfigurationError) as caught:
         checkpointer.load(3, state)
@@ -256,6 +258,85 @@ def test_damage_is_named_and_nothing_is_lost(tmp_path, name, damage):
     assert caught.value.help == "step 1 is intact; to go on from it: partool launch --resume last --step 1"
     assert_loads(checkpointer, 1)
     checkpointer.close()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_a_run_nobody_attends_falls_back_to_the_newest_intact_checkpoint(tmp_path, name):
+    checkpointer = open_folder(tmp_path, keep=4)
+    for step in (1, 2, 3, 4):
+        save(checkpointer, step)
+    for step in (3, 4):
+        flip(step_folder(tmp_path, step) / name)
+    content = {file: file.read_bytes() for file in step_folder(tmp_path, 4).iterdir()}
+    state = blank(state_of(3))
+
+    def load(step, advise):
+        checkpointer.load(step, state, advise=advise)
+
+    with pytest.raises(ConfigurationError, match=r"PT611.*step-00000004.*\n.*step 2 is intact"):
+        load_newest(checkpointer, load, fallback=False)
+    assert names(tmp_path) == [f"step-{step:08}" for step in (1, 2, 3, 4)]
+    resumed = load_newest(checkpointer, load, fallback=True)
+    assert resumed.step == 2
+    assert same_bits(state, state_of(2))
+    aside = ["step-00000003.aside", "step-00000004.aside"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002", *aside]
+    assert {file: (tmp_path / aside[1] / file.name).read_bytes() for file in content} == content
+    for note, step, kept in zip(resumed.notes, (4, 3), reversed(aside), strict=True):
+        assert note.startswith(f"PT659: the checkpoint of step {step} is skipped and kept as {kept}, as ")
+        assert name in note
+        assert note.endswith("training goes on from step 2")
+    assert load_newest(checkpointer, load, fallback=False).notes == ()
+    checkpointer.close()
+
+
+def test_without_an_intact_checkpoint_nothing_is_renamed_or_begun_anew(tmp_path):
+    checkpointer = open_folder(tmp_path, keep=2)
+    assert load_newest(checkpointer, lambda step, advise: None, fallback=True).step == 0
+    for step in (1, 2):
+        save(checkpointer, step)
+        flip(step_folder(tmp_path, step) / "__0_0.distcp")
+    before = names(tmp_path)
+
+    def load(step, advise):
+        checkpointer.load(step, blank(state_of(1)), advise=advise)
+
+    with pytest.raises(ConfigurationError, match=r"PT611.*step-00000002.*\n.*no intact checkpoint to fall back to"):
+        load_newest(checkpointer, load, fallback=True)
+    assert names(tmp_path) == before
+    checkpointer.close()
+
+
+def test_only_damage_is_fallen_back_from(tmp_path):
+    checkpointer = open_folder(tmp_path, keep=2)
+    for step in (1, 2):
+        save(checkpointer, step)
+
+    def load(step, advise):
+        raise ConfigurationError("PT612", "another model")
+
+    with pytest.raises(ConfigurationError, match="PT612"):
+        load_newest(checkpointer, load, fallback=True)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "target", "environment", "wanted"),
+    [
+        ("auto", "local", {}, False),
+        ("auto", "local", {"TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ("auto", "local", {"TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ("auto", "torchrun", {"SLURM_RESTART_COUNT": "3"}, False),
+        ("auto", "slurm", {}, False),
+        ("auto", "slurm", {"SLURM_RESTART_COUNT": "0"}, False),
+        ("auto", "slurm", {"SLURM_RESTART_COUNT": "1"}, True),
+        ("auto", "k8s", {}, True),
+        (True, "local", {}, True),
+        (False, "k8s", {"TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_who_may_fall_back(setting, target, environment, wanted):
+    assert falls_back(setting, target, environment) is wanted
 
 
 def test_damage_without_an_older_checkpoint(tmp_path):
@@ -419,7 +500,7 @@ def test_leftovers_of_a_dead_run_go_but_nothing_else(tmp_path):
     shutil.move(step_folder(tmp_path, 7), tmp_path / "step-00000005.old")
     later = open_folder(tmp_path)
     assert names(tmp_path) == ["notes.tmp", "step-00000005", "step-00000007", "step-00000009.aside", "step-x"]
-    assert later.latest() == 7
+    assert later.steps()[0] == 7
     later.close()
 
 
@@ -435,7 +516,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path, capl
         save(checkpointer, 1)
         save(checkpointer, 2)
     assert "cannot delete" in caplog.text
-    assert checkpointer.latest() == 2
+    assert checkpointer.steps()[0] == 2
     checkpointer.close()
 
 

@@ -17,6 +17,7 @@ from partool_runtime.agent.interfaces import interface_towards, is_loopback, res
 from partool_runtime.agent.node_messages import Outcome, Verdict, WaitTimes
 from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
 from partool_runtime.agent.options import AgentPlace
+from partool_runtime.agent.standing import Standing
 from partool_runtime.agent.together import first_failure, judged
 from partool_runtime.agent.wire import Desk, listen
 from partool_runtime.errors import ConfigurationError
@@ -289,6 +290,33 @@ def test_ranks_that_lost_those_of_a_node_stopped_before_its_first_step_have_not_
 )
 def test_combined_codes(codes: list[int], code: int) -> None:
     assert combined(codes) == code
+
+
+def test_nodes_know_who_is_the_furthest_behind_and_who_has_finished(nodes: Nodes) -> None:
+    boards = [nodes.add(str(node), node, nodes=3) for node in range(3)]
+    nodes.begin()
+    standings = [Standing(rank, 7, 100.0 + rank, where=f" on node {rank}") for rank in range(3)]
+    standings[1] = replace(standings[1], step=6)
+
+    def seen() -> list[int | None]:
+        found = [board.exchange(standing) for board, standing in zip(boards, standings, strict=True)]
+        boards[0].relay()
+        return [None if each is None else each.rank for each in found]
+
+    wait_for(lambda: seen() == [1, None, 1])
+    standings[2] = replace(standings[2], stopped=True)
+    wait_for(lambda: seen() == [2, 2, None])
+    assert not any(board.stalled() or board.finished() for board in boards)
+    boards[2].report("rank 2 made no progress", False, stalled=True)
+    wait_for(lambda: (boards[0].relay(), all(board.stalled() for board in boards[:2]))[1])
+    boards[1]._post(outcome(1, 0))
+    wait_for(lambda: (boards[0].relay(), boards[0].finished() and boards[2].finished())[1])
+
+
+def test_a_run_that_is_done_says_which_rank_had_to_be_killed() -> None:
+    late = outcome(1, 0, reason="rank 5 did not end", text="partool: rank 5 did not end")
+    verdict = judged([outcome(0, 0), late])
+    assert (verdict.code, verdict.reason, verdict.text) == (0, late.reason, late.text)
 
 
 def test_the_first_failure_is_a_cause() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from partool_runtime.agent.error_files import ErrorRecord, read_errors, write_error
 from partool_runtime.agent.report import _first_failure
-from partool_runtime.agent.run import main
-from partool_runtime.agent.supervision import FAILURE_GRACE_S, Reaction, Supervision
+from partool_runtime.agent.run import _stop_signals, main
+from partool_runtime.agent.supervision import FAILURE_GRACE_S, FINISH_GRACE_S, Reaction, Supervision
 from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 
@@ -100,9 +100,49 @@ def test_a_failure_leaves_the_others_a_moment(watch: Supervision) -> None:
     assert watch.observe({0: 1, 1: None}, 20 + FAILURE_GRACE_S) is Reaction.KILL
 
 
-def test_a_rank_that_is_done_does_not_hurry_the_others(watch: Supervision) -> None:
-    assert watch.observe({0: 0, 1: None}, 0) is Reaction.WAIT
+def test_after_the_first_finished_rank_the_others_have_a_grace_period(watch: Supervision) -> None:
+    assert watch.observe({0: None, 1: None}, 1e6) is Reaction.WAIT
     assert watch.observe({0: 0, 1: None}, 1e6) is Reaction.WAIT
+    assert watch.observe({0: 0, 1: None}, 1e6 + FINISH_GRACE_S - 0.1) is Reaction.WAIT
+    assert watch.observe({0: 0, 1: None}, 1e6 + FINISH_GRACE_S) is Reaction.KILL
+    assert watch.observe({0: 0, 1: -9}, 1e6 + FINISH_GRACE_S + 1) is Reaction.FINISH
+    assert (watch.exit_code, watch.may_restart, watch.late) == (1, True, [1])
+    watch.complete = True  # the last step is saved
+    assert (watch.exit_code, watch.may_restart) == (0, False)
+
+
+def test_a_finished_run_that_is_asked_to_stop_is_done_if_its_last_step_is_saved(watch: Supervision) -> None:
+    watch.observe({0: 0, 1: None}, 0)
+    watch.signals.append(signal.SIGTERM)
+    assert watch.observe({0: 0, 1: None}, 1) is Reaction.STOP
+    assert watch.observe({0: 0, 1: None}, 61) is Reaction.KILL
+    watch.observe({0: 0, 1: -9}, 62)
+    assert watch.exit_code == 1
+    watch.complete = True
+    assert watch.exit_code == 0
+
+
+def test_ranks_of_a_node_follow_those_of_another_that_have_finished(watch: Supervision) -> None:
+    watch.finished_elsewhere = True
+    assert watch.observe({0: None}, 5) is Reaction.WAIT
+    assert watch.observe({0: None}, 5 + FINISH_GRACE_S) is Reaction.KILL
+
+
+def test_a_saved_last_step_does_not_hide_a_failure(watch: Supervision) -> None:
+    watch.complete = True
+    watch.observe({0: 1, 1: None}, 0)
+    assert watch.observe({0: 1, 1: None}, FAILURE_GRACE_S) is Reaction.KILL
+    watch.observe({0: 1, 1: -9}, 4)
+    assert watch.exit_code == 1
+
+
+def test_a_stall_ends_the_ranks_and_may_be_restarted(watch: Supervision) -> None:
+    watch.stalled = "rank 1 made no progress"
+    assert watch.observe({0: None, 1: None}, 0) is Reaction.KILL
+    assert watch.observe({0: -9, 1: -9}, 1) is Reaction.FINISH
+    assert (watch.exit_code, watch.may_restart, watch.killed) == (1, True, "rank 1 made no progress")
+    watch.begin_attempt()
+    assert watch.observe({0: None, 1: None}, 2) is Reaction.WAIT
 
 
 @pytest.mark.parametrize(
@@ -122,6 +162,20 @@ def test_a_rank_that_is_done_does_not_hurry_the_others(watch: Supervision) -> No
 def test_exit_codes(watch: Supervision, codes: tuple[int, ...], wanted: int, restart: bool) -> None:
     assert watch.observe(dict(enumerate(codes)), 0) is Reaction.FINISH
     assert (watch.exit_code, watch.may_restart) == (wanted, restart)
+
+
+@pytest.mark.parametrize("action", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_hangup_that_nohup_ignores_stays_ignored(action: signal.Handlers) -> None:
+    """A run that was started to survive the terminal's end goes on; without ``nohup`` it saves and stops."""
+    received: list[signal.Signals] = []
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        with _stop_signals(received):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is action
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert received == [signal.SIGHUP] * (action is signal.SIG_DFL)
 
 
 def test_a_new_attempt_forgets_ranks_but_not_requests(watch: Supervision) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,19 @@ def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
         message = "on GH200 with Slingshot, NCCL's LL128 protocol has corrupted data in silence (NVIDIA/nccl #2001)"
         help = "set network: auto, which sets HPE's remedy, or NCCL_LL128_C2C: '0' in launch.env"
         yield Diagnostic("PT522", message, severity="warning", path=path, help=help)
+
+
+_LEAST_STEPS = 3
+
+
+def check_watchdog(launch: LaunchSpec, upper_step_s: float) -> list[Diagnostic]:
+    """Return a warning if the watchdog would end healthy ranks; ``upper_step_s`` is the step at its upper error bar."""
+    limit = launch.watchdog
+    if not isinstance(limit, int) or limit >= _LEAST_STEPS * upper_step_s:
+        return []
+    message = f"watchdog: {limit} s is shorter than {_LEAST_STEPS} steps, which take up to {_LEAST_STEPS * upper_step_s:.0f} s"
+    help = f"use {math.ceil(_LEAST_STEPS * upper_step_s) + 60} or more, or auto, which follows the steps that are measured"
+    return [Diagnostic("PT555", message, severity="warning", path=("launch", "watchdog"), help=help)]
 
 
 def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:

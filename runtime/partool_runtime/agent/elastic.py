@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from partool_runtime.agent.interfaces import interface_towards, resolves_to_netw
 from partool_runtime.agent.options import AgentOptions, AgentPlace
 from partool_runtime.agent.rank_logs import RankLogs
 from partool_runtime.agent.supervision import Reaction, Supervision
+from partool_runtime.agent.watching import RankWatch
 from partool_runtime.agent.wire import listen_at
 from partool_runtime.errors import lasting_refusals
 from partool_runtime.private import keep_compiled_code_private
@@ -59,6 +60,8 @@ class Hooks:
     """Called several times a second, before the ranks are checked."""
     saved_step: Callable[[], int]
     """Returns the step of the newest checkpoint."""
+    last_step: int
+    """Number of steps of the whole training."""
 
 
 def run_ranks(
@@ -82,7 +85,9 @@ def run_ranks(
     _set_environment(plan, place, meeting[0])
     arguments = rank_command(options.plan, options.run_dir, resume=options.resume, module=worker)
     in_place = not place.several and plan.launch.target not in SCHEDULERS
-    logs = RankLogs(options.run_dir, options.echo, _bound(plan))
+    where = f" on node {place.node_rank} ({socket.gethostname()})" if place.several else ""
+    watch = RankWatch(plan, options.run_dir, where=where, notes=place.node_rank == 0)
+    logs = RankLogs(options.run_dir, options.echo, _bound(plan), watch.pulses)
     spec = WorkerSpec(
         role=plan.job,
         local_world_size=plan.devices.per_node,
@@ -93,11 +98,12 @@ def run_ranks(
         local_addr=_LOOPBACK,
     )
     try:
-        _Agent(spec, logs, supervision, hooks, run_dir=options.run_dir, several=place.several).run()
+        _Agent(spec, logs, supervision, hooks, run_dir=options.run_dir, several=place.several, watch=watch).run()
     except _AttemptEndedError:
         pass
     finally:
         logs.close()
+        watch.close()
         spec.rdzv_handler.shutdown()
 
 
@@ -208,6 +214,7 @@ class _Agent(LocalElasticAgent):
         *,
         run_dir: Path,
         several: bool,
+        watch: RankWatch,
     ) -> None:
         super().__init__(spec, logs)
         self._run_dir = run_dir
@@ -215,6 +222,7 @@ class _Agent(LocalElasticAgent):
         self._supervision = supervision
         self._hooks = hooks
         self._several = several
+        self._watch = watch
         self._clock = AwakeClock()
         self._saved_step: int | None = None
         """Step of the checkpoint that was the newest when the ranks were asked to stop."""
@@ -223,6 +231,7 @@ class _Agent(LocalElasticAgent):
         self._supervision.begin_attempt()
         with lasting_refusals(self._run_dir):
             self._logs.attempt = self._hooks.next_attempt()
+        self._watch.begin_attempt(self._logs.attempt)
         # torch installs signal handlers when it starts processes, so signals wait until partool's handlers are back.
         # The ranks inherit the block and lift it when they can handle signals, so that no signal kills a rank that is
         # still importing.
@@ -239,10 +248,12 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._logs.pump()
-        self._hooks.look()
         processes = self._processes()
         codes = {worker.global_rank: processes[worker.local_rank].poll() for worker in worker_group.workers}
         supervision = self._supervision
+        alive = {w.global_rank: processes[w.local_rank].pid for w in worker_group.workers if codes[w.global_rank] is None}
+        self._look_at_progress(alive)
+        self._hooks.look()
         begun = not supervision.asked or self._logs.begun
         action = supervision.observe(codes, self._clock.now(), begun=begun, at=time.time())
         running = [process.pid for process in processes.values() if process.returncode is None]
@@ -252,12 +263,16 @@ class _Agent(LocalElasticAgent):
             for pid in running:
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         elif action is Reaction.KILL:
+            if supervision.stalled or supervision.stalled_elsewhere:
+                self._watch.write_stacks(alive)
             for pid in running:
                 _kill_group(pid)
         if action is not Reaction.FINISH:
             return RunResult(state=WorkerState.HEALTHY)
         if supervision.killed and self._saved_step is not None:
             supervision.saved = self._hooks.saved_step() > self._saved_step
+        if supervision.killed:
+            supervision.complete = self._hooks.saved_step() >= self._hooks.last_step
         for process in processes.values():
             _kill_group(process.pid)  # processes that a rank left behind: data loaders, compiler workers
         if running or self._several:
@@ -266,6 +281,18 @@ class _Agent(LocalElasticAgent):
         if result.is_failed() and not (self._supervision.may_restart and self._hooks.restart_helps()):
             raise _AttemptEndedError
         return result
+
+    def _look_at_progress(self, alive: Mapping[int, int]) -> None:
+        """Note in ``supervision`` if a rank makes no progress, unless the ranks are ending anyway."""
+        supervision = self._supervision
+        stall = self._watch.look(alive, self._clock.now())
+        supervision.standing = self._watch.standing
+        ending = supervision.asked or supervision.failed or supervision.finishing or supervision.trouble_elsewhere
+        if stall is not None and not ending and not supervision.stalled:
+            supervision.stalled, supervision.stalled_elsewhere = self._watch.reason(
+                stall, supervision.standing_elsewhere
+            )
+            supervision.stalled += f"; stacks of all ranks: {self._watch.write_stacks(alive)}"
 
     def _processes(self) -> dict[int, Any]:
         assert isinstance(self._pcontext, SubprocessContext)

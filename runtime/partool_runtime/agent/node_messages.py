@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from partool_runtime.agent.standing import Standing
+from partool_runtime.agent.supervision import FINISH_GRACE_S
+
 
 @dataclass(frozen=True, slots=True)
 class WaitTimes:
@@ -20,6 +23,8 @@ class WaitTimes:
     """Interval between two reports of missing nodes."""
     farewell_s: float = 10.0
     """Time for the other nodes to read the result before node 0 ends."""
+    finish_s: float = FINISH_GRACE_S
+    """Time for the other ranks to end after the first rank has finished all steps."""
     stranger_s: float = 30.0
     """Time within which another run's agent, or an agent that is ending, must free the address."""
 
@@ -72,6 +77,10 @@ class State:
     """True once a rank of the node has stopped after a checkpoint."""
     early: bool = False
     """True once the ranks of the node were ended, as requested, before their first step."""
+    stalled: bool = False
+    """True if the trouble is a rank that makes no progress."""
+    standing: Standing | None = None
+    """The rank of the node that is the furthest behind."""
     outcome: Outcome | None = None
     read: bool = False
     """True once the node has received the result of the run."""
@@ -80,8 +89,12 @@ class State:
     def load(cls, text: bytes) -> State:
         """Parse the text that :func:`dump` wrote."""
         fields = json.loads(text)
-        outcome = fields.pop("outcome")
-        return cls(**fields, outcome=Outcome(**outcome) if outcome else None)
+        outcome, standing = fields.pop("outcome"), fields.pop("standing")
+        return cls(
+            **fields,
+            outcome=Outcome(**outcome) if outcome else None,
+            standing=Standing(**standing) if standing else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,11 @@ class Notice:
     trouble: str = ""
     stopping: bool = False
     early: bool = False
+    stalled: bool = False
+    finished: bool = False
+    """True once all ranks of a node have finished all steps."""
+    standing: Standing | None = None
+    """The rank of all nodes that is the furthest behind."""
     verdict: Verdict | None = None
 
     @classmethod
@@ -106,7 +124,14 @@ class Notice:
         """Parse the text that :func:`dump` wrote."""
         fields = json.loads(text)
         verdict, missing, store = fields.pop("verdict"), tuple(fields.pop("missing")), tuple(fields.pop("store"))
-        return cls(**fields, missing=missing, store=store, verdict=Verdict(**verdict) if verdict else None)
+        standing = fields.pop("standing")
+        return cls(
+            **fields,
+            missing=missing,
+            store=store,
+            standing=Standing(**standing) if standing else None,
+            verdict=Verdict(**verdict) if verdict else None,
+        )
 
     @property
     def over(self) -> bool:

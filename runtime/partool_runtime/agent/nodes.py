@@ -12,6 +12,7 @@ from partool_runtime.agent.interfaces import is_loopback, is_own
 from partool_runtime.agent.meeting import Meeting, Peer
 from partool_runtime.agent.node_messages import Outcome, Verdict, WaitTimes
 from partool_runtime.agent.options import AgentPlace
+from partool_runtime.agent.standing import Standing
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 
 _LOOK_S = 0.05
@@ -120,12 +121,19 @@ class Board:
         """Host and port of the store at which the ranks meet, as sent by node 0."""
         return self._meeting.notice.store
 
-    def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
-        """Report that ranks here failed, stopped after a checkpoint, or ended before their first step (``early``)."""
+    def report(self, trouble: str, stopping: bool, *, early: bool = False, stalled: bool = False) -> None:
+        """Report that ranks here failed, stopped after a checkpoint, or ended before their first step (``early``).
+
+        ``stalled`` is True if the trouble is a rank that makes no progress.
+        """
         mine = self._meeting.mine
         if (trouble and not mine.trouble) or (stopping and not mine.stopping):
             self._meeting.mine = replace(
-                mine, trouble=mine.trouble or trouble, stopping=mine.stopping or stopping, early=mine.early or early
+                mine,
+                trouble=mine.trouble or trouble,
+                stopping=mine.stopping or stopping,
+                early=mine.early or early,
+                stalled=mine.stalled or stalled,
             )
             self._spread()
             self._meeting.changed.set()
@@ -152,6 +160,26 @@ class Board:
         if self._place.node_rank:
             return self._meeting.notice.early
         return any(peer.state.early for peer in self._meeting.peers.values())
+
+    def stalled(self) -> bool:
+        """Return True if a rank of another node makes no progress."""
+        if self._place.node_rank:
+            return self._meeting.notice.stalled
+        return any(peer.state.stalled for peer in self._meeting.peers.values())
+
+    def finished(self) -> bool:
+        """Return True if all ranks of another node have finished all steps."""
+        if self._place.node_rank:
+            return self._meeting.notice.finished
+        return any(_done(peer.state.outcome) for peer in self._meeting.peers.values())
+
+    def exchange(self, standing: Standing | None) -> Standing | None:
+        """Send which rank of this node is the furthest behind; return the rank of the other nodes that is."""
+        self._meeting.mine = replace(self._meeting.mine, standing=standing)
+        if self._place.node_rank == 0:
+            return _behind(peer.state.standing for peer in self._meeting.peers.values())
+        common = self._meeting.notice.standing
+        return None if common is None or standing is None or common.where == standing.where else common
 
     def relay(self) -> None:
         """On node 0: forward reports of nodes to all nodes; must be called often."""
@@ -221,8 +249,15 @@ class Board:
         trouble = meeting.notice.trouble or own or self.trouble()
         stopping = meeting.notice.stopping or meeting.mine.stopping or self.stopping()
         early = meeting.notice.early or meeting.mine.early or self.early()
-        if (trouble, stopping, early) != (meeting.notice.trouble, meeting.notice.stopping, meeting.notice.early):
-            meeting.notice = replace(meeting.notice, trouble=trouble, stopping=stopping, early=early)
+        finished = meeting.notice.finished or self.finished() or _done(meeting.mine.outcome)
+        stalled = meeting.notice.stalled or meeting.mine.stalled or self.stalled()
+        standing = _behind([meeting.mine.standing, *(peer.state.standing for peer in meeting.peers.values())])
+        before, meeting.notice = meeting.notice, replace(meeting.notice, standing=standing)
+        changed = replace(
+            meeting.notice, trouble=trouble, stopping=stopping, early=early, stalled=stalled, finished=finished
+        )
+        if changed != replace(before, standing=standing):
+            meeting.notice = changed
             meeting.changed.set()
 
     def _post(self, mine: Outcome) -> None:
@@ -264,6 +299,15 @@ class Board:
         what = "vanished: its agent was killed, or the network to it is down" if self._gone(peer) else "does not end"
         reason = f"{_name(node, peer)} {what}"
         return Outcome(node, peer.state.host, EXIT_FAILED, reason, f"partool: {reason}", time=peer.seen_at)
+
+
+def _behind(standings: Iterable[Standing | None]) -> Standing | None:
+    """Return the rank that is the furthest behind; None if no rank has told anything."""
+    return min((each for each in standings if each is not None), key=lambda each: each.order, default=None)
+
+
+def _done(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.code == EXIT_DONE
 
 
 def _name(node: int, peer: Peer) -> str:

@@ -16,6 +16,8 @@ from partool.plan.run import LOGS, rank_log, starting_file
 from partool.plan.terminal import of_ranks
 from partool_runtime.agent.numa import Bindings
 from partool_runtime.agent.options import Echo
+from partool_runtime.agent.pulses import Pulses
+from partool_runtime.pulse import VARIABLE
 
 _SHOW_CURSOR = "\x1b[?25h"
 _CHUNK_BYTES = 1 << 16
@@ -44,12 +46,15 @@ class RankLogs(LogsSpecs):
     with the rank's number.
     """
 
-    def __init__(self, run_dir: Path, echo: Echo = "rank0", bound: Bindings | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, echo: Echo = "rank0", bound: Bindings | None = None, pulses: Pulses | None = None
+    ) -> None:
         super().__init__(str(run_dir / LOGS))
         self.attempt = 0
         self._run_dir = run_dir
         self._echo = echo
         self._bound = bound
+        self._pulses = pulses
         self._terminal = echo == "rank0" and sys.stdout.isatty()
         self._followed: list[_Followed] = []
         self._starting: list[Path] = []
@@ -60,7 +65,7 @@ class RankLogs(LogsSpecs):
         return str(self._run_dir / LOGS)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose this attempt's files; pass the attempt's number and the bindings to the ranks (called by torch)."""
+        """Choose this attempt's files; pass number of the attempt, bindings and pulses to the ranks (called by torch)."""
         self._end_all()
         stdouts, stderrs = {}, {}
         self._starting = []
@@ -76,6 +81,8 @@ class RankLogs(LogsSpecs):
             env["PARTOOL_AGENT_PID"] = str(os.getpid())
             if self._bound is not None:
                 env.update(self._bound.environment(local_rank))
+            if self._pulses is not None:
+                env[VARIABLE] = str(self._pulses.open(rank))
             if self._echo == "all":
                 self._follow(stdout, sys.stdout, rank)
                 self._follow(stderr, sys.stderr, rank)

@@ -44,18 +44,38 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
     """
     code = supervision.exit_code
     if code == EXIT_DONE:
-        return Summary("", "")
+        return _late(supervision, where)
     if code == EXIT_PREEMPTED:
         reason = stopped_by(supervision.signals[0].name if supervision.signals else "")
         return Summary(reason, f"partool: {reason}, {_saved(supervision)}")
+    if supervision.stalled:
+        return _stalled(run_dir, attempt, supervision)
     errors = read_errors(run_dir, attempt)
     first = _first_failure(supervision, errors)
     if first is None:
         ranks = _ranks(rank for rank, status in supervision.codes.items() if status in (-signal.SIGKILL, None))
         reason = f"{ranks}{where} killed: {supervision.killed}"
+        if supervision.finishing:
+            reason += "; the last step was not saved"
         text = f"partool: {reason}\n{_logs(run_dir, attempt)}"
         return Summary(reason, text, time=time.time(), short=reason, lost_peer=bool(supervision.trouble_elsewhere))
     return _failure(run_dir, attempt, supervision, (first, where), errors)
+
+
+def _late(supervision: Supervision, where: str) -> Summary:
+    """Return the result of a run that has done its work; it names the ranks that did not end by themselves."""
+    if not supervision.late:
+        return Summary("", "")
+    reason = f"{_ranks(supervision.late)}{where} did not end after the last step and had to be killed"
+    return Summary(reason, f"partool: {reason}; the last step is saved", short=reason)
+
+
+def _stalled(run_dir: Path, attempt: int, supervision: Supervision) -> Summary:
+    reason = supervision.stalled
+    text = f"partool: {reason}\n{_logs(run_dir, attempt)}"
+    what = reason.partition(";")[0]
+    elsewhere = supervision.stalled_elsewhere
+    return Summary(reason, text, what=what, time=time.time(), short=reason, lost_peer=elsewhere)
 
 
 def _saved(supervision: Supervision) -> str:

@@ -135,7 +135,8 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
     try:
         with lasting_refusals(options.run_dir):  # a refusal while ranks run may be temporary
             plan = _prepare(options)
-        supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
+        shutdown_s = plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0
+        supervision = Supervision(shutdown_s, signals=signals, finish_grace_s=timing.finish_s)
         if options.place.several:
             with _loading_torch():
                 from partool_runtime.agent.together import Together
@@ -212,7 +213,13 @@ def _run_alone(
     def saved() -> int:
         return failures.saved_step
 
-    hooks = Hooks(restarts.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None, saved)
+    hooks = Hooks(
+        restarts.next_attempt,
+        lambda: equal_failures() < launch.same_failure,
+        lambda: None,
+        saved,
+        plan.training.steps,
+    )
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = report.summarise(run_dir, keeper.status.attempt, supervision)
     code, reason, text = supervision.exit_code, summary.reason, summary.text

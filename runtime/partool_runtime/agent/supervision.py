@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from partool_runtime.agent.standing import Standing
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
 FAILURE_GRACE_S = 3.0
 """Seconds that the other ranks have, after a rank failed, to record their errors."""
+
+FINISH_GRACE_S = 120.0
+"""Seconds that the other ranks have to end after the first rank has finished; all of them have then saved."""
 
 KILL_TIMEOUT_S = 30.0
 """Seconds that a rank has to end after SIGKILL; a process that a device blocks in the kernel outlives SIGKILL."""
@@ -32,6 +36,8 @@ class Supervision:
     """Watches one attempt after another; all times are in seconds of the same, arbitrary clock."""
 
     shutdown_timeout_s: float
+    finish_grace_s: float = FINISH_GRACE_S
+    """Seconds that the other ranks have to end after the first rank has finished."""
     signals: list[signal.Signals] = field(default_factory=list)
     """Requests to stop, in order of arrival; a request holds for all attempts."""
     trouble_elsewhere: str = ""
@@ -42,6 +48,18 @@ class Supervision:
     """True once this attempt was ended before its first step, as requested: there was nothing to save."""
     early_elsewhere: bool = False
     """True once another node has ended its ranks before their first step, as requested."""
+    finished_elsewhere: bool = False
+    """True once all ranks of another node have finished."""
+    stalled: str = ""
+    """Reason why the ranks of this attempt are ended, if one makes no progress; empty if all do."""
+    stalled_elsewhere: bool = False
+    """True once a rank of another node makes no progress, or this node found that such a rank holds it up."""
+    standing: Standing | None = None
+    """The rank of this node that is the furthest behind."""
+    standing_elsewhere: Standing | None = None
+    """The rank of other nodes that is the furthest behind."""
+    complete: bool = False
+    """True if ranks had to be killed although the state after the last step is saved: the run has done its work."""
     saved: bool = False
     """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
     killed: str = ""
@@ -57,8 +75,8 @@ class Supervision:
 
     def begin_attempt(self) -> None:
         """Reset the state of the previous attempt's ranks."""
-        self.early = self.saved = False
-        self.killed = ""
+        self.early = self.saved = self.complete = self.stalled_elsewhere = False
+        self.killed = self.stalled = ""
         self.codes = {}
         self.last_alive = {}
         self._told = False
@@ -82,6 +100,8 @@ class Supervision:
             return self._kill(now, self.killed)
         if len(self.signals) > 1 and signal.SIGINT in self.signals:
             return self._kill(now, "interrupted a second time")
+        if self.stalled:
+            return self._kill(now, self.stalled)
         if any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
             self._allow(now, FAILURE_GRACE_S, "another rank had failed")
         elif self.trouble_elsewhere:
@@ -95,6 +115,9 @@ class Supervision:
             if not self._told:
                 self._told = True
                 return Reaction.STOP
+        elif self.finishing:
+            why = f"not ended {self.finish_grace_s:g} s after the first rank had finished"
+            self._allow(now, self.finish_grace_s, why)
         if self._deadline is not None and now >= self._deadline:
             return self._kill(now, self._why)
         return Reaction.WAIT
@@ -103,6 +126,16 @@ class Supervision:
     def asked(self) -> bool:
         """True once the ranks have to stop."""
         return bool(self.signals) or self.stopped_elsewhere or self.early_elsewhere
+
+    @property
+    def finishing(self) -> bool:
+        """True once a rank has finished all steps."""
+        return EXIT_DONE in self.codes.values() or self.finished_elsewhere
+
+    @property
+    def late(self) -> list[int]:
+        """The ranks that the agent had to kill, or could not even kill."""
+        return sorted(rank for rank, code in self.codes.items() if self.killed and code in (-signal.SIGKILL, None))
 
     @property
     def failed(self) -> bool:
@@ -122,6 +155,8 @@ class Supervision:
             return EXIT_DONE
         if EXIT_CONFIGURATION in codes:
             return EXIT_CONFIGURATION
+        if self.complete and codes <= {EXIT_DONE, EXIT_PREEMPTED, -signal.SIGKILL, None}:
+            return EXIT_DONE
         killed: tuple[int | None, ...] = (-signal.SIGKILL, None) if self.saved else ()
         stopped = {EXIT_DONE, EXIT_PREEMPTED, *killed}
         return EXIT_PREEMPTED if self.early or codes <= stopped else 1

@@ -58,7 +58,13 @@ class Together:
                 _say(f"note: {self.options.run_dir} is not the folder of that name on node 0: {_NOT_SHARED}")
             attempt = board.attempt
             failures = FailureLog(self.options.run_dir, plan)
-            hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board), lambda: failures.saved_step)
+            hooks = Hooks(
+                lambda: attempt,
+                lambda: False,
+                lambda: self._look(board),
+                lambda: failures.saved_step,
+                plan.training.steps,
+            )
             run_ranks(
                 plan,
                 self.options,
@@ -84,9 +90,13 @@ class Together:
     def _look(self, board: Board) -> None:
         """Send the state of the ranks here to the other nodes, and receive the states of their ranks."""
         supervision = self.supervision
-        board.report("ranks" if supervision.failed else "", supervision.preempted, early=supervision.early)
+        trouble, stalled = supervision.stalled or ("ranks" if supervision.failed else ""), bool(supervision.stalled)
+        board.report(trouble, supervision.preempted, early=supervision.early, stalled=stalled)
+        supervision.standing_elsewhere = board.exchange(supervision.standing)
         board.relay()
         supervision.trouble_elsewhere = board.trouble()
+        supervision.stalled_elsewhere = supervision.stalled_elsewhere or board.stalled()
+        supervision.finished_elsewhere = board.finished()
         supervision.stopped_elsewhere, supervision.early_elsewhere = board.stopping(), board.early()
 
     def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
@@ -132,7 +142,8 @@ def judged(outcomes: list[Outcome]) -> Verdict:
     early = any(outcome.early for outcome in outcomes)
     code = combined(outcome.code for outcome in outcomes if not (early and outcome.lost_peer))
     if code == EXIT_DONE:
-        return Verdict(code, "")
+        late = [outcome for outcome in outcomes if outcome.reason]
+        return Verdict(code, "; ".join(each.reason for each in late), "\n".join(each.text for each in late))
     if code == EXIT_PREEMPTED:
         asked = next((outcome for outcome in outcomes if outcome.asked), None)
         reason = stopped_by(f"{asked.asked} to node {asked.node} ({asked.host})" if asked else "")

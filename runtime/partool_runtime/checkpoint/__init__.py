@@ -7,6 +7,7 @@ share.
 
 from partool_runtime.checkpoint._agreement import CheckpointError
 from partool_runtime.checkpoint._arena import Arena, open_arena
+from partool_runtime.checkpoint._fallback import Resumed, load_newest
 from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
 from partool_runtime.checkpoint._plan import StatePart, parts_to_save
 from partool_runtime.checkpoint._reading import VerifiedFolder, load_folder, parts_to_load, tensor_shapes
@@ -17,10 +18,12 @@ __all__ = [
     "CheckpointError",
     "CheckpointManifest",
     "Checkpointer",
+    "Resumed",
     "StatePart",
     "VerifiedFolder",
     "WriteStats",
     "load_folder",
+    "load_newest",
     "newest_step",
     "open_arena",
     "parts_to_load",

@@ -39,15 +39,24 @@ def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
 
     Later steps exist only if this run resumed from an earlier step; if they stayed, the next resume would choose them.
     """
-    for later in steps_in(folder):
-        if later > step:
-            files.rename(step_folder(folder, later), _free_name(step_folder(folder, later), _ASIDE))
+    set_aside_after(folder, step, files)
     target = step_folder(folder, step)
     old = target.with_name(target.name + _OLD)
     if target.exists():
         files.rename(target, old)
     files.rename(temporary, target)
     files.sync_folder(folder)
+
+
+def set_aside_after(folder: Path, step: int, files: Files) -> list[str]:
+    """Rename the checkpoints of later steps to ``.aside``, the newest first; returns their new names."""
+    names = []
+    for later in reversed(steps_in(folder)):
+        if later > step:
+            aside = _free_name(step_folder(folder, later), _ASIDE)
+            files.rename(step_folder(folder, later), aside)
+            names.append(aside.name)
+    return names
 
 
 def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, until: int | None = None) -> None:

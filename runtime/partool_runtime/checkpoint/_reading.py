@@ -56,14 +56,14 @@ def load_folder(
     path: Path,
     state: State,
     ranks: SavingRanks | None = None,
-    run: str = "last",
+    run: str | None = "last",
     *,
     cast: bool = False,
     accept: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` names the run in errors. With ``cast``, all values may have been saved in other types than in ``state``;
+    ``run`` names the run in errors, which with None give no advice about older checkpoints. With ``cast``, all values may have been saved in other types than in ``state``;
     without ``cast``, only moments may. ``accept`` is called with the checkpoint's ``extra`` before anything is filled,
     and raises an error if the checkpoint must not be loaded.
 
@@ -75,7 +75,7 @@ def load_folder(
     try:
         manifest = _checked_manifest(path, ranks)
     except ConfigurationError as error:
-        raise _with_older(path, error, ranks, run) from error
+        raise error if run is None else _with_older(path, error, ranks, run) from error
     if accept is not None:
         accept(manifest.extra)  # ``extra`` is the same on all ranks
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from partool_runtime import threads
 from partool_runtime.checkpoint import _folders, _writing
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._arena import Arena
 from partool_runtime.checkpoint._files import Files, FolderLock
-from partool_runtime.checkpoint._manifest import newest_step, step_folder
+from partool_runtime.checkpoint._manifest import step_folder, steps_in
 from partool_runtime.checkpoint._plan import State, WritePlan, blocks_to_write, make_plan, signature
 from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
+
+T = TypeVar("T")
 
 _LOCK_WAIT_S = 10.0
 """Seconds to wait for the folder's lock, since rank 0 of the run's previous attempt may not have ended yet."""
@@ -126,19 +128,33 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def latest(self) -> int | None:
-        """Return the step of the newest checkpoint; None if there is none."""
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, newest first."""
         self.wait()
-        return self._ranks.on_first(lambda: newest_step(self._folder))
+        return self._ranks.on_first(lambda: steps_in(self._folder))[::-1]
 
-    def load(self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    def of_first(self, value: T) -> T:
+        """Return the value that rank 0 gives, on all ranks."""
+        return self._ranks.on_first(lambda: value)
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Rename the checkpoints of later steps, so that the run goes on from ``step``; return their new names."""
+        self.wait()
+        return self._ranks.on_first(lambda: _folders.set_aside_after(self._folder, step, self._files))
+
+    def load(
+        self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None, *, advise: bool = True
+    ) -> dict[str, Any]:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
         ``accept`` is called with ``extra`` before anything is filled, and raises an error if the checkpoint must not be
         loaded. Raises ConfigurationError PT610 (missing), PT611 (damaged) or PT612 (of another model); deletes nothing.
+        Unless ``advise`` is False, the error of a damaged checkpoint names the newest intact one, which rank 0 then
+        reads.
         """
         self.wait()
-        return load_folder(step_folder(self._folder, step), state, self._ranks, self._run, accept=accept)
+        run = self._run if advise else None
+        return load_folder(step_folder(self._folder, step), state, self._ranks, run, accept=accept)
 
     def close(self) -> None:
         """Wait for the write in flight and release the folder; raises the errors of :meth:`wait`."""

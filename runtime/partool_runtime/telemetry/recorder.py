@@ -21,6 +21,7 @@ from partool.plan.event_log import EventKind
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
 from partool_runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from partool_runtime.pulse import SILENT, Pulse
 from partool_runtime.telemetry._closing import close_run
 from partool_runtime.telemetry._collectives import EXCHANGES, BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
@@ -76,9 +77,11 @@ class Recorder:
         device: torch.device,
         now: Callable[[], float] = time.perf_counter,
         display: Display | None = None,
+        pulse: Pulse = SILENT,
     ) -> None:
         self._plan, self._run_dir, self._rank, self._world_size = plan, run_dir, rank, world_size
         self._device = device
+        self._pulse = pulse
         self._total_steps = plan.training.steps
         host = HostClock(now)
         self._host = host
@@ -117,6 +120,7 @@ class Recorder:
 
         Raises ValueError for an unknown term and, when entered, RuntimeError inside another timer.
         """
+        self._pulse.beat()
         return self._spans.timer(term)
 
     def is_log_step(self, step: int) -> bool:
@@ -154,6 +158,7 @@ class Recorder:
         if self._attempt_steps == SAMPLED_STEP - 1:
             self._sampler.arm()
         self._spans.add("overhead", self._host, host_start, self._host.mark())
+        self._pulse.stepped(step)
 
     def pipeline(self, done: Ran, sent_bytes: int | None = None) -> None:
         """Take the executed actions of the current step, on the host's clock.

@@ -1,0 +1,71 @@
+"""The agent's side of the ranks' pulses: the files that it shares with its ranks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from partool_runtime.pulse import PAGE_BYTES, Progress, read
+
+_MEMORY = Path("/dev/shm")
+_LONGEST_STACK_BYTES = 1 << 20
+
+
+class RankPulse:
+    """The file of one rank in one attempt."""
+
+    def __init__(self) -> None:
+        folder = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
+        descriptor, path = tempfile.mkstemp(prefix="partool-pulse-", dir=folder)
+        self._file: BinaryIO = os.fdopen(descriptor, "r+b", buffering=0)
+        self.path = Path(path)
+        """Name of the file until the rank has opened it."""
+        self._file.truncate(PAGE_BYTES)
+        self._page = mmap.mmap(descriptor, PAGE_BYTES)
+
+    def progress(self) -> Progress:
+        """Return how far the rank has come."""
+        return read(self._page)
+
+    def stack(self) -> str:
+        """Return the stacks that the rank has written; empty if it has written none."""
+        text = os.pread(self._file.fileno(), _LONGEST_STACK_BYTES, PAGE_BYTES)
+        return text.decode(errors="replace")
+
+    def close(self) -> None:
+        """Release the memory and remove the file's name, which a rank that never began has left."""
+        self._page.close()
+        self._file.close()
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+class Pulses:
+    """The pulses of this node's ranks."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, RankPulse] = {}
+
+    def open(self, rank: int) -> Path:
+        """Make the file of a rank for a new attempt and return its path."""
+        if rank in self._ranks:
+            self._ranks[rank].close()
+        self._ranks[rank] = RankPulse()
+        return self._ranks[rank].path
+
+    def progress(self) -> dict[int, Progress]:
+        """Return how far each rank has come, by rank."""
+        return {rank: pulse.progress() for rank, pulse in self._ranks.items()}
+
+    def stack(self, rank: int) -> str:
+        """Return the stacks that a rank has written; empty if it has written none."""
+        return self._ranks[rank].stack()
+
+    def close(self) -> None:
+        """Release all files."""
+        while self._ranks:
+            self._ranks.popitem()[1].close()
