@@ -24,7 +24,7 @@ from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.data import resolve_data
 from partool.planner.checks.engine import settled
 from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
-from partool.planner.checks.launching import check_duration, environment, resolve_launch
+from partool.planner.checks.launching import check_decided, environment, resolve_launch
 from partool.planner.checks.offload import with_folder
 from partool.planner.checks.pipeline import read_schedule
 from partool.planner.checks.table import check
@@ -157,6 +157,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     from partool.planner.checks.offload_room import check_layout
     from partool.planner.explain import candidates, reasons
     from partool.planner.search.solve import solve
+    from partool.planner.stopping import decided, forecast
 
     found = resolved.diagnostics
     solution = solve(problem)
@@ -174,7 +175,6 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += wide
     if _failed(wide):
         return PlanResult(None, found)
-    found += check_duration(resolved.launch, best.time.total_s)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]
     if _failed(list(cut.findings)):
@@ -202,13 +202,16 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         checkpoint=_checkpoint(spec, base_dir),
         launch=resolved.launch,
         environment=environment(resolved.launch, problem.devices),
-        findings=tuple(Finding(code=f.code, message=f.message) for f in found),
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
         spec=spec.model_dump(mode="json", exclude_defaults=True),
         **told,
     )
-    return PlanResult(plan, found)
+    plan = decided(plan)
+    limits = check_decided(plan.launch, forecast(plan))
+    found += limits
+    findings = tuple(Finding(code=f.code, message=f.message) for f in found)
+    return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": findings}), found)
 
 
 def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:

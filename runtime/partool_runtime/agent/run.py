@@ -135,7 +135,7 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
     try:
         with lasting_refusals(options.run_dir):  # a refusal while ranks run may be temporary
             plan = _prepare(options)
-        supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
+        supervision = Supervision(plan.launch.window_s if isinstance(plan, Plan) else 0, signals)
         if options.place.several:
             with _loading_torch():
                 from partool_runtime.agent.together import Together
