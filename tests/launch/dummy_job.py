@@ -3,6 +3,7 @@
 The script maps ``"rank"`` or ``"rank@attempt"`` to one of: ``raise`` (a ValueError at step 3), ``configuration``,
 ``kill`` (SIGKILL to itself at step 3), ``hang`` (never looks at the stop request again), ``follow`` (run until told
 to stop), ``slow`` (a minute before its first step), ``linger`` (a checkpoint when told to stop, but no exit),
+``long`` (a checkpoint after step 3, a fourth step of 4 s, then follow),
 ``signal:NAME`` (send itself a signal at step 3, then follow), ``exit:N`` (os._exit). Without an entry a
 rank does five steps.
 """
@@ -35,12 +36,14 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         )
     )
     print(f"rank {rank} attempt {attempt} begins", flush=True)
-    steps = 10**6 if order in ("follow", "hang", "linger") or order.startswith("signal:") else 5
+    steps = 10**6 if order in ("follow", "hang", "linger", "long") or order.startswith("signal:") else 5
     for step in range(1, steps + 1):
-        time.sleep(60 if order == "slow" else STEP_S)
+        time.sleep(_step_s(order, step))
         stop.begin()
         if step == 3:
             _misbehave(order, rank)
+        if step == 3 and order == "long":
+            (run_dir / "checkpoints" / "step-00000003").mkdir(parents=True, exist_ok=True)
         (run_dir / f"steps-{rank}").write_text(str(step))
         if order != "hang" and _any_stopped(run_dir, stop):
             (run_dir / f"checkpoint-{rank}").write_text(f"{step} {stop.reason}")
@@ -49,6 +52,12 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
                 time.sleep(600)
             raise Preempted
     print(f"rank {rank} attempt {attempt} done", flush=True)
+
+
+def _step_s(order: str, step: int) -> float:
+    if order == "slow":
+        return 60.0
+    return 4.0 if order == "long" and step == 4 else STEP_S
 
 
 def _misbehave(order: str, rank: int) -> None:

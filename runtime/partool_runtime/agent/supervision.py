@@ -12,6 +12,9 @@ from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 FAILURE_GRACE_S = 3.0
 """Seconds that the other ranks have, after a rank failed, to record their errors."""
 
+NO_CHECKPOINT = "no checkpoint within"
+"""Beginning of the reason for which ranks are killed that were asked to stop."""
+
 KILL_TIMEOUT_S = 30.0
 """Seconds that a rank has to end after SIGKILL; a process that a device blocks in the kernel outlives SIGKILL."""
 
@@ -44,6 +47,8 @@ class Supervision:
     """True once another node has ended its ranks before their first step, as requested."""
     saved: bool = False
     """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
+    resumable: bool = False
+    """True if the run has a complete checkpoint, from before the request to stop or from after it."""
     killed: str = ""
     """Reason why ranks of this attempt were killed; empty if no rank was killed."""
     codes: dict[int, int | None] = field(default_factory=dict)
@@ -57,7 +62,7 @@ class Supervision:
 
     def begin_attempt(self) -> None:
         """Reset the state of the previous attempt's ranks."""
-        self.early = self.saved = False
+        self.early = self.saved = self.resumable = False
         self.killed = ""
         self.codes = {}
         self.last_alive = {}
@@ -90,7 +95,7 @@ class Supervision:
             if self.early_elsewhere or not (begun or self._told or EXIT_PREEMPTED in codes.values()):
                 self.early = True
                 return self._kill(now, "asked to stop before the first step")
-            why = f"no checkpoint within {self.shutdown_timeout_s:g} s of the stop signal"
+            why = f"{NO_CHECKPOINT} {self.shutdown_timeout_s:g} s of the stop signal"
             self._allow(now, self.shutdown_timeout_s, why)
             if not self._told:
                 self._told = True
@@ -115,6 +120,11 @@ class Supervision:
         return self.early or EXIT_PREEMPTED in self.codes.values()
 
     @property
+    def overdue(self) -> bool:
+        """True if ranks were killed because they had not stopped in the time that a request to stop allows."""
+        return self.killed.startswith(NO_CHECKPOINT)
+
+    @property
     def exit_code(self) -> int:
         """The agent's exit code for a finished attempt."""
         codes = set(self.codes.values())
@@ -122,7 +132,8 @@ class Supervision:
             return EXIT_DONE
         if EXIT_CONFIGURATION in codes:
             return EXIT_CONFIGURATION
-        killed: tuple[int | None, ...] = (-signal.SIGKILL, None) if self.saved else ()
+        goes_on = self.saved or (self.overdue and self.resumable)
+        killed: tuple[int | None, ...] = (-signal.SIGKILL, None) if goes_on else ()
         stopped = {EXIT_DONE, EXIT_PREEMPTED, *killed}
         return EXIT_PREEMPTED if self.early or codes <= stopped else 1
 
