@@ -62,6 +62,7 @@ THINNED: dict[str, int] = {
     "launch/test_agent_exit.py::test_a_full_disk": 0,
     "launch/test_agent_signals.py::test_shutdown_timeout": 0,
     "launch/test_agent_signals.py::test_launcher_killed_and_detached": 0,
+    "launch/test_agent_stops.py::test_a_second_interrupt_says_what_is_kept": 0,
 }
 """File and name of a test → n."""
 

@@ -33,6 +33,7 @@ _PLAIN = {
     "host_link_gb_per_s": ("host_link_bytes_per_s", 1e9),
     "host_memory_gb_per_s": ("host_memory_bytes_per_s", 1e9),
     "nvme_gb_per_s": ("disk_bytes_per_s", 1e9),
+    "storage_gb_per_s": ("storage_bytes_per_s", 1e9),
     "operator_us": ("operator_s", 1e-6),
     "sustained_share": ("sustained_share", None),
     "topology": ("topology", None),

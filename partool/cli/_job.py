@@ -59,9 +59,10 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 def _about_launch(plan: Plan) -> list[Diagnostic]:
     """Return the planner's findings about ``plan.launch``, such as its target, machines and time limits."""
     from partool.planner.checks.launching import check_duration, check_launch, check_watchdog
+    from partool.planner.stopping import forecast
 
     found = check_launch(plan.launch, plan.devices)
-    found += check_duration(plan.launch, plan.prediction.time.total_s)
+    found += check_duration(plan.launch, forecast(plan))
     found += check_watchdog(plan.launch, plan.prediction.upper_step_s)
     if plan.launch.target in RESIZABLE and plan.launch.min_nodes is not None:
         from partool.planner.elastic import check_elastic  # prices layouts, which needs numpy
@@ -142,7 +143,9 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
         if not task.runnable:
             fail("PT505", f"the runtime cannot run the task with {what}", f"partool explain {task.not_runnable[0]}", 1)
         same = task.devices.nodes == plan.devices.nodes and task.devices.per_node == plan.devices.per_node
-        if not same or task.launch != plan.launch:
+        # Each task may have its own time for a checkpoint, which follows from its steps: the job gives the longest.
+        like = plan.launch.model_copy(update={"shutdown_timeout_s": task.launch.shutdown_timeout_s})
+        if not same or task.launch != like:
             message = f"the task with {what} asks for other machines, or launches in another way, than the rest"
             fail("PT587", message, "an array's tasks differ in model, data, training and layout only", 1)
         found.append(task)

@@ -28,6 +28,7 @@ launch:
   target: k8s
   image: registry.example.com/partool:1
 """
+_SLOW_STORAGE = BASE.replace("per_node: 1", "per_node: 1, storage_gb_per_s: 0.00005")
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
@@ -434,6 +435,24 @@ RULES: tuple[Rule, ...] = (
         "not with weights that travel (WeiPipe) or products in fp8. The plan can be read; launch refuses it.",
         _EXPERTS + _TWO_GPUS + "training: {precision: fp8}\n",
         _EXPERTS + _TWO_GPUS + "training: {precision: bf16}\n",
+    ),
+    Rule(
+        "PT340",
+        "A stop has less time than a step and its checkpoint may take",
+        "A request to stop takes effect as a step ends, and the checkpoint that follows has to be complete before the "
+        "ranks are killed. The plan derives the time from the step at its upper error bar and the rate of the storage.",
+        _SLOW_STORAGE + "launch: {shutdown_timeout_s: 2}\n",
+        _SLOW_STORAGE + "launch: {shutdown_timeout_s: auto}\n",
+    ),
+    Rule(
+        "PT341",
+        "Machines that end sooner after a notice than a step and its checkpoint may take",
+        "Clouds take spot machines back 15 to 120 s after a notice, and partool cannot lengthen that. The run goes on "
+        "from its last checkpoint, so that checkpoint.every decides how much is trained again.",
+        _SLOW_STORAGE + "launch:\n  target: k8s\n  image: 'registry.example/train:1'\n"
+        "  k8s: {storage: 'pvc:runs', node_selector: {cloud.google.com/gke-spot: 'true'}}\n",
+        _SLOW_STORAGE + "launch:\n  target: k8s\n  image: 'registry.example/train:1'\n"
+        "  k8s: {storage: 'pvc:runs', node_selector: {eks.amazonaws.com/capacityType: SPOT}}\n",
     ),
     Rule(
         "PT303",

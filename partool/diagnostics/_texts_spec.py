@@ -207,11 +207,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT227",
-        "Restarts without checkpoints",
-        "A run that crashes continues from its last complete checkpoint. Without checkpoint.every there is none before "
-        "the last step or a request to stop, so that all steps are trained again.",
-        BASE + "launch: {restarts: 2}\n",
-        BASE + "launch: {restarts: 2}\ncheckpoint: {every: 500}\n",
+        "Restarts or requeues without checkpoints",
+        "A run that crashes, or whose node is lost, continues from its last complete checkpoint. With checkpoint: "
+        "{every: 0} there is none before the last step or a request to stop, so that all steps are trained again.",
+        BASE + "launch: {restarts: 2}\ncheckpoint: {every: 0}\n",
+        BASE + "launch: {restarts: 2}\ncheckpoint: {every: auto}\n",
     ),
     Rule(
         "PT230",

@@ -21,6 +21,7 @@ from partool.plan.soundness import (
     partition_contradiction,
     schedule_contradiction,
 )
+from partool.plan.stopping import Stopping
 from partool.plan.verification import Verification
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
@@ -49,8 +50,8 @@ from partool.strategies.sequence import METHODS
 PLAN_VERSION = 2
 NOT_RUN = frozenset(
     {
-        "prediction", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs", "spec",
-        "partool_version", "generation", "verification",
+        "prediction", "stopping", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs",
+        "spec", "partool_version", "generation", "verification",
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
@@ -285,6 +286,9 @@ class Plan(Record):
     environment: tuple[Variable, ...] = ()
     """Variables of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""
     prediction: Prediction
+    stopping: Stopping | None = None
+    """Time that a stop needs, from which ``launch.shutdown_timeout_s`` follows where the spec leaves that open; None in
+    plans that were made before the field existed."""
     alternatives: tuple[Alternative, ...] = ()
     candidates: tuple[CandidateRow, ...] = ()
     """Priced layouts, fastest first, including the whole Pareto front over time, memory and devices."""

@@ -25,6 +25,7 @@ from partool.planner.checks.launching import environment
 from partool.planner.problem import divisors
 from partool.planner.search.price import host_room
 from partool.planner.search.runnable import gaps, task_of
+from partool.planner.stopping import decided
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
 
@@ -80,12 +81,12 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     told = {"alternatives": (), "candidates": (), "search": None, "limit": "", "reasons": (_reason(plan, layout),)}
     runs = {"runnable": not missing, "not_runnable": tuple(gap.code for gap in missing)}
     variables = environment(plan.launch, devices)  # a single node needs no network variables
-    decided = {"devices": devices, "layout": layout, "environment": variables, "prediction": prediction}
-    resized_plan = plan.model_copy(update={**decided, **told, **runs})
+    changed = {"devices": devices, "layout": layout, "environment": variables, "prediction": prediction}
+    resized_plan = plan.model_copy(update={**changed, **told, **runs})
     asked = str(plan.spec.get("checkpoint", {}).get("mode", "auto"))
-    settled, findings = saves.settled(saves.with_mode(resized_plan, asked))
+    with_saves, findings = saves.settled(saves.with_mode(resized_plan, asked))
     errors = [finding.message for finding in findings if finding.severity == "error"]
-    return errors[0] if errors else settled
+    return errors[0] if errors else decided(with_saves)
 
 
 def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:

@@ -17,7 +17,7 @@ from partool.plan.types import Finding, Plan, Prediction
 from partool.planner.checks import fp8
 from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.kernels import absolute, check_kernels, without_missing
-from partool.planner.checks.launching import check_duration, check_watchdog, environment
+from partool.planner.checks.launching import check_decided, check_watchdog, environment
 from partool.planner.checks.tensor_cuts import partition
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
@@ -110,10 +110,12 @@ def _beside(spec: Spec, found: list[Diagnostic], base_dir: Path) -> list[Diagnos
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and build the plan."""
+    from partool.planner.checks import saves
     from partool.planner.checks.offload_room import check_layout
     from partool.planner.checks.pod_network import check_pod_network
     from partool.planner.explain import candidates, reasons
     from partool.planner.search.solve import solve
+    from partool.planner.stopping import decided, forecast
 
     found = resolved.diagnostics
     solution = solve(problem)
@@ -131,7 +133,6 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += wide
     if _failed(wide):
         return PlanResult(None, found)
-    found += check_duration(resolved.launch, best.time.total_s)
     found += check_pod_network(problem, best, resolved.launch)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]
@@ -140,7 +141,6 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     told = _told(solution, best, resolved)
     error = told["prediction"].relative_error
     found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
-    found += check_watchdog(resolved.launch, best.time.step_time_s * (1 + error))
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -162,13 +162,18 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         resume=spec.resume,
         launch=resolved.launch,
         environment=environment(resolved.launch, problem.devices),
-        findings=tuple(Finding(code=f.code, message=f.message) for f in found),
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
         spec=spec.model_dump(mode="json", exclude_defaults=True),
         **told,
     )
-    return PlanResult(plan, found)
+    plan, about_saves = saves.settled(plan)
+    plan = decided(plan)
+    limits = [*about_saves, *check_decided(plan.launch, forecast(plan))]
+    limits += check_watchdog(plan.launch, plan.prediction.upper_step_s)
+    found += limits
+    findings = tuple(Finding(code=f.code, message=f.message) for f in found)
+    return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": findings}), found)
 
 
 def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
@@ -176,11 +181,7 @@ def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
     plan = result.plan
     if plan is None:
         return result
-    # Imported late, as numpy is.
-    from partool.planner.checks import saves
-
-    plan, about_saves = saves.settled(plan)
-    found = [*about_saves, *_elastic(plan), *check_kernels(plan, forgive)]
+    found = [*_elastic(plan), *check_kernels(plan, forgive)]
     if "PT492" in forgive:
         plan = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
     return PlanResult(None if _failed(found) else plan, [*result.diagnostics, *found])

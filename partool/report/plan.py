@@ -13,7 +13,7 @@ from rich.text import Text
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.types import Plan
 from partool.planner.search.longest import GRAIN, NONE, Longest
-from partool.report import environment
+from partool.report import environment, stopping
 from partool.report.tables import plan_summary, varied_rows
 from partool.report.units import amount, duration, gib, in_order, probability, seconds
 from partool.report.verification import render_verification
@@ -110,6 +110,7 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "Layout", "; ".join(parts)
     if variables := environment.summary(plan):
         yield "Env", variables
+    yield from stopping.rows(plan)
 
 
 def _stage_sizes(plan: Plan) -> str:

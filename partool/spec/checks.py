@@ -292,20 +292,33 @@ def _schedule(spec: Spec) -> Iterator[Diagnostic]:
 
 def _duration(spec: Spec) -> Iterator[Diagnostic]:
     every = spec.checkpoint.every
-    if isinstance(every, str) and duration_s(every) is None:
+    if isinstance(every, str) and every != "auto" and duration_s(every) is None:
         message = f"{every!r} is neither a number of steps nor a duration"
         path = ("checkpoint", "every")
         yield Diagnostic("PT217", message, path=path, help="write 500 for steps, or 90s, 30min, 2h")
 
 
 def _restarts(spec: Spec) -> Iterator[Diagnostic]:
-    by_hand = TARGETS[spec.launch.target].starter == "by hand"  # which restarts nothing
-    every, steps = spec.checkpoint.every, spec.training.steps
-    none = every == 0 or (isinstance(every, int) and every >= steps)
-    if spec.launch.restarts and not by_hand and none:
-        message = f"restarts: {spec.launch.restarts}, but no checkpoint before the end: a restart begins at step 0"
-        help = f"use checkpoint: {{every: {min(500, max(steps // 10, 1))}}} (steps) or {{every: 30min}}"
-        yield Diagnostic("PT227", message, "warning", ("launch", "restarts"), help=help)
+    """Warn of starts after a failure or a preemption that find no checkpoint, as the spec asks for none."""
+    launch, every, steps = spec.launch, spec.checkpoint.every, spec.training.steps
+    target = TARGETS[launch.target]
+    if target.starter == "by hand" or not isinstance(every, int) or 0 < every < steps:  # restarts nothing, or saves
+        return
+    path: Path = ("launch", "restarts")
+    if launch.restarts:
+        again = f"restarts: {launch.restarts}, but no checkpoint before the end: a restart begins at step 0"
+    elif not target.comes_back and launch.requeues:
+        again = (
+            f"requeues: {launch.requeues}, but no checkpoint before the end: a job whose node fails begins at step 0"
+        )
+        path = ("launch", "requeues") if "requeues" in launch.model_fields_set else ("checkpoint", "every")
+    elif target.starter == "scheduler" and target.comes_back:
+        again = f"a lost pod comes back {target.comes_back}, but no checkpoint before the end: it begins at step 0"
+        path = ("checkpoint", "every")
+    else:
+        return
+    help = f"use checkpoint: {{every: {min(500, max(steps // 10, 1))}}} (steps), {{every: 30min}} or {{every: auto}}"
+    yield Diagnostic("PT227", again, "warning", path, help=help)
 
 
 def _validation(spec: Spec) -> Iterator[Diagnostic]:

@@ -77,6 +77,8 @@ class HardwareSpec(Section):
     """Cores of a node."""
     nvme_gb_per_s: Figure | None = None
     """Rate of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
+    storage_gb_per_s: Figure | None = None
+    """Rate at which each node writes checkpoints, while all nodes write; default: 1."""
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
     profile: FilePath | None = None
@@ -161,6 +163,10 @@ class Devices(Section):
     disk_bytes_per_s: Speed = 5e9
     """Bytes per second of a node's disks, half read and half written. Default: one data-centre SSD on four lanes of
     PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""
+    storage_bytes_per_s: Speed = 1e9
+    """Bytes per second that each node writes to the storage of checkpoints while all nodes write. Default: Meta's
+    storage for Llama 3 sustained 2 TB/s for 16,384 devices, which is 1 GB/s per node of eight (arXiv 2407.21783,
+    section 3.3.1)."""
     operator_s: Rate = 7e-6
     """Host time to start one operator (kernel)."""
     threads_per_rank: CoresOrNone = 0

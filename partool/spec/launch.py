@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from partool.spec._base import OneOf, Section
+from partool.spec._base import Auto, OneOf, Section
 from partool.spec.numbers import Ranks, Seconds, Times, TimesOrNone
 from partool.spec.patterns import DnsName, FilePath, Image, Key, MountSource, MountTarget, VariableName, VariableValue
 from partool.spec.targets.k8s.section import K8sSpec
@@ -12,6 +12,8 @@ from partool.spec.targets.slurm.section import SlurmSpec
 from partool.strategies.targets import TARGETS
 
 TargetName = Annotated[str, OneOf(TARGETS)]
+SHORTEST_WINDOW_S = 60
+"""Shortest time for a checkpoint that ``shutdown_timeout_s: auto`` gives, also where steps take milliseconds."""
 NetworkPreset = Literal["auto", "none", "ib", "roce", "efa", "slingshot", "tcp"]
 
 
@@ -50,8 +52,9 @@ class LaunchSpec(Section):
     """Equal failures in a row after which the run ends for good, if none got further than the failure before."""
     min_nodes: Ranks | None = None
     """Slurm: smallest number of nodes with which the run may start or go on, if data parallelism allows fewer nodes."""
-    shutdown_timeout_s: Seconds = 60
-    """Time for a checkpoint after a stop signal, before ranks are killed."""
+    shutdown_timeout_s: Seconds | Auto = "auto"
+    """Time for a checkpoint after a stop signal, before ranks are killed; ``auto``: the predicted time of a step, at
+    its upper error bar, and of writing a checkpoint, at least 60 s."""
     watchdog: Literal["auto", "off"] | Seconds = "auto"
     """Seconds without progress in a step after which the ranks count as stalled: their stacks are written, and the run
     fails or restarts. auto: 3 steps and a minute for a process that a signal has stopped, 8 steps and a minute for
@@ -78,3 +81,11 @@ class LaunchSpec(Section):
     """Used with the target k8s."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run's folder (extra ``tensorboard``)."""
+
+    @property
+    def window_s(self) -> int:
+        """Seconds between a request to stop and the end of ranks that have not stopped.
+
+        While no plan has decided on ``shutdown_timeout_s: auto``, this is the shortest time that a plan may choose.
+        """
+        return SHORTEST_WINDOW_S if self.shutdown_timeout_s == "auto" else self.shutdown_timeout_s

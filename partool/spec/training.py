@@ -250,8 +250,9 @@ class ResumeSpec(Section):
 class CheckpointSpec(Section):
     """Frequency, number and place of checkpoints."""
 
-    every: StepsOrNone | str = 0
-    """Steps between checkpoints, or a duration such as ``30min``; 0 saves only at the end and on a stop signal."""
+    every: StepsOrNone | str = "auto"
+    """Steps between checkpoints, or a duration such as ``30min``; 0 saves only at the end and on a stop signal;
+    ``auto``: 30min if the run is predicted to last more than an hour, else 0."""
     keep: Steps = 3
     """Checkpoints kept; older checkpoints are deleted once a newer one is complete. With 1, the previous checkpoint
     stays until a step has computed with the newest."""

@@ -3,9 +3,10 @@
 The script maps ``"rank"`` or ``"rank@attempt"`` to one of: ``raise`` (a ValueError at step 3), ``configuration``,
 ``kill`` (SIGKILL to itself at step 3), ``hang`` (never looks at the stop request again), ``follow`` (run until told
 to stop), ``slow`` (a minute before its first step), ``linger`` (a checkpoint when told to stop, but no exit),
-``signal:NAME`` (send itself a signal at step 3, then follow), ``exit:N`` (os._exit), ``freeze`` (SIGSTOP to itself at
-step 3), ``deaf`` (no further progress from step 6 on), ``wait`` (the same from step 7 on, as a rank that waits for one
-of those), ``late`` (five steps, and then no end). Without an entry a rank does five steps.
+``long`` (a checkpoint after step 3, a fourth step of 4 s, then follow), ``signal:NAME`` (send itself a signal at step
+3, then follow), ``exit:N`` (os._exit), ``freeze`` (SIGSTOP to itself at step 3), ``deaf`` (no further progress from
+step 6 on), ``wait`` (the same from step 7 on, as a rank that waits for one of those), ``late`` (five steps, and then no
+end). Without an entry a rank does five steps.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pulse
     )
     print(f"rank {rank} attempt {attempt} begins", flush=True)
     pulse.enter("training")
-    steps = 10**6 if order in ("follow", "hang", "linger", "deaf", "wait") or order.startswith("signal:") else 5
+    endless = ("follow", "hang", "linger", "deaf", "wait", "long")
+    steps = 10**6 if order in endless or order.startswith("signal:") else 5
     for step in range(1, steps + 1):
-        time.sleep(60 if order == "slow" else STEP_S)
+        time.sleep(_step_s(order, step))
         stop.begin()
         if step == 3:
             _misbehave(order, rank)
         if (order, step) in (("deaf", 6), ("wait", 7)):
             _wait()
+        if step == 3 and order == "long":
+            (run_dir / "checkpoints" / "step-00000003").mkdir(parents=True, exist_ok=True)
         (run_dir / f"steps-{rank}").write_text(str(step))
         pulse.stepped(step)
         if order != "hang" and _any_stopped(run_dir, stop):
@@ -58,6 +62,12 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pulse
         pulse.enter("ending")
         _wait()
     print(f"rank {rank} attempt {attempt} done", flush=True)
+
+
+def _step_s(order: str, step: int) -> float:
+    if order == "slow":
+        return 60.0
+    return 4.0 if order == "long" and step == 4 else STEP_S
 
 
 def _misbehave(order: str, rank: int) -> None:

@@ -34,6 +34,7 @@ OWN: dict[str, tuple[str, float]] = {
     "host_memory_gib": ("host_memory_bytes", 2**30),
     "host_memory_gb_per_s": ("host_memory_bytes_per_s", 1e9),
     "nvme_gb_per_s": ("disk_bytes_per_s", 1e9),
+    "storage_gb_per_s": ("storage_bytes_per_s", 1e9),
     "operator_us": ("operator_s", 1e-6),
 }
 PLAIN = ("architecture", "topology", "domain", "units", "host_cores", "backend", "nodes", "per_node")

@@ -193,11 +193,31 @@ def test_a_warning_is_printed_once_where_both_streams_are_one(tmp_path: Path) ->
 
 
 def test_restarts_without_checkpoints_are_doubted() -> None:
-    (finding,) = load_text(SPEC + "launch: {restarts: 2}\n").diagnostics
+    (finding,) = load_text(SPEC + "launch: {restarts: 2}\ncheckpoint: {every: 0}\n").diagnostics
     assert (finding.code, finding.severity) == ("PT227", "warning")
     assert "begins at step 0" in finding.message
-    for fine in ("launch: {restarts: 2}\ncheckpoint: {every: 5}\n", "launch: {restarts: 0}\n"):
+    never = "checkpoint: {every: 0}\n"
+    for fine in ("launch: {restarts: 2}\ncheckpoint: {every: 5}\n", "launch: {restarts: 2}\n", never):
         assert load_text(SPEC + fine).diagnostics == []
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ("target: slurm", "requeues: 20, but no checkpoint"),
+        ("target: slurm, requeues: 3", "requeues: 3, but no checkpoint"),
+        ("target: slurm, requeues: 0", ""),
+        ("target: k8s, image: 'a/b:1', k8s: {storage: 'pvc:runs'}", "a lost pod comes back without a limit"),
+        ("target: torchrun, restarts: 1", ""),
+        ("target: local", ""),
+    ],
+)
+def test_requeues_without_checkpoints_are_doubted(launch: str, message: str) -> None:
+    text = SPEC + f"launch: {{{launch}}}\n"
+    assert load_text(text).diagnostics == []  # with auto, runs of more than an hour write checkpoints
+    found = load_text(text + "checkpoint: {every: 0}\n").diagnostics
+    assert [finding.code for finding in found] == ["PT227"] * bool(message)
+    assert all(message in finding.message and "{every: auto}" in finding.help for finding in found)
 
 
 def test_a_model_too_large_for_a_laptop_leads_to_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ from typer import Exit
 from partool.catalog.hardware import resolve_hardware
 from partool.cli._load import Output, load_plan_or_exit
 from partool.planner.checks.launching import check_duration, check_launch, environment, resolve_launch
+from partool.planner.stopping import roomy_s
 from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.launch import LaunchSpec, Secret
 from partool.spec.targets.k8s.rules import quantity
 from partool.spec.targets.k8s.section import K8sSpec
+from partool.spec.targets.rules import Forecast
 from partool.spec.targets.slurm.rules import time_s
 from partool.spec.targets.slurm.section import SlurmSpec
 
@@ -235,16 +237,20 @@ def test_any_quantity_that_is_accepted_is_understood(text: str) -> None:
     assert quantity("1500m") == 1.5
 
 
+def expected(total_s: float, stop_s: int = 1, *, saves: bool = False) -> Forecast:
+    return Forecast(total_s, stop_s, roomy_s(stop_s), "a step 1 s", saves=saves, loss="up to 7 steps")
+
+
 def test_what_time_limits_mean_for_the_training() -> None:
     def found(total_s: float, **section: object) -> list[tuple[str, str]]:
         launch = LaunchSpec.model_validate({"target": "slurm", **section})
-        return [(finding.severity, finding.message) for finding in check_duration(launch, total_s)]
+        return [(finding.severity, finding.message) for finding in check_duration(launch, expected(total_s))]
 
     hour = {"slurm": {"time": "1:00:00", "partition": "gpu"}}  # 3450 s without the signal lead of 150 s
     assert found(3400, **hour) == []
     [(severity, message)] = found(3500, **hour)
     assert severity == "note"
-    assert "requeued 1 times" in message
+    assert "requeued once" in message
     [(severity, message)] = found(10 * 3450, **hour, requeues=8)
     assert severity == "warning"
     assert "requeued 9 times" in message
@@ -253,7 +259,7 @@ def test_what_time_limits_mean_for_the_training() -> None:
     [(severity, message)] = found(60, slurm={"time": "1:00:00"})
     assert (severity, message.startswith("no partition is named")) == ("warning", True)
     assert found(60, slurm={"time": "1:00:00", "qos": "long"}) == []
-    helps = [check_duration(LaunchSpec(target="slurm"), total_s)[0].help for total_s in (60.0, 72000.0, 1e9)]
+    helps = [check_duration(LaunchSpec(target="slurm"), expected(total_s))[0].help for total_s in (60.0, 72000.0, 1e9)]
     assert [re.findall(r"'.*?'", help) for help in helps] == [["'01:00:00'"], ["'1-01:00:00'"], ["'2-00:00:00'"]]
     assert found(1e9, target="local", **hour) == []
     pods = {"target": "k8s", "k8s": {"deadline_s": 3600}}
@@ -375,7 +381,7 @@ SECTIONS = st.fixed_dictionaries(
         "min_nodes": st.sampled_from([1, 2, 3]),
         "restarts": st.sampled_from([0, 1]),
         "requeues": st.sampled_from([0, 5]),
-        "shutdown_timeout_s": st.sampled_from([1, 60, 10**8]),
+        "shutdown_timeout_s": st.sampled_from(["auto", 1, 60, 10**8]),
         "python": st.one_of(PATHS, st.just("python3")),
         "slurm": SLURMS,
         "k8s": PODS,
@@ -392,7 +398,7 @@ def test_any_section_is_checked_without_a_mishap(
     accelerator, nodes = kind
     devices = machines(accelerator, nodes=nodes, fabric="slingshot")
     launch = resolve_launch(LaunchSpec.model_validate(section), Path("/specs")).launch
-    found = [*check_launch(launch, devices), *check_duration(launch, total_s)]
+    found = [*check_launch(launch, devices), *check_duration(launch, expected(total_s, 200))]
     assert all(finding.help and finding.path[0] in ("launch", "hardware") for finding in found)
     assert len(set(found)) == len(found)
     assert "sk-0123456789abcdef" not in str(found)

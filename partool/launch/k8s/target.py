@@ -86,7 +86,7 @@ class K8sTarget:
         client = self._client_for(job.plan)
         documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         transaction = Transaction(client, run, [*agents_key(job), *documents], spec.kind)
-        there = transaction.submit(float(job.plan.launch.shutdown_timeout_s))
+        there = transaction.submit(float(job.plan.launch.window_s))
         (run.path / CANCEL_FILE).unlink(missing_ok=True)
         (run.path / ERRORS_FILE).unlink(missing_ok=True)
         return {
@@ -106,7 +106,7 @@ class K8sTarget:
     def remove(self, run: Run) -> None:
         """Delete the objects of a run that has ended, because the run's next start needs their names."""
         place = _place(run)
-        stopping_s = float(outline(run.plan_file).launch.shutdown_timeout_s)
+        stopping_s = float(outline(run.plan_file).launch.window_s)
         client = self._client(place.context, place.namespace)
         remove(client, RESOURCES[KINDS[place.kind]], place.name, place.uid, stopping_s)
 

@@ -65,7 +65,7 @@ class LocalTarget:
                 f"{run_dir}/{PLAN_FILE}  (hash {plan.hash[:12]})",
                 f"{run_dir}/{SPEC_FILE}",
                 *aside,
-                f"# agent: up to {plan.launch.restarts} restarts, {plan.launch.shutdown_timeout_s} s to checkpoint",
+                f"# agent: up to {plan.launch.restarts} restarts, {plan.launch.window_s} s to checkpoint",
                 _shell(agent),
                 f"# {plan.devices.per_node} ranks, started by the agent",
                 " ".join(["env", *variables, of_ranks, "MASTER_ADDR=127.0.0.1 MASTER_PORT=<free>", "\\"]),

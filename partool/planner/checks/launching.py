@@ -13,12 +13,13 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Variable
 from partool.planner.checks import allocator
 from partool.planner.checks.hardware import check_hardware
+from partool.planner.checks.stopping import check_window
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import ERRORS, check_warnings, contained
 from partool.spec.patterns import is_image_file
 from partool.spec.spec import Spec
-from partool.spec.targets.rules import rules_of
+from partool.spec.targets.rules import Forecast, rules_of
 from partool.spec.targets.slurm.site_profile import Merged, from_folder, with_site_profile
 from partool.spec.watched import independent
 from partool.strategies.targets import RESIZABLE, SCHEDULERS, TARGETS
@@ -176,6 +177,11 @@ def check_watchdog(launch: LaunchSpec, upper_step_s: float) -> list[Diagnostic]:
     return [Diagnostic("PT555", message, severity="warning", path=("launch", "watchdog"), help=help)]
 
 
-def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:
-    """Return findings about time limits of the launch section if training is predicted to take ``total_s`` seconds."""
-    return list(rules_of(launch.target).about_duration(launch, total_s))
+def check_decided(launch: LaunchSpec, expected: Forecast) -> list[Diagnostic]:
+    """Return findings about a section without errors whose open values the plan has decided."""
+    return [*rules_of(launch.target).errors(launch), *check_duration(launch, expected)]
+
+
+def check_duration(launch: LaunchSpec, expected: Forecast) -> list[Diagnostic]:
+    """Return findings about time limits of the launch section, and about the time that it gives a run to stop."""
+    return [*check_window(launch, expected), *rules_of(launch.target).about_duration(launch, expected)]

@@ -81,7 +81,7 @@ def pod_metadata(job: Job) -> dict[str, Any]:
 
 def grace_s(plan: Plan) -> int:
     """Return the pod's grace period: the seconds between its stop signal and its end."""
-    return plan.launch.shutdown_timeout_s + _LINGER_S
+    return plan.launch.window_s + _LINGER_S
 
 
 def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str | None) -> dict[str, Any]:

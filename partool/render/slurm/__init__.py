@@ -10,14 +10,14 @@ from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.run import PLAN_FILE, agent_command
+from partool.plan.types import Plan
 from partool.render import containers
 from partool.render.job import FOLDER, LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
 from partool.render.shell import asset, header_value, quote, template, variables
-from partool.spec.targets.slurm.rules import lead_s
+from partool.spec.targets.slurm.rules import MOST_LEAD_S, lead_s
 
 SCRIPT = "job.sbatch"
 NODE_SCRIPT = "node.sh"
-_MOST_LEAD_S = 65535
 _LINGER_S = 120
 """Seconds that other nodes' agents may run after the first agent has ended, in addition to the shutdown timeout."""
 _NO_ELASTIC_ARRAY = "all tasks of an array have one size, but launch.min_nodes lets sizes differ"
@@ -96,7 +96,7 @@ def _header(job: Job) -> list[str]:
     header_value(job.run_dir, "the run's folder")  # checked here for a clear message: later messages name options
     logs = str(job.run_dir / LOG_FOLDER / ("slurm-%A_%a.out" if array else "slurm-%j.out"))
     # Only partool's agent turns a signal into a checkpoint, and knows what can be tried again.
-    lead = min(lead_s(job.plan.launch), _MOST_LEAD_S) if job.program is None else 0
+    lead = min(max(lead_s(plan.launch) for plan in _plans(job)), MOST_LEAD_S) if job.program is None else 0
     options: list[tuple[str, object]] = [("job-name", job.run_id), ("comment", "partool")]
     options += [(name, value) for name in _OPTIONS if (value := getattr(slurm, name)) is not None]
     options += _machines(job)
@@ -109,6 +109,11 @@ def _header(job: Job) -> list[str]:
     options.append(("requeue" if again else "no-requeue", ""))
     options += slurm.options.items()
     return [f"--{header_value(name, 'option')}" + _equals(name, value) for name, value in options]
+
+
+def _plans(job: Job) -> tuple[Plan, ...]:
+    """Return all plans that the script may start; each may need another time to stop, and the job gives the longest."""
+    return (job.plan, *job.tasks, *job.sizes.values())
 
 
 def _literal(path: str) -> str:
@@ -144,10 +149,10 @@ def _machines(job: Job) -> list[tuple[str, object]]:
 
 def _step(job: Job) -> list[str]:
     """Return the options of srun as shell words; they start one task per node with all its cores and devices."""
-    launch = job.plan.launch
+    launch, window_s = job.plan.launch, max(plan.launch.window_s for plan in _plans(job))
     words = [
         '--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--cpus-per-task="$cpus"',
-        "--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={launch.shutdown_timeout_s + _LINGER_S}",
+        "--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={window_s + _LINGER_S}",
     ]  # fmt: skip
     if job.sizes:
         words.append("--relative=0")

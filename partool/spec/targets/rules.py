@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.strategies.targets import SECTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Predictions of a run with which rules about time limits and stops compare."""
+
+    total_s: float
+    """Seconds of training."""
+    stop_s: int
+    """Seconds between a request to stop and the end of the checkpoint that follows."""
+    window_s: int
+    """``stop_s`` with the room that a plan adds."""
+    stop_words: str
+    """The parts of ``stop_s`` in words."""
+    saves: bool
+    """Whether checkpoints are written before the end of the run."""
+    loss: str
+    """In words, what a run loses at most if it ends without a new checkpoint."""
 
 
 class TargetRules:
@@ -34,8 +53,8 @@ class TargetRules:
         """Return the findings about the section that depend on the machines (``devices``)."""
         return ()
 
-    def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterable[Diagnostic]:
-        """Return the findings about the section's time limits for a training of ``total_s`` seconds."""
+    def about_duration(self, launch: LaunchSpec, expected: Forecast) -> Iterable[Diagnostic]:
+        """Return the findings about the section's time limits, and about the time that runs get to stop."""
         return ()
 
     def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
@@ -55,6 +74,10 @@ class TargetRules:
 
     def cores(self, launch: LaunchSpec) -> float | None:
         """Return the number of a node's cores that the section gives the ranks; None if it does not limit them."""
+        return None
+
+    def longest_window_s(self, launch: LaunchSpec) -> int | None:
+        """Return the longest time for a checkpoint that the target can give after a stop signal; None without limit."""
         return None
 
     def contained(self, launch: LaunchSpec) -> bool:

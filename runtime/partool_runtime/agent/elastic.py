@@ -28,6 +28,7 @@ from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.interfaces import interface_towards, resolves_to_network
 from partool_runtime.agent.options import AgentOptions, AgentPlace
 from partool_runtime.agent.rank_logs import RankLogs
+from partool_runtime.agent.stops import waiting
 from partool_runtime.agent.supervision import Reaction, Supervision
 from partool_runtime.agent.watching import RankWatch
 from partool_runtime.agent.wire import listen_at
@@ -259,6 +260,9 @@ class _Agent(LocalElasticAgent):
         running = [process.pid for process in processes.values() if process.returncode is None]
         if action is Reaction.STOP:
             self._saved_step = self._hooks.saved_step()
+            if supervision.signals:
+                with suppress(OSError):  # the terminal may have been closed
+                    say(f"partool: {waiting(supervision.signals, supervision.shutdown_timeout_s)}", err=True)
             number = self._supervision.signals[0] if self._supervision.signals else signal.SIGTERM
             for pid in running:
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
@@ -270,7 +274,8 @@ class _Agent(LocalElasticAgent):
         if action is not Reaction.FINISH:
             return RunResult(state=WorkerState.HEALTHY)
         if supervision.killed and self._saved_step is not None:
-            supervision.saved = self._hooks.saved_step() > self._saved_step
+            saved_step = self._hooks.saved_step()
+            supervision.saved, supervision.resumable = saved_step > self._saved_step, saved_step > 0
         if supervision.killed:
             supervision.complete = self._hooks.saved_step() >= self._hooks.last_step
         for process in processes.values():

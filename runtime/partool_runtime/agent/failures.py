@@ -43,6 +43,20 @@ class FailureLog:
         """The step of the run's newest checkpoint; 0 if there is none."""
         return saved_step(self._checkpoints)
 
+    @property
+    def reached_step(self) -> int:
+        """The last step that rank 0 noted or that has a checkpoint; rank 0 notes steps as often as it logs them."""
+        return reached_step(self._run_dir, self._checkpoints)
+
+    @property
+    def saved_at(self) -> float | None:
+        """Unix time at which the newest checkpoint was written; None if there is none."""
+        step = self.saved_step
+        try:
+            return (self._checkpoints / f"step-{step:08}").stat().st_mtime if step else None
+        except OSError:
+            return None
+
     def note(self, attempt: int, signature: str) -> int:
         """Record a failed attempt unless it was recorded before; returns how many alike failures came in a row.
 

@@ -47,6 +47,8 @@ class Outcome:
     """Name of the stop signal that the agent got."""
     early: bool = False
     """True if the node's ranks were ended before their first step, as requested; their end is no failure."""
+    overdue: bool = False
+    """True if the node's ranks were asked to stop, and were killed before a checkpoint was complete."""
     signature: str = ""
     """The failure's text without the numbers that differ between attempts."""
 

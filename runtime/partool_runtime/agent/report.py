@@ -47,6 +47,9 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
         return _late(supervision, where)
     if code == EXIT_PREEMPTED:
         reason = stopped_by(supervision.signals[0].name if supervision.signals else "")
+        if supervision.overdue and not supervision.saved:
+            reason = f"{reason}, {supervision.killed}"
+            return Summary(reason, f"partool: {reason}\n{_logs(run_dir, attempt)}")
         return Summary(reason, f"partool: {reason}, {_saved(supervision)}")
     if supervision.stalled:
         return _stalled(run_dir, attempt, supervision)

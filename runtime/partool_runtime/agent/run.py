@@ -19,9 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from partool.plan.outline import outline
 from partool.plan.run import KEY_VARIABLE, agent_log, lock_file
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.spec.launch import SHORTEST_WINDOW_S
 from partool.strategies.targets import HERE
 from partool_runtime.agent import report
 from partool_runtime.agent.failures import FailureLog, signature
@@ -30,6 +32,7 @@ from partool_runtime.agent.node_messages import Verdict, WaitTimes
 from partool_runtime.agent.options import AgentOptions, check_plan, parse
 from partool_runtime.agent.secrets import read_secrets
 from partool_runtime.agent.status import StatusKeeper
+from partool_runtime.agent.stops import left_without_checkpoint, losses
 from partool_runtime.agent.supervision import Supervision
 from partool_runtime.errors import (
     EXIT_CONFIGURATION,
@@ -88,9 +91,10 @@ class Restarts:
 
 _TERMINATION_BYTES = 4000
 """Maximum bytes of a termination message; Kubernetes keeps 4096."""
-_LOCK_TIMEOUT_S = 150.0
-"""Seconds to wait for the run's lock under a scheduler. The previous attempt's agent may still be ending, or its node
-is lost and a file server keeps the agent's lock for a while (NFSv4: a lease of 90 s)."""
+_LOCK_BEYOND_WINDOW_S = 90.0
+"""Seconds to wait for the run's lock under a scheduler, beyond the time that the plan gives a stop. The previous
+attempt's agent may still be ending, or its node is lost and a file server keeps the agent's lock for a while (NFSv4: a
+lease of 90 s)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,8 +139,8 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
     try:
         with lasting_refusals(options.run_dir):  # a refusal while ranks run may be temporary
             plan = _prepare(options)
-        shutdown_s = plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0
-        supervision = Supervision(shutdown_s, signals=signals, finish_grace_s=timing.finish_s)
+        window_s = plan.launch.window_s if isinstance(plan, Plan) else 0
+        supervision = Supervision(window_s, signals=signals, finish_grace_s=timing.finish_s)
         if options.place.several:
             with _loading_torch():
                 from partool_runtime.agent.together import Together
@@ -227,6 +231,8 @@ def _run_alone(
     if code == 1 and not supervision.asked and (count := equal_failures()) >= launch.same_failure:
         code, reason = EXIT_CONFIGURATION, report.repeated(count, reason)
         text += f"\npartool: {reason}"
+    elif left_without_checkpoint(supervision):
+        text += "\n" + losses(failures, target=launch.target, run_dir=run_dir, since=keeper.status.started)
     elif code == 1 and (help := restarts.help(asked=supervision.asked)):
         text += f"\n{help}"
     keeper.end(code, reason)
@@ -266,12 +272,20 @@ def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _window_s(plan: Path) -> int:
+    """Return the time that a plan gives a stop; the shortest if the file cannot be read, which is reported later."""
+    try:
+        return outline(plan).launch.window_s
+    except (OSError, ValueError):
+        return SHORTEST_WINDOW_S
+
+
 @contextmanager
 def _lock(options: AgentOptions) -> Iterator[None]:
     """Create the run's folder and lock it for this process; the kernel releases the lock at any end of the process."""
     options.run_dir.mkdir(parents=True, exist_ok=True)
     run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None
-    give_up = time.monotonic() + (_LOCK_TIMEOUT_S if rendered else 0.0)
+    give_up = time.monotonic() + (_window_s(options.plan) + _LOCK_BEYOND_WINDOW_S if rendered else 0.0)
     with (run_dir / lock_file(options.place.node_rank)).open("a+") as file:
         while True:
             try:

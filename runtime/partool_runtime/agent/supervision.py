@@ -16,6 +16,9 @@ FAILURE_GRACE_S = 3.0
 FINISH_GRACE_S = 120.0
 """Seconds that the other ranks have to end after the first rank has finished; all of them have then saved."""
 
+NO_CHECKPOINT = "no checkpoint within"
+"""Beginning of the reason for which ranks are killed that were asked to stop."""
+
 KILL_TIMEOUT_S = 30.0
 """Seconds that a rank has to end after SIGKILL; a process that a device blocks in the kernel outlives SIGKILL."""
 
@@ -62,6 +65,8 @@ class Supervision:
     """True if ranks had to be killed although the state after the last step is saved: the run has done its work."""
     saved: bool = False
     """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
+    resumable: bool = False
+    """True if the run has a complete checkpoint, from before the request to stop or from after it."""
     killed: str = ""
     """Reason why ranks of this attempt were killed; empty if no rank was killed."""
     codes: dict[int, int | None] = field(default_factory=dict)
@@ -75,7 +80,7 @@ class Supervision:
 
     def begin_attempt(self) -> None:
         """Reset the state of the previous attempt's ranks."""
-        self.early = self.saved = self.complete = self.stalled_elsewhere = False
+        self.early = self.saved = self.resumable = self.complete = self.stalled_elsewhere = False
         self.killed = self.stalled = ""
         self.codes = {}
         self.last_alive = {}
@@ -110,7 +115,7 @@ class Supervision:
             if self.early_elsewhere or not (begun or self._told or EXIT_PREEMPTED in codes.values()):
                 self.early = True
                 return self._kill(now, "asked to stop before the first step")
-            why = f"no checkpoint within {self.shutdown_timeout_s:g} s of the stop signal"
+            why = f"{NO_CHECKPOINT} {self.shutdown_timeout_s:g} s of the stop signal"
             self._allow(now, self.shutdown_timeout_s, why)
             if not self._told:
                 self._told = True
@@ -148,6 +153,11 @@ class Supervision:
         return self.early or EXIT_PREEMPTED in self.codes.values()
 
     @property
+    def overdue(self) -> bool:
+        """True if ranks were killed because they had not stopped in the time that a request to stop allows."""
+        return self.killed.startswith(NO_CHECKPOINT)
+
+    @property
     def exit_code(self) -> int:
         """The agent's exit code for a finished attempt."""
         codes = set(self.codes.values())
@@ -157,7 +167,8 @@ class Supervision:
             return EXIT_CONFIGURATION
         if self.complete and codes <= {EXIT_DONE, EXIT_PREEMPTED, -signal.SIGKILL, None}:
             return EXIT_DONE
-        killed: tuple[int | None, ...] = (-signal.SIGKILL, None) if self.saved else ()
+        goes_on = self.saved or (self.overdue and self.resumable)
+        killed: tuple[int | None, ...] = (-signal.SIGKILL, None) if goes_on else ()
         stopped = {EXIT_DONE, EXIT_PREEMPTED, *killed}
         return EXIT_PREEMPTED if self.early or codes <= stopped else 1
 

@@ -17,6 +17,7 @@ from partool_runtime.agent.options import AgentOptions
 from partool_runtime.agent.report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
 from partool_runtime.agent.secrets import agents_key
 from partool_runtime.agent.status import StatusKeeper
+from partool_runtime.agent.stops import left_without_checkpoint, losses
 from partool_runtime.agent.supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigurationError
 
@@ -85,7 +86,8 @@ class Together:
         outcome = self._outcome(supervision.exit_code, summary.reason, summary.text, asked=self._asked)
         kind = signature(summary.what or summary.reason)
         when, early = summary.time or outcome.time, supervision.early
-        return replace(outcome, time=when, lost_peer=summary.lost_peer, early=early, signature=kind)
+        overdue = left_without_checkpoint(supervision)
+        return replace(outcome, time=when, lost_peer=summary.lost_peer, early=early, overdue=overdue, signature=kind)
 
     def _look(self, board: Board) -> None:
         """Send the state of the ranks here to the other nodes, and receive the states of their ranks."""
@@ -111,6 +113,10 @@ class Together:
         limit_s = self.supervision.shutdown_timeout_s + FAILURE_GRACE_S + KILL_TIMEOUT_S
         outcomes = board.collect(mine, limit_s, self._hurry)
         verdict = judged(outcomes)
+        if self.status is not None and isinstance(plan, Plan) and any(outcome.overdue for outcome in outcomes):
+            log, since = FailureLog(self.options.run_dir, plan), self.status.status.started
+            told = losses(log, target=plan.launch.target, run_dir=self.options.run_dir, since=since)
+            verdict = replace(verdict, text=f"{verdict.text}\n{told}")
         if verdict.code == EXIT_FAILED and isinstance(plan, Plan) and board.attempt:
             first = first_failure(outcomes)
             kind = first.signature or signature(first.reason)
@@ -140,13 +146,18 @@ class Together:
 def judged(outcomes: list[Outcome]) -> Verdict:
     """Return the result of the run, given its outcome on each node."""
     early = any(outcome.early for outcome in outcomes)
-    code = combined(outcome.code for outcome in outcomes if not (early and outcome.lost_peer))
+    overdue = next((outcome for outcome in outcomes if outcome.overdue and outcome.code == EXIT_PREEMPTED), None)
+    # Ranks that lose a peer which another node's agent has killed end because of the request to stop, too.
+    code = combined(outcome.code for outcome in outcomes if not ((early or overdue) and outcome.lost_peer))
     if code == EXIT_DONE:
         late = [outcome for outcome in outcomes if outcome.reason]
         return Verdict(code, "; ".join(each.reason for each in late), "\n".join(each.text for each in late))
     if code == EXIT_PREEMPTED:
         asked = next((outcome for outcome in outcomes if outcome.asked), None)
         reason = stopped_by(f"{asked.asked} to node {asked.node} ({asked.host})" if asked else "")
+        if overdue is not None:
+            reason = f"{reason}, {overdue.reason.partition(', ')[2]}"
+            return Verdict(code, reason, f"partool: {reason}")
         return Verdict(code, reason, f"partool: {reason}, {BEFORE_FIRST_STEP if early else AFTER_CHECKPOINT}")
     first = first_failure(outcomes)
     return Verdict(code, first.reason, first.text, first.node)

@@ -10,8 +10,9 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.patterns import is_image_file, within
+from partool.spec.targets.k8s.notices import notice
 from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
-from partool.spec.targets.rules import TargetRules
+from partool.spec.targets.rules import Forecast, TargetRules
 
 POD_STORAGE = "/partool"
 """Folder of runs in a pod. ``launch.k8s.storage`` is mounted there; without it, the folder is lost with the pod."""
@@ -80,13 +81,23 @@ class K8sRules(TargetRules):
             path = (*_PATH, "shared_memory")
             yield Diagnostic("PT528", message, severity="warning", path=path, help=help)
 
-    def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterator[Diagnostic]:
-        """Warn of a deadline that ends the job before training does."""
-        deadline = launch.k8s.deadline_s
+    def about_duration(self, launch: LaunchSpec, expected: Forecast) -> Iterator[Diagnostic]:
+        """Warn of a deadline that ends the job before training does, and of nodes that end before a checkpoint."""
+        deadline, total_s = launch.k8s.deadline_s, expected.total_s
         if deadline is not None and deadline < total_s:
             message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
             help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
             yield Diagnostic("PT527", message, severity="warning", path=(*_PATH, "deadline_s"), help=help)
+        found = notice(launch.k8s)
+        if found is not None and found.seconds < expected.stop_s:
+            message = (
+                f"{found.label} selects machines that end {found.seconds} s after a notice ({found.where}), and a stop "
+                f"may take {expected.stop_s} s: {expected.stop_words}"
+            )
+            help = f"each such end can lose {expected.loss}; " + (
+                "a shorter checkpoint.every loses less" if expected.saves else "add checkpoint: {every: 10min}, say"
+            )
+            yield Diagnostic("PT341", message, severity="warning", path=(*_PATH, *found.path), help=help)
 
     def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
         """Return (keys of the field, value, bytes) of ``launch.k8s.memory``; None if partool computes the limit."""

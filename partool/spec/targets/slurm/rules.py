@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
-from partool.spec.targets.rules import TargetRules
+from partool.spec.targets.rules import Forecast, TargetRules
 
 LEAD_BEYOND_SHUTDOWN_S = 90
 """Seconds that ``signal_lead_s`` by default adds to the shutdown timeout; Slurm may signal 60 s early (sbatch(1))."""
-_MOST_LEAD_S = 65535
+MOST_LEAD_S = 65535
+"""Longest time before its limit at which Slurm can signal a job (sbatch(1), --signal)."""
+_SUMMARY_S = 30
+"""Seconds that remain of a written ``signal_lead_s`` after the ranks' end, in which agents say what was lost."""
 _LONGEST_HOURS = 48
 """Longest time limit, in hours, that help texts suggest; many sites allow it."""
 _PATH = ("launch", "slurm")
@@ -84,7 +87,7 @@ def memory_bytes(text: str) -> float:
 def lead_s(launch: LaunchSpec) -> int:
     """Return the seconds between the signal to a Slurm job and the job's time limit."""
     lead = launch.slurm.signal_lead_s
-    return launch.shutdown_timeout_s + LEAD_BEYOND_SHUTDOWN_S if lead is None else lead
+    return launch.window_s + LEAD_BEYOND_SHUTDOWN_S if lead is None else lead
 
 
 class SlurmRules(TargetRules):
@@ -132,13 +135,19 @@ class SlurmRules(TargetRules):
             path, help = (*_PATH, "gpu_type"), "drop it, or set gpus: gres"
             yield Diagnostic("PT524", message, severity="warning", path=path, help=help)
 
-    def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterator[Diagnostic]:
-        """Warn if the cluster decides on the job's time limit, and report how often the job is requeued."""
+    def about_duration(self, launch: LaunchSpec, expected: Forecast) -> Iterator[Diagnostic]:
+        """Yield findings about the job's time limit, the signal before it, and how often the job is requeued."""
+        yield from _late_signal(launch, expected)
         if launch.slurm.time is None:
-            yield _no_limit(launch, total_s)
+            yield _no_limit(launch, expected.total_s)
         yield from _no_partition(launch)
         if launch.slurm.time is not None:
-            yield from _requeues(launch, time_s(launch.slurm.time) - lead_s(launch), total_s)
+            yield from _requeues(launch, time_s(launch.slurm.time) - lead_s(launch), expected)
+
+    def longest_window_s(self, launch: LaunchSpec) -> int | None:
+        """Return what ``signal_lead_s``, or the longest lead that Slurm allows, leaves for a checkpoint."""
+        lead = launch.slurm.signal_lead_s
+        return MOST_LEAD_S - LEAD_BEYOND_SHUTDOWN_S if lead is None else max(lead - _SUMMARY_S, 1)
 
     def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
         """Return (keys of the field, value, bytes) of ``launch.slurm.memory``; None if a job gets all of its nodes."""
@@ -168,14 +177,17 @@ def _image(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 def _times(launch: LaunchSpec) -> Iterator[Diagnostic]:
     """Yield errors for times that leave no room for a checkpoint before the job's time limit."""
-    slurm, lead, shutdown = launch.slurm, lead_s(launch), launch.shutdown_timeout_s
-    if slurm.signal_lead_s is not None and lead <= shutdown:
-        message = f"signal_lead_s: {lead} is no longer than shutdown_timeout_s: {shutdown}, which checkpoints need"
-        help = f"use {shutdown + LEAD_BEYOND_SHUTDOWN_S} or more, or drop it"
+    slurm, lead, window = launch.slurm, lead_s(launch), launch.window_s
+    if slurm.signal_lead_s is not None and lead <= window:
+        given = f"shutdown_timeout_s: {window}, which checkpoints need"
+        if launch.shutdown_timeout_s == "auto":
+            given = f"the {window} s that a run gets at least to write a checkpoint"
+        message = f"signal_lead_s: {lead} is no longer than {given}"
+        help = f"use {window + LEAD_BEYOND_SHUTDOWN_S} or more, or drop it"
         yield Diagnostic("PT527", message, path=(*_PATH, "signal_lead_s"), help=help)
-    if lead > _MOST_LEAD_S:
-        message = f"shutdown_timeout_s: {shutdown} is longer before the limit than Slurm can signal ({_MOST_LEAD_S} s)"
-        help = f"use at most {_MOST_LEAD_S - LEAD_BEYOND_SHUTDOWN_S}"
+    if lead > MOST_LEAD_S:
+        message = f"shutdown_timeout_s: {window} is longer before the limit than Slurm can signal ({MOST_LEAD_S} s)"
+        help = f"use at most {MOST_LEAD_S - LEAD_BEYOND_SHUTDOWN_S}"
         yield Diagnostic("PT527", message, path=("launch", "shutdown_timeout_s"), help=help)
     limit = time_s(slurm.time) if slurm.time is not None else None
     if limit is not None and limit <= lead:
@@ -184,17 +196,41 @@ def _times(launch: LaunchSpec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT527", message, path=(*_PATH, "time"), help=help)
 
 
-def _requeues(launch: LaunchSpec, usable_s: int, total_s: float) -> Iterator[Diagnostic]:
-    needed = math.ceil(total_s / usable_s) - 1 if usable_s > 0 else 0
+def _late_signal(launch: LaunchSpec, expected: Forecast) -> Iterator[Diagnostic]:
+    """Warn if Slurm signals the job later than a step and a checkpoint need."""
+    lead, usual = lead_s(launch), expected.window_s + LEAD_BEYOND_SHUTDOWN_S
+    if launch.slurm.signal_lead_s is not None and lead < expected.stop_s + _SUMMARY_S:
+        message = f"signal_lead_s: {lead} is shorter than a stop may take: {expected.stop_words}"
+        help = f"drop it, or use {min(usual, MOST_LEAD_S)}; as it is, a time limit can lose {expected.loss}"
+        yield Diagnostic("PT340", message, severity="warning", path=(*_PATH, "signal_lead_s"), help=help)
+    elif usual > MOST_LEAD_S and launch.window_s + LEAD_BEYOND_SHUTDOWN_S >= MOST_LEAD_S:
+        message = (
+            f"Slurm signals a job at most {MOST_LEAD_S:,} s before its limit; a stop may take {expected.stop_s:,} s"
+        )
+        help = f"{expected.stop_words}: a smaller global_batch has shorter steps; a limit can lose {expected.loss}"
+        yield Diagnostic("PT340", message, severity="warning", path=_PATH, help=help)
+
+
+def _requeues(launch: LaunchSpec, usable_s: int, expected: Forecast) -> Iterator[Diagnostic]:
+    needed = math.ceil(expected.total_s / usable_s) - 1 if usable_s > 0 else 0
     if needed < 1:
         return
-    message = f"training takes {total_s:,.0f} s as predicted, a job has {usable_s:,} s: it is requeued {needed} times"
+    times = "once" if needed == 1 else f"{needed:,} times"
+    message = f"training takes {expected.total_s:,.0f} s as predicted, a job has {usable_s:,} s: it is requeued {times}"
     path = (*_PATH, "time")
-    if needed <= launch.requeues:
-        yield Diagnostic("PT527", message, severity="note", path=path, help="each goes on from a checkpoint")
-    else:
+    saved = launch.window_s >= expected.stop_s and lead_s(launch) > launch.window_s
+    if needed > launch.requeues:
         message += f", and requeues: {launch.requeues} allows fewer"
         help = f"set requeues: {needed + 2}, or a longer time"
+        yield Diagnostic("PT527", message, severity="warning", path=path, help=help)
+    elif saved:
+        help = f"each job saves its state before its limit, and the next goes on from there: {expected.stop_words}"
+        yield Diagnostic("PT527", message, severity="note", path=path, help=help)
+    elif expected.saves:
+        help = f"each job goes on from its last checkpoint: a limit that comes within a step loses {expected.loss}"
+        yield Diagnostic("PT527", message, severity="note", path=path, help=help)
+    else:
+        help = "no job may save its state before its limit: add checkpoint: {every: 30min}, or give a stop more time"
         yield Diagnostic("PT527", message, severity="warning", path=path, help=help)
 
 

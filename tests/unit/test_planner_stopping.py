@@ -1,0 +1,248 @@
+"""The time that a stop needs, and the values that a plan decides from it."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+from _k8s_case import k8s_plan, pods
+from _launch_case import launch_job, launch_plan
+from layouts import laid
+from planned import plan_of
+
+from partool.diagnostics.record import Diagnostic
+from partool.layout.parameters import count, parameters
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
+from partool.planner.checks.launching import check_decided
+from partool.planner.elastic import resized
+from partool.planner.stopping import decided, forecast, stopping_of, worst_loss
+from partool.render import Job, render
+from partool.report.stopping import rows
+from partool.spec.launch import LaunchSpec
+from partool.spec.targets.k8s.notices import notice
+from partool.spec.targets.k8s.section import K8sSpec
+from partool.spec.targets.slurm.rules import lead_s
+from partool.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
+
+GIB = 1 << 30
+LARGE = """\
+model: llama3-70b
+hardware: {accelerator: h100-sxm, nodes: 8}
+training: {sequence_length: 8192, global_batch: 512, steps: 20000}
+data: {source: /data/tokens/*.bin}
+parallel:
+  tensor: 4
+  pipeline: {stages: 8, schedule: interleaved, chunks: 5}
+  data: {zero: 1}
+  micro_batch: 1
+  recompute: [LAYERS]
+launch: {target: slurm, slurm: {partition: gpu, time: 1-00:00:00}}
+""".replace("LAYERS", ", ".join(["full", "none"] * 40))
+
+
+@pytest.fixture(scope="module")
+def large() -> Plan:
+    """Return README's plan of a model of 70 billion parameters on 64 devices."""
+    return plan_of(LARGE, name="llama3-70b-h100")
+
+
+def timed(plan: Plan, step_s: float, state_bytes: int, *, total_s: float = 1e6, **terms_s: float) -> Plan:
+    """Return a plan with these predictions, whose step time has an error of 25 %; each rank holds ``state_bytes``."""
+    time = plan.prediction.time.model_copy(update={"step_time_s": step_s, "total_s": total_s, "terms_s": terms_s})
+    sizes = {"parameters": state_bytes // 3, "optimizer": state_bytes - state_bytes // 3, "activations": 7 * GIB}
+    memory = plan.prediction.memory.model_copy(update={"terms_bytes": sizes})
+    update = {"time": time, "memory": memory, "relative_error": 0.25}
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=update)})
+
+
+def asked(plan: Plan, **launch: Any) -> Plan:
+    """Return the plan of a spec that has these fields in ``launch``, as decided."""
+    spec = {"launch": launch, "checkpoint": plan.spec.get("checkpoint", {})}
+    section = LaunchSpec.model_validate({"target": plan.launch.target, **launch})
+    return decided(plan.model_copy(update={"spec": spec, "launch": section}))
+
+
+def found(plan: Plan) -> list[Diagnostic]:
+    return [one for one in check_decided(plan.launch, forecast(plan)) if one.code in ("PT340", "PT341", "PT527")]
+
+
+def test_the_window_of_a_large_plan(large: Plan) -> None:
+    """README's plan: 78.3 s a step, ± 25 %, (4.47 + 8.95) GiB of state per rank, 1 GB/s per node."""
+    stopping = large.stopping
+    assert stopping is not None
+    assert large.prediction.time.step_time_s == pytest.approx(78.3, abs=0.1)
+    assert stopping.step_s == pytest.approx(1.25 * 78.3, rel=1e-3)
+    assert stopping.checkpoint_bytes / GIB == pytest.approx(8 * (4.47 + 8.95), rel=1e-3)
+    assert stopping.write_s == pytest.approx(stopping.checkpoint_bytes / 1e9)
+    assert large.checkpoint.every == "30min"
+    assert stopping.writes == 2  # the checkpoint that 30 minutes have begun, and then that of the stop
+    assert stopping.needed_s == pytest.approx(97.9 + 2 * 115.3, abs=1)
+    assert large.launch.shutdown_timeout_s == 330
+    assert "shutdown_timeout_s" not in large.spec["launch"]
+    assert "checkpoint" not in large.spec
+    told = dict(rows(large))
+    assert told["Saves"] == "every 30min (auto: the run is predicted to last more than 1 h)"
+    assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 115 s at 1 GB/s" in told["Stop"]
+    assert "(spot: 15 to 120 s) lose up to 30min of training" in told["Stop"]
+
+
+def test_rendered_jobs_give_a_stop_the_planned_time(large: Plan) -> None:
+    job = Job(large, "llama-12345678", PurePosixPath("/shared/runs/llama-12345678"))
+    script = render("slurm", job).text
+    assert "#SBATCH --signal=B:USR2@420\n" in script  # 330 s, and 90 s for Slurm and the agents
+    assert "--wait=450 " in script
+    pods_of = k8s_plan().launch
+    plan = large.model_copy(update={"launch": pods_of.model_copy(update={"shutdown_timeout_s": 330})})
+    graces = [template["spec"]["terminationGracePeriodSeconds"] for _, template in pods(launch_job(plan))]
+    assert set(graces) == {360}
+
+
+def test_requeues_are_said_to_go_on_from_what_is_saved(large: Plan) -> None:
+    [note] = found(large)
+    assert (note.code, note.severity) == ("PT527", "note")
+    assert "requeued 18 times" in note.message
+    assert "each job saves its state before its limit" in note.help
+    short = asked(large, shutdown_timeout_s=60, slurm={"partition": "gpu", "time": "1-00:00:00"})
+    window, limit = found(short)
+    assert (window.code, window.severity, window.path) == ("PT340", "warning", ("launch", "shutdown_timeout_s"))
+    assert "shutdown_timeout_s: 60 is shorter" in window.message
+    assert "a step 98 s, a checkpoint of 107 GiB per node 115 s" in window.message
+    assert "330 or more" in window.help
+    assert "up to 30min of training" in window.help
+    assert "goes on from its last checkpoint" in limit.help
+    never = short.model_copy(update={"checkpoint": CheckpointSpec(every=0)})
+    window, limit = found(never)
+    assert "all steps of the attempt" in window.help
+    assert (limit.severity, "no job may save its state" in limit.help) == ("warning", True)
+
+
+def test_a_written_signal_bounds_the_window_and_is_compared(large: Plan) -> None:
+    plan = asked(large, slurm={"partition": "gpu", "time": "3-00:00:00", "signal_lead_s": 150})
+    assert plan.launch.shutdown_timeout_s == 120  # the agents say what was lost before the job ends
+    late, _ = found(plan)
+    assert (late.code, late.path) == ("PT340", ("launch", "slurm", "signal_lead_s"))
+    assert "use 420" in late.help
+    enough = asked(large, slurm={"partition": "gpu", "time": "3-00:00:00", "signal_lead_s": 420})
+    assert enough.launch.shutdown_timeout_s == 330
+    assert [one.code for one in found(enough)] == ["PT527"]
+
+
+def test_a_limit_shorter_than_the_signal_is_an_error(large: Plan) -> None:
+    plan = asked(large, slurm={"partition": "gpu", "time": "7:00"})
+    error = next(one for one in found(plan) if one.severity == "error")
+    assert "time: 7:00 is 420 s, and the run is signalled to stop 420 s before it ends" in error.message
+    longer = asked(large, slurm={"partition": "gpu", "time": "8:00"})
+    assert "error" not in {one.severity for one in found(longer)}
+
+
+def test_a_stop_that_slurm_cannot_announce_early_enough() -> None:
+    plan = asked(timed(launch_plan(), 60_000.0, GIB), slurm={"partition": "gpu", "time": "9-00:00:00"})
+    assert (plan.launch.shutdown_timeout_s, lead_s(plan.launch)) == (65445, 65535)
+    assert "#SBATCH --signal=B:USR2@65535" in render("slurm", launch_job(plan)).text
+    finding = found(plan)[0]
+    assert (finding.code, finding.path) == ("PT340", ("launch", "slurm"))
+    assert "65,535 s before its limit" in finding.message
+    here = asked(plan.model_copy(update={"launch": LaunchSpec()}), target="local")
+    assert here.launch.shutdown_timeout_s > 75_000
+    assert found(here) == []
+
+
+def test_small_runs_keep_a_minute() -> None:
+    plan = asked(timed(launch_plan(), 0.05, 1 << 20, total_s=90.0))
+    assert plan.stopping is not None
+    assert plan.stopping.needed_s == 1
+    assert (plan.launch.shutdown_timeout_s, plan.checkpoint.every) == (60, 0)
+    assert not [one for one in found(asked(plan, shutdown_timeout_s=2)) if one.code == "PT340"]
+
+
+@pytest.mark.parametrize(("total_s", "every"), [(3600.0, 0), (3601.0, "30min")])
+def test_runs_of_more_than_an_hour_write_checkpoints(total_s: float, every: int | str) -> None:
+    plan = timed(launch_plan(), 1.0, GIB, total_s=total_s)
+    assert decided(plan).checkpoint.every == every
+    for written in (0, 7, "2h"):
+        section = plan.checkpoint.model_copy(update={"every": written})
+        kept = decided(plan.model_copy(update={"checkpoint": section, "spec": {"checkpoint": {"every": written}}}))
+        assert kept.checkpoint.every == written
+
+
+def test_parts_of_a_stop() -> None:
+    plan = timed(launch_plan(), 8.0, GIB, forward=7.0, optimizer=0.4, offload=0.4)
+    saving = plan.model_copy(update={"checkpoint": CheckpointSpec(every=5)})
+    assert stopping_of(plan).step_s == pytest.approx(1.25 * 8.8)  # a signal just after the ranks have agreed
+    assert (stopping_of(plan).writes, stopping_of(saving).writes) == (1, 2)
+    in_turn = plan.model_copy(update={"checkpoint": CheckpointSpec(every=5, mode="sync")})
+    assert stopping_of(in_turn).writes == 1
+    rarely = plan.model_copy(update={"optimizer": OptimizerSpec(name="zero_one_adam")})
+    assert stopping_of(rarely).steps == 16
+    slow = plan.devices.model_copy(update={"storage_bytes_per_s": 1e8})
+    assert stopping_of(plan.model_copy(update={"devices": slow})).write_s == pytest.approx(80 * GIB / 1e9, rel=1e-6)
+
+
+def test_ranks_with_copies_share_the_writing() -> None:
+    plan = timed(launch_plan(2, 8), 1.0, 16 * GIB)  # two nodes; all 16 ranks share one copy of the state
+    assert stopping_of(plan).checkpoint_bytes == 8 * 16 * GIB
+    hybrid = plan.model_copy(update={"layout": laid(plan.layout, mesh=Mesh(dp_shard=8, dp_replicate=2))})
+    assert stopping_of(hybrid).checkpoint_bytes == 4 * 16 * GIB
+    copies = plan.model_copy(update={"layout": laid(plan.layout, zero=0)})
+    assert stopping_of(copies).checkpoint_bytes == 8 * GIB
+    differing = copies.model_copy(update={"optimizer": OptimizerSpec(name="zero_one_adam")})
+    assert stopping_of(differing).checkpoint_bytes == 8 * 16 * GIB
+
+
+def test_state_off_the_device_counts() -> None:
+    plan = timed(launch_plan(1, 8), 1.0, 6 * GIB)
+    host = plan.prediction.memory.model_copy(update={"host_terms_bytes": {"masters": 2 * GIB, "moments": 3 * GIB}})
+    prediction = plan.prediction.model_copy(update={"memory": host})
+    away = plan.model_copy(update={"prediction": prediction, "layout": laid(plan.layout, offload_optimizer="cpu")})
+    assert stopping_of(away).checkpoint_bytes == 8 * (4 + 2 + 3) * GIB  # without the device's copies of the weights
+    files = laid(plan.layout, offload_optimizer="nvme", dir="/scratch")
+    in_files = plan.model_copy(update={"layout": files, "training": TrainingSpec(precision="bf16")})
+    assert stopping_of(in_files).checkpoint_bytes == 12 * count(parameters(plan.model))
+
+
+def test_fewer_nodes_write_more_and_the_job_gives_the_longest_time() -> None:
+    small = "model: {layers: 2, hidden: 512, heads: 8, vocab: 1024}\ndata: python-stdlib\n"
+    machines = "hardware: {accelerator: h100-sxm, nodes: 4, storage_gb_per_s: 0.0003}\n"
+    job = "launch: {target: slurm, min_nodes: 2}\nparallel: {data: {zero: 1}, tensor: 1, pipeline: 1, sequence: 1}\n"
+    plan = plan_of(small + machines + job)
+    smaller = resized(plan, 2)
+    assert isinstance(smaller, Plan)
+    assert smaller.launch.window_s > plan.launch.window_s > 60
+    script = render("slurm", launch_job(plan, sizes={2: smaller})).text
+    assert f"--signal=B:USR2@{smaller.launch.window_s + 90}\n" in script
+    assert f"--wait={smaller.launch.window_s + 120} " in script
+
+
+def test_machines_that_clouds_take_back() -> None:
+    def section(**fields: Any) -> K8sSpec:
+        return K8sSpec.model_validate(fields)
+
+    assert notice(section()) is None
+    assert notice(section(node_selector={"cloud.google.com/gke-spot": "false"})) is None
+    aws = section(node_selector={"eks.amazonaws.com/capacityType": "SPOT"})
+    azure = section(node_selector=aws.node_selector, tolerations=[{"key": "kubernetes.azure.com/scalesetpriority"}])
+    assert [each.seconds for each in map(notice, (aws, azure)) if each is not None] == [120, 30]
+    plan = timed(k8s_plan(k8s={"storage": "pvc:runs", "node_selector": aws.node_selector}), 100.0, GIB)
+    section_of = {"checkpoint": CheckpointSpec(every="10min"), "spec": {"checkpoint": {"every": "10min"}}}
+    finding = found(decided(plan.model_copy(update=section_of)))
+    [spot] = [one for one in finding if one.code == "PT341"]
+    assert spot.path == ("launch", "k8s", "node_selector", "eks.amazonaws.com/capacityType")
+    assert "end 120 s after a notice" in spot.message
+    assert "up to 10min of training" in spot.help
+    assert not [one for one in found(decided(timed(plan, 50.0, GIB))) if one.code == "PT341"]
+
+
+def test_the_loss_in_words() -> None:
+    assert worst_loss("30min") == "up to 30min of training"
+    assert worst_loss(500) == "up to 500 steps"
+    assert worst_loss(0) == worst_loss("auto")
+
+
+def test_other_systems_stop_by_themselves() -> None:
+    plan = timed(launch_plan(), 1e5, GIB).model_copy(update={"spec": {"engine": "megatron"}})
+    settled = decided(plan)
+    assert (settled.stopping, settled.launch.shutdown_timeout_s) == (None, 60)
+    assert [one.code for one in found(settled) if one.code == "PT340"] == []
+    assert list(rows(settled)) == []
