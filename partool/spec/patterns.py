@@ -34,6 +34,8 @@ def _option(value: Any) -> Any:
     return f"{value:.15g}" if isinstance(value, float) else _number(value)
 
 
+_Number = Annotated[float, Field(ge=-1e300, le=1e300)]
+"""A number that the loader of specs accepts."""
 _AS_TEXT = BeforeValidator(_number, json_schema_input_type=str | int)
 _END = "beginning and ending with a letter or digit"
 _DNS = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
@@ -50,7 +52,7 @@ Option = Annotated[
 OptionOrNothing = Annotated[
     str,
     _text(r"^[A-Za-z0-9_.@%+:,=/&|*()\[\]-]*$", "letters, digits and _.@%+:,=/&|*()[]-, without blanks", 255),
-    BeforeValidator(_option, json_schema_input_type=str | float | Literal[True] | None),
+    BeforeValidator(_option, json_schema_input_type=str | _Number | Literal[True] | None),
 ]
 OptionName = Annotated[
     str, _text(r"^[a-z][a-z0-9-]*$", "the long name of an sbatch option without its dashes, such as mail-type", 64)
