@@ -16,11 +16,12 @@ from k8s_server import status_of
 from partool.launch.k8s import client as k8s_client
 from partool.launch.k8s.client import Client
 from partool.launch.k8s.resources import CONFIG_MAPS, PODS
-from partool.launch.k8s.status import KINDS, attempt_of, node_of, telling
+from partool.launch.k8s.status import KINDS, attempt_of, node_of
 from partool.launch.k8s.target import K8sTarget
 from partool.launch.store import Run
 from partool.launch.submit import submit_again
 from partool.launch.target import LaunchError
+from partool.launch.telling import telling
 from partool.plan.run import read_status
 
 HAS_CRDS = bool(k8s_schemas.custom_types())

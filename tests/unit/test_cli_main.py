@@ -66,7 +66,13 @@ sys.meta_path.insert(0, Interrupting())
 @pytest.mark.parametrize("module", ["partool.cli.main", "typer", "partool.cli.plan", "pydantic"])
 def test_an_interrupt_while_modules_load_leaves_no_traceback(tmp_path: Path, module: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTING, encoding="utf-8")
-    command = [sys.executable, "-c", "from partool.cli.entry import run; run()", "plan", str(ROOT / "specs/gpt2-xl.yaml")]
+    command = [
+        sys.executable,
+        "-c",
+        "from partool.cli.entry import run; run()",
+        "plan",
+        str(ROOT / "specs/gpt2-xl.yaml"),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AT": module}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "partool: interrupted\n")
