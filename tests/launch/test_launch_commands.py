@@ -20,6 +20,7 @@ from partool.launch.checkpoints import complete, set_aside_after
 from partool.launch.store import Run, RunStore
 from partool.plan.layout import Mesh
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
+from partool_runtime.agent.error_files import ErrorRecord, put_record
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +91,16 @@ def test_logs(run: Run) -> None:
 
 
 def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
-    """A killed rank leaves no record; ranks that lost their peer do, and must not be blamed."""
-    killed = "rank 2: killed by SIGKILL (out of memory?)"
+    """Ranks that lost their peer record it, and must not be blamed."""
+    killed = "rank 2: killed by SIGKILL (often the kernel's out-of-memory killer)"
     write_status(run.path, RunStatus(state="failed", created=1.0, attempt=2, reason=killed))
     assert invoke("logs", "--errors").stdout.strip() == killed
     folder = run.path / "errors"
     folder.mkdir()
     messages = ["Connection closed by peer [10.0.0.1]:4512", "the disk is gone", "Connection reset by peer"]
     for rank, message in enumerate(messages):
-        record = {"rank": rank, "attempt": 2, "time": 10.0 + rank, "message": message, "traceback": f"E: {message}"}
+        record = {"rank": rank, "attempt": 2, "time": 10.0 + rank, "type": "E", "message": message}
+        record["traceback"] = f"E: {message}"
         (folder / f"rank-{rank}.json").write_text(json.dumps(record))
     lines = invoke("logs", "--errors").stdout.splitlines()
     assert lines[0] == killed
@@ -106,6 +108,16 @@ def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
     assert [line.endswith(" (noticed the end of another)") for line in lines if ", attempt 2, " in line] == [
         False, True, True,
     ]  # fmt: skip
+
+
+def test_errors_of_an_earlier_attempt_begin_with_the_rank_that_was_killed(run: Run) -> None:
+    killed = "killed by SIGKILL (often the kernel's out-of-memory killer)"
+    lost = "Traceback\n" + "  line\n" * 40 + "Connection closed by peer"
+    put_record(run.path, ErrorRecord(0, 1, 10.0, "RuntimeError", "Connection closed by peer", lost, 1))
+    put_record(run.path, ErrorRecord(3, 1, 9.9, "", killed, "last words", -9))
+    lines = invoke("logs", "--errors").stdout.splitlines()
+    assert (lines[0].partition(",")[0], lines[1:3]) == ("rank 3", [killed, "last words"])
+    assert "rank 0" in lines[4]
 
 
 def test_unknown_run() -> None:

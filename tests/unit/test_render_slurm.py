@@ -274,7 +274,7 @@ def test_a_job_that_cannot_be_requeued_ends_with_the_childs_code(stage: Stage) -
 
 
 def test_requeues_by_slurm_itself_are_counted_as_preemptions(stage: Stage) -> None:
-    """Slurm puts a job back when a node fails, and may kill the script before it can count that: the next start does."""
+    """Slurm puts a job back when a node fails, and may kill the script before it counts that: the next start does."""
     put(stage, requeues=5, restarts=2)
     stage.set(code="1")
     assert stage.play()[0] == 1
