@@ -90,6 +90,23 @@ def test_logs(run: Run) -> None:
     assert "no errors on record" in invoke("logs", "--errors").stdout
 
 
+def test_logs_of_a_run_that_waits_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = RunStore().create("waiting")
+    queued = RunStatus(state="queued", created=1.0, reason="waits for free nodes (Resources)")
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.status", lambda *_: queued)
+    answer = invoke("logs", "waiting")
+    assert answer.exit_code == 1
+    assert answer.stderr.splitlines() == [
+        f"error[PT502]: no logs yet: {waiting.id} has not started (queued: waits for free nodes (Resources))",
+        f"  help: partool logs -f {waiting.id} waits for them",
+    ]
+    told = iter([queued, queued, queued.model_copy(update={"state": "done"}), queued])
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.status", lambda *_: next(told))
+    monkeypatch.setattr("partool.launch.store.Run.status", lambda *_: queued.model_copy(update={"state": "done"}))
+    followed = invoke("logs", "-f", "waiting")
+    assert followed.stderr.startswith(f"partool: {waiting.id} has not started (queued: waits for free nodes")
+
+
 def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
     """Ranks that lost their peer record it, and must not be blamed."""
     killed = "rank 2: killed by SIGKILL (often the kernel's out-of-memory killer)"
@@ -118,6 +135,21 @@ def test_errors_of_an_earlier_attempt_begin_with_the_rank_that_was_killed(run: R
     lines = invoke("logs", "--errors").stdout.splitlines()
     assert (lines[0].partition(",")[0], lines[1:3]) == ("rank 3", [killed, "last words"])
     assert "rank 0" in lines[4]
+
+
+def test_render_says_what_to_do_with_the_files() -> None:
+    """``launch`` refuses plans whose nodes somebody starts by hand."""
+    assert (
+        "partool: 2 file(s) in out; partool launch runs these commands"
+        in invoke("render", plan_file(), "-o", "out").stderr
+    )
+    one = invoke("render", plan_file(), "--target", "torchrun", "-o", "one")
+    assert one.stderr.endswith("partool: 2 file(s) in one\npartool: by hand: bash one/commands.sh\n")
+    plan = make_plan(4)
+    devices = plan.devices.model_copy(update={"nodes": 2, "per_node": 2})
+    two = invoke("render", plan_file(devices=devices, layout=plan.layout), "--target", "torchrun", "-o", "two folders")
+    words = "NODE HEAD, on each node with its number from 0 to 1 and the name of node 0"
+    assert two.stderr.endswith(f"partool: by hand: bash 'two folders'/commands.sh {words}\n")
 
 
 def test_unknown_run() -> None:
