@@ -145,9 +145,8 @@ def test_render_says_what_to_do_with_the_files() -> None:
     )
     one = invoke("render", plan_file(), "--target", "torchrun", "-o", "one")
     assert one.stderr.endswith("partool: 2 file(s) in one\npartool: by hand: bash one/commands.sh\n")
-    plan = make_plan(4)
-    devices = plan.devices.model_copy(update={"nodes": 2, "per_node": 2})
-    two = invoke("render", plan_file(devices=devices, layout=plan.layout), "--target", "torchrun", "-o", "two folders")
+    devices = make_plan().devices.model_copy(update={"nodes": 2, "per_node": 1})
+    two = invoke("render", plan_file(devices=devices), "--target", "torchrun", "-o", "two folders")
     words = "NODE HEAD, on each node with its number from 0 to 1 and the name of node 0"
     assert two.stderr.endswith(f"partool: by hand: bash 'two folders'/commands.sh {words}\n")
 
