@@ -5,6 +5,6 @@ import sys
 if not sys.flags.safe_path:
     del sys.path[0]  # the current folder: modules next to a spec must not be imported
 
-from partool.cli.main import run
+from partool.cli.entry import run
 
 run()

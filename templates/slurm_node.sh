@@ -36,7 +36,7 @@ if [ -n "$partool_setup" ]; then
     partool_refuse "launch.slurm.setup: no $partool_setup on $(hostname)"
   fi
   # shellcheck disable=SC1090
-  . "$partool_setup" || echo "partool: $partool_setup ended with code $? on $(hostname)" >&2
+  . "$partool_setup" || echo "partool: note: $partool_setup ended with code $? on $(hostname)" >&2
 fi
 
 shopt -s execfail

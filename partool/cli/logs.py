@@ -11,6 +11,7 @@ from partool.cli._fail import fail
 from partool.cli._runs import find_run_or_exit, reaching, show_lines
 from partool.launch.target import LogQuery, NoLogsError
 from partool.launch.targets import target_of
+from partool.plan.run import RunStatus
 from partool.plan.terminal import say
 
 
@@ -31,10 +32,22 @@ def command(
             say(target.errors(found) or f"no errors on record in {found.id}")
             return
         with suppress(KeyboardInterrupt, BrokenPipeError):
+            if follow and (waits := _waits(target.status(found))):
+                say(f"partool: {found.id} {waits}; its output follows as it comes", err=True)
             try:
                 empty = not show_lines(found, target.logs(found, LogQuery(rank, attempt, follow, task)), rank)
             except NoLogsError as error:
-                fail("PT502", str(error), "", 1)
+                waits = _waits(target.status(found)) if attempt is None else ""
+                message = f"no logs yet: {found.id} {waits}" if waits else str(error)
+                fail("PT502", message, f"partool logs -f {found.id} waits for them" if waits else "", 1)
             if empty:
                 whose = "the log is" if rank is None else f"rank {rank}'s log is"
                 say(f"partool: {whose} empty; what happened is in {found.path / 'events'}", err=True)
+
+
+def _waits(status: RunStatus) -> str:
+    """Return that, and why, a run waits for its start; empty if it does not."""
+    if status.state not in ("queued", "starting"):
+        return ""
+    again = " again" if status.attempt else ""
+    return f"has not started{again} ({status.state}" + (f": {status.reason})" if status.reason else ")")

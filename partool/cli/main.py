@@ -1,4 +1,4 @@
-"""The entry point of the command line; a command's module is imported only when the command is called."""
+"""The command line; a command's module is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
+
+from partool.cli.entry import INTERRUPTED, MESSAGE
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
@@ -33,7 +36,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Name of a command → (module with its function ``command``, one line of help)."""
 
 _USAGE = 2
-_INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
@@ -41,8 +43,11 @@ class _ReaderGoneError(Exception):
     """Raised if the program that reads a command's output has closed the pipe."""
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that ``arguments`` name and exit with its code; the script ``partool`` calls this function."""
+def run(arguments: Sequence[str] | None = None, loaded: Callable[[], None] | None = None) -> None:
+    """Run the command that ``arguments`` name and exit with its code.
+
+    ``loaded`` is called once the command's modules are loaded, before the command does anything.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or bool(os.environ.get("PARTOOL_DEBUG"))
     words = [word for word in words if word != "--debug"]
@@ -56,22 +61,23 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     if words[0] not in COMMANDS:
         _unknown(words[0])
-    _guarded(words[0], words[1:], debug=debug)
+    _guarded(words[0], words[1:], loaded, debug=debug)
 
 
-def _guarded(name: str, words: list[str], *, debug: bool) -> None:
+def _guarded(name: str, words: list[str], loaded: Callable[[], None] | None, *, debug: bool) -> None:
     """Call a command; an internal error of partool is printed as one line or, if ``debug`` is True, as a traceback."""
     try:
-        code = _call(name, words)
+        code = _call(name, words, loaded)
         sys.stdout.flush()
     except (BrokenPipeError, _ReaderGoneError):
         # The reader, such as head, has gone. Python would report the broken pipe once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
-    except KeyboardInterrupt:  # raised while modules load; once they are loaded, typer handles it
-        _say("partool: interrupted\n", err=True)
-        sys.exit(_INTERRUPTED)
+    except KeyboardInterrupt:  # within a command, typer handles it
+        _interrupted()
     except Exception as error:
+        if _by_interrupt(error):
+            _interrupted()
         if (usage := _usage(name, error)) is not None:
             _say(usage, err=True)
             sys.exit(_USAGE)
@@ -81,6 +87,19 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
         _say(f"error: {text}\n  help: partool --debug {name} ... shows where this comes from\n", err=True)
         sys.exit(1)
     sys.exit(code)
+
+
+def _interrupted() -> NoReturn:
+    _say(MESSAGE, err=True)
+    sys.exit(INTERRUPTED)
+
+
+def _by_interrupt(error: BaseException) -> bool:
+    """Return True if an interrupt caused the error: a module that a command loads late may have wrapped it."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def _usage(name: str, error: Exception) -> str | None:
@@ -97,7 +116,7 @@ def _usage(name: str, error: Exception) -> str | None:
     return f"error: {text}\n  help: {first}partool {name} --help says more\n"
 
 
-def _call(name: str, words: list[str]) -> int:
+def _call(name: str, words: list[str], loaded: Callable[[], None] | None) -> int:
     # Imported objects live until the process ends; scanning them for garbage takes a tenth of the time of a small plan.
     gc.disable()
     # partool has no plugins of pydantic; looking for some reads the metadata of all installed packages.
@@ -110,6 +129,8 @@ def _call(name: str, words: list[str]) -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+    if loaded is not None:
+        loaded()
     code = app(args=words, prog_name=f"partool {name}", standalone_mode=False)
     return code if isinstance(code, int) else 0
 

@@ -16,7 +16,7 @@ from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.render.job import FOLDER, Rendered
-from partool.strategies.targets import ARRAYS, HERE
+from partool.strategies.targets import ARRAYS, HERE, SCHEDULERS
 
 
 def command(
@@ -69,7 +69,14 @@ def command(
         rendered = Rendered("commands.txt", {"commands.txt": shown + "\n", "plan.json": plan.to_json()})
     else:
         rendered = order(spec, plan, overrides or [], array or [], at_once=at_once).rendered
-    _deliver(rendered, out, f"; partool launch submits {rendered.main}", force=force)
+    _deliver(rendered, out, _next(plan, rendered.main), force=force)
+
+
+def _next(plan: Plan, main: str) -> str:
+    """Return what ``partool launch`` does with a plan whose files were rendered; empty where it refuses the target."""
+    if plan.launch.target == HERE:
+        return "; partool launch runs these commands"
+    return f"; partool launch submits {main}" if plan.launch.target in SCHEDULERS else ""
 
 
 def _by_hand(path: Path, changes: list[str]) -> TargetChoice | None:

@@ -155,8 +155,16 @@ ABOUT = {
 OF_TEXT = {
     "PAD", "BOS", "EOS", "UNK", "MASK", "SEP", "CLS", "EOT", "EOM", "BOI", "EOI", "IMAGE", "AUDIO", "VIDEO", "STOP",
     "END", "START", "BEGIN", "NEXT", "LAST", "FIRST", "SPECIAL", "EXTRA", "PREFIX", "SUFFIX", "MIDDLE", "FIM", "MAX",
-    "MIN", "NUM", "PER", "BLANK", "NEWLINE", "DECODER", "ENCODER", "TEXT",
+    "MIN", "NUM", "PER", "BLANK", "NEWLINE", "DECODER", "ENCODER", "TEXT", "PADDING",
 }  # fmt: skip
 """Words before TOKEN in names of vocabulary tokens, such as ``EOS_TOKEN``."""
 PASSES = {"FORWARD", "BACKWARD", "ONE", "TWO", "SINGLE", "MULTI", "NUM", "FIRST", "SECOND", "LAST", "FINAL", "EACH"}
 """Words before PASS in names of passes over data, such as ``FORWARD_PASS``."""
+SENTENCES = {
+    "a", "an", "and", "are", "as", "at", "be", "because", "but", "by", "can", "cannot", "could", "did", "do", "does",
+    "for", "from", "had", "has", "have", "if", "in", "is", "it", "its", "may", "must", "no", "not", "nothing", "of",
+    "on", "only", "or", "should", "than", "that", "the", "their", "there", "these", "they", "this", "those", "to",
+    "was", "were", "what", "when", "where", "whether", "which", "who", "whose", "will", "with", "without", "would",
+    "you", "your",
+}  # fmt: skip
+"""Words with which English sentences go on behind a name (``secret hub: it cannot be read``) and that are no secret."""

@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         "PT691",
         "The padding token is trained like any other",
         "In transformers, the embedding's row of pad_token_id gets no gradient where it is looked up. That matters "
-        "where text holds this token: often it is the one that ends documents.",
+        "where text holds this token; often it is the one that ends documents.",
         'model: {config: ./config.json}   # {"pad_token_id": 2, "eos_token_id": 2, ...}',
         "model: {config: ./config.json, padding_token: 2}",
         "command",

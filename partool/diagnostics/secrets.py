@@ -7,7 +7,9 @@ The rules are data, in :mod:`partool.diagnostics._secret_rules`. All output for 
 from __future__ import annotations
 
 import bisect
+import errno
 import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ from partool.diagnostics._secret_rules import (
     KEYS,
     OF_TEXT,
     PASSES,
+    SENTENCES,
     WORDS,
     SecretForm,
 )
@@ -94,6 +97,9 @@ def in_variable(name: str, value: str) -> str | None:
 def masked(text: str, literals: Iterable[str] = ()) -> str:
     """Return a text with ``***`` in place of every secret in it.
 
+    Values are hidden, not partool's own words: what stands behind a name in backticks, as partool writes names of
+    fields and checks, is no value, and neither are words with which a sentence goes on.
+
     ``literals``: known secrets, which are hidden wherever they occur, also in the escaped form of Python or JSON.
     """
     for literal in sorted(set(literals), key=len, reverse=True):
@@ -127,9 +133,22 @@ def _assigned(text: str) -> Iterator[tuple[int, int]]:
             continue
         found = _ASSIGNED.match(text, match.end())
         value = found[0].strip("\"'") if found else ""
-        if found and value and not is_harmless(value):
+        if found and value and not is_harmless(value) and not _goes_on(value, text, match.end()):
             yield found.span()
             done = found.end()
+
+
+def _goes_on(value: str, text: str, at: int) -> bool:
+    """Return True if words of a message follow a name and its colon, instead of a value; ``value`` is the first.
+
+    Such words begin a sentence, or are the system's text for an error: ``~/hf_token: Permission denied``.
+    """
+    return value.lower() in SENTENCES or text.startswith(_system_errors(), at)
+
+
+@cache
+def _system_errors() -> tuple[str, ...]:
+    return tuple(os.strerror(number) for number in errno.errorcode)
 
 
 def _without(text: str, places: Iterable[tuple[int, int]]) -> str:

@@ -6,7 +6,9 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from partool.launch.store import Run
 from partool.plan.outline import outline
@@ -14,6 +16,8 @@ from partool.plan.progress import read_progress, seconds_since
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
 
 _TAIL_BYTES = 1 << 16
+_LATEST_S = 253402300799.0
+"""Unix time at the end of the year 9999: later times have no date."""
 
 
 def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
@@ -103,25 +107,44 @@ def last_step(run: Run) -> dict[str, Any] | None:
 def errors_as_text(run_dir: Path) -> str:
     """Return the reason why a run failed and the error records of its ranks; empty if the run has neither.
 
-    A killed rank leaves no record, so the agent's reason comes first. Within an attempt, the records are sorted by the
-    order of the errors. Records of ranks that only noticed another rank's end come last.
+    The reason comes first. The records are sorted by attempt, and within an attempt by the time of the error; those of
+    ranks that only noticed another rank's end come last. A rank that a signal ended has a record of its agent.
     """
     try:
         status = read_status(run_dir)
         texts = [f"{status.reason}\n"] if status.state == "failed" and status.reason else []
     except (OSError, ValueError):  # pydantic's errors are ValueErrors
         texts = []
-    records = [json.loads(file.read_text("utf-8")) for file in (run_dir / ERRORS).glob("rank-*.json")]
-
-    def place(record: dict[str, Any]) -> tuple[int, bool, float]:
-        return record["attempt"], lost_peer(record["message"]), record["time"]
-
-    for record in sorted(records, key=place):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
-        head = f"rank {record['rank']}, attempt {record['attempt']}, {when}"
-        noticed = " (noticed the end of another)" if lost_peer(record["message"]) else ""
-        texts.append(f"{head}{noticed}\n{record['traceback'].rstrip()}\n")
+    records = [record for file in (run_dir / ERRORS).glob("rank-*.json") if (record := _record(file)) is not None]
+    for record in sorted(records, key=lambda record: (record.attempt, lost_peer(record.message), record.time)):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
+        head = f"rank {record.rank}, attempt {record.attempt}, {when}"
+        noticed = " (noticed the end of another)" if lost_peer(record.message) else ""
+        # a rank that a signal ended has the end of its log in place of a traceback
+        said = "" if record.type else f"{record.message}\n"
+        texts.append(f"{head}{noticed}\n{said}{record.traceback.rstrip()}\n")
     return "\n".join(texts)
+
+
+class _ErrorRecord(BaseModel):
+    """The parts of a record of ``errors/`` that are shown: :class:`partool_runtime.agent.error_files.ErrorRecord`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    rank: int
+    attempt: int
+    time: Annotated[float, Field(ge=0, le=_LATEST_S)]
+    type: str
+    message: str
+    traceback: str
+
+
+def _record(file: Path) -> _ErrorRecord | None:
+    """Return the record in a file; None for a file that holds none, as after a crash of the machine."""
+    try:
+        return _ErrorRecord.model_validate_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def duration(seconds: float) -> str:

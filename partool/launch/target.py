@@ -90,7 +90,7 @@ def level_of(name: str, checks: Iterable[Check]) -> Level:
     found = [
         Diagnostic(
             "PT560",
-            f"{check.name}: {check.text}",
+            f"doctor's check `{check.name}`: {check.text}",
             severity="error" if check.verdict == "failed" else "warning",
             help=check.help,
         )

@@ -31,6 +31,8 @@ CANCEL_FILE = "cancel"
 PREEMPTIONS_FILE = "preemptions.count"
 FAILURES_FILE = "failures.count"
 """Name of the file with the number of times that the Slurm script has requeued the job, and the reasons."""
+RESTARTS_FILE = "restarts.count"
+"""Name of the file with the id of a Slurm job, and with how many of its restarts the job's script has counted."""
 LOGS = "logs"
 ERRORS = "errors"
 

@@ -55,7 +55,8 @@ class Rendered:
     """Name of the file that is submitted and that ``partool render`` prints."""
     files: dict[str, str]
     by_hand: str = ""
-    """Shell command that submits the files from the folder :data:`FOLDER`; empty if there is no such command."""
+    """Shell command that submits or starts the files from the folder :data:`FOLDER`; empty if there is no such
+    command. A remark may follow it."""
 
     @property
     def text(self) -> str:

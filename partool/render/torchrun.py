@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from partool.plan.run import PLAN_FILE, agent_command
-from partool.render.job import Job, Rendered
+from partool.render.job import FOLDER, Job, Rendered
 from partool.render.shell import quote, template, variables
 
 SCRIPT = "commands.sh"
@@ -29,7 +29,10 @@ def render(job: Job) -> Rendered:
         commands=[_command(job, node) for node in range(devices.nodes)],
         port=PORT,
     )
-    return Rendered(SCRIPT, {SCRIPT: text, PLAN_FILE: job.plan.to_json()})
+    by_hand = f"bash {FOLDER}/{SCRIPT}"
+    if devices.nodes > 1:
+        by_hand += f" NODE HEAD, on each node with its number from 0 to {devices.nodes - 1} and the name of node 0"
+    return Rendered(SCRIPT, {SCRIPT: text, PLAN_FILE: job.plan.to_json()}, by_hand)
 
 
 def _command(job: Job, node: int) -> str:

@@ -116,7 +116,7 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
     if item["type"] == "string_pattern_mismatch":
         return _pattern(path, item)
     expected = _TYPES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
-    help = _number_help(path, item) or _type_help(item)
+    help = _number_help(path, item) or _type_help(path, item)
     return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=help)
 
 
@@ -156,7 +156,7 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
     near = difflib.get_close_matches(str(found), plain, n=1) or [word for word in [near_word(found, plain)] if word]
     code = "PT105" if words else "PT102"
     expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
-    listed = next((_type_help(item) for item in items if item["type"] == "list_type"), "")
+    listed = next((_type_help(path, item) for item in items if item["type"] == "list_type"), "")
     if found is True and {"none", "full"} <= set(plain):  # recompute, which is a switch elsewhere
         near = ["full"]
     if "true or false" in allowed and truth(found):  # YAML 1.1 read them so
@@ -260,7 +260,9 @@ def _missing_help(path: SpecPath) -> str:
     return f"for example `{examples[path]}`" if path in examples else ""
 
 
-def _type_help(item: dict[str, Any]) -> str:
+def _type_help(path: SpecPath, item: dict[str, Any]) -> str:
+    if item["input"] is False and path[:-1] == ("launch", "slurm", "options"):
+        return "leave the option out"
     if item["type"] == "bool_type" and truth(item["input"]):
         return f"did you mean `{truth(item['input'])}`?"
     if item["type"] == "string_type" and isinstance(item["input"], int | float | bool):

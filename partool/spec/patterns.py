@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -27,6 +27,15 @@ def _number(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _option(value: Any) -> Any:
+    """Read the value of an option as text: people write ``nice: 100``, ``power: 0.5``, ``hold: true`` and ``hold:``."""
+    if value is None or value is True:
+        return ""
+    return f"{value:.15g}" if isinstance(value, float) else _number(value)
+
+
+_Number = Annotated[float, Field(ge=-1e300, le=1e300)]
+"""A number that the loader of specs accepts."""
 _AS_TEXT = BeforeValidator(_number, json_schema_input_type=str | int)
 _END = "beginning and ending with a letter or digit"
 _DNS = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
@@ -43,6 +52,7 @@ Option = Annotated[
 OptionOrNothing = Annotated[
     str,
     _text(r"^[A-Za-z0-9_.@%+:,=/&|*()\[\]-]*$", "letters, digits and _.@%+:,=/&|*()[]-, without blanks", 255),
+    BeforeValidator(_option, json_schema_input_type=str | _Number | Literal[True] | None),
 ]
 OptionName = Annotated[
     str, _text(r"^[a-z][a-z0-9-]*$", "the long name of an sbatch option without its dashes, such as mail-type", 64)

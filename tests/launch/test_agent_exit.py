@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import AgentRun, make_plan
 
+from partool.launch.describe import errors_as_text
 from partool.launch.local.target import LocalTarget
 from partool.launch.store import Run
 from partool.launch.target import LogQuery
@@ -94,10 +95,13 @@ def test_restarts(tmp_path: Path) -> None:
 
     assert mended.finish() == 0, mended.errors
     assert (mended.status.state, mended.status.attempt) == ("done", 2)
-    said = "partool: rank 0 failed (killed by SIGKILL (out of memory?)); attempt 2 of 3 goes on from step 10\n"
+    killed = "killed by SIGKILL (often the kernel's out-of-memory killer)"
+    said = f"partool: rank 0 failed ({killed}); attempt 2 of 3 goes on from step 10\n"
     assert mended.errors == said
     lines = LocalTarget().logs(Run(mended.run_dir), LogQuery())
     assert [line.text.decode() for line in lines if line.rank is None] == [said]
+    assert errors_as_text(mended.run_dir).splitlines()[0].startswith("rank 0, attempt 1, ")  # though it left no record
+    assert errors_as_text(mended.run_dir).splitlines()[1] == killed
     assert [mended.rank_start(rank, attempt)["resume"] for rank, attempt in ((1, 1), (0, 2), (1, 2))] == [
         False,
         True,

@@ -130,7 +130,10 @@ def test_following_a_launch_ends_with_the_runs_code(here: Case, monkeypatch: pyt
 def test_a_dry_run_names_its_levels_and_what_the_server_refuses(here: Case) -> None:
     lacking = invoke("launch", plan_file(), "--dry-run")  # a dry run reports the same findings as doctor
     assert lacking.exit_code == 1
-    assert "error[PT560]: claim: there is no persistentvolumeclaim runs in namespace default" in lacking.stderr
+    assert (
+        "error[PT560]: doctor's check `claim`: there is no persistentvolumeclaim runs in namespace default"
+        in lacking.stderr
+    )
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}}
     here.cluster.put({**claim, "spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}})
     result = invoke("launch", "plan.json", "--dry-run")

@@ -16,11 +16,12 @@ from k8s_server import status_of
 from partool.launch.k8s import client as k8s_client
 from partool.launch.k8s.client import Client
 from partool.launch.k8s.resources import CONFIG_MAPS, PODS
-from partool.launch.k8s.status import KINDS, attempt_of, node_of, telling
+from partool.launch.k8s.status import KINDS, attempt_of, node_of
 from partool.launch.k8s.target import K8sTarget
 from partool.launch.store import Run
 from partool.launch.submit import submit_again
 from partool.launch.target import LaunchError
+from partool.launch.telling import telling
 from partool.plan.run import read_status
 
 HAS_CRDS = bool(k8s_schemas.custom_types())
@@ -440,6 +441,25 @@ def test_a_job_without_pods_tells_the_warning_that_keeps_them_away(here: Case) -
     event = {"type": "Warning", "reason": "FailedCreate", "message": "exceeded quota: gpus", "involvedObject": about}
     here.cluster.put({"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e1"}, **event})
     assert here.target.status(run).reason == "FailedCreate: exceeded quota: gpus"
+
+
+@pytest.mark.parametrize("owner", ["", "-node-0"])
+def test_pods_that_are_missing_beside_running_ones_are_explained(here: Case, owner: str) -> None:
+    run = here.submit(core_plan())
+    here.pod(run, 0)
+    about = {"kind": "Job", "name": run.id + owner, "uid": "1"}
+    others = {"kind": "Job", "name": run.id + "0", "uid": "2"}
+    for name, reason, message, of in (
+        ("e1", "FailedCreate", "exceeded quota: gpus", about),
+        ("e2", "BackOff", "restarting a container", about),
+        ("e3", "FailedCreate", "another run's", others),
+    ):
+        event = {"type": "Warning", "reason": reason, "message": message, "involvedObject": of}
+        here.cluster.put({"apiVersion": "v1", "kind": "Event", "metadata": {"name": name}, **event})
+    found = here.target.status(run)
+    assert (found.state, found.reason) == ("starting", "1 of 2 pods have started; FailedCreate: exceeded quota: gpus")
+    here.pod(run, 1)
+    assert (here.target.status(run).state, here.target.status(run).reason) == ("running", "")
 
 
 def suspended(here: Case, queue: str = "team") -> Any:

@@ -22,6 +22,7 @@ from partool.launch.store import Run, RunStore
 from partool.plan.layout import Mesh
 from partool.plan.progress import RunProgress, write_progress
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
+from partool_runtime.agent.error_files import ErrorRecord, put_record
 
 
 @pytest.fixture(autouse=True)
@@ -116,16 +117,34 @@ def test_logs(run: Run) -> None:
     assert "no errors on record" in invoke("logs", "--errors").stdout
 
 
+def test_logs_of_a_run_that_waits_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = RunStore().create("waiting")
+    queued = RunStatus(state="queued", created=1.0, reason="waits for free nodes (Resources)")
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.status", lambda *_: queued)
+    answer = invoke("logs", "waiting")
+    assert answer.exit_code == 1
+    assert answer.stderr.splitlines() == [
+        f"error[PT502]: no logs yet: {waiting.id} has not started (queued: waits for free nodes (Resources))",
+        f"  help: partool logs -f {waiting.id} waits for them",
+    ]
+    told = iter([queued, queued, queued.model_copy(update={"state": "done"}), queued])
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.status", lambda *_: next(told))
+    monkeypatch.setattr("partool.launch.store.Run.status", lambda *_: queued.model_copy(update={"state": "done"}))
+    followed = invoke("logs", "-f", "waiting")
+    assert followed.stderr.startswith(f"partool: {waiting.id} has not started (queued: waits for free nodes")
+
+
 def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
-    """A killed rank leaves no record; ranks that lost their peer do, and must not be blamed."""
-    killed = "rank 2: killed by SIGKILL (out of memory?)"
+    """Ranks that lost their peer record it, and must not be blamed."""
+    killed = "rank 2: killed by SIGKILL (often the kernel's out-of-memory killer)"
     write_status(run.path, RunStatus(state="failed", created=1.0, attempt=2, reason=killed))
     assert invoke("logs", "--errors").stdout.strip() == killed
     folder = run.path / "errors"
     folder.mkdir()
     messages = ["Connection closed by peer [10.0.0.1]:4512", "the disk is gone", "Connection reset by peer"]
     for rank, message in enumerate(messages):
-        record = {"rank": rank, "attempt": 2, "time": 10.0 + rank, "message": message, "traceback": f"E: {message}"}
+        record = {"rank": rank, "attempt": 2, "time": 10.0 + rank, "type": "E", "message": message}
+        record["traceback"] = f"E: {message}"
         (folder / f"rank-{rank}.json").write_text(json.dumps(record))
     lines = invoke("logs", "--errors").stdout.splitlines()
     assert lines[0] == killed
@@ -133,6 +152,30 @@ def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
     assert [line.endswith(" (noticed the end of another)") for line in lines if ", attempt 2, " in line] == [
         False, True, True,
     ]  # fmt: skip
+
+
+def test_errors_of_an_earlier_attempt_begin_with_the_rank_that_was_killed(run: Run) -> None:
+    killed = "killed by SIGKILL (often the kernel's out-of-memory killer)"
+    lost = "Traceback\n" + "  line\n" * 40 + "Connection closed by peer"
+    put_record(run.path, ErrorRecord(0, 1, 10.0, "RuntimeError", "Connection closed by peer", lost, 1))
+    put_record(run.path, ErrorRecord(3, 1, 9.9, "", killed, "last words", -9))
+    lines = invoke("logs", "--errors").stdout.splitlines()
+    assert (lines[0].partition(",")[0], lines[1:3]) == ("rank 3", [killed, "last words"])
+    assert "rank 0" in lines[4]
+
+
+def test_render_says_what_to_do_with_the_files() -> None:
+    """``launch`` refuses plans whose nodes somebody starts by hand."""
+    assert (
+        "partool: 2 file(s) in out; partool launch runs these commands"
+        in invoke("render", plan_file(), "-o", "out").stderr
+    )
+    one = invoke("render", plan_file(), "--target", "torchrun", "-o", "one")
+    assert one.stderr.endswith("partool: 2 file(s) in one\npartool: by hand: bash one/commands.sh\n")
+    devices = make_plan().devices.model_copy(update={"nodes": 2, "per_node": 1})
+    two = invoke("render", plan_file(devices=devices), "--target", "torchrun", "-o", "two folders")
+    words = "NODE HEAD, on each node with its number from 0 to 1 and the name of node 0"
+    assert two.stderr.endswith(f"partool: by hand: bash 'two folders'/commands.sh {words}\n")
 
 
 def test_unknown_run() -> None:

@@ -325,6 +325,9 @@ def test_a_node_fails(login: Login, whole: Run) -> None:
     login.cluster.wait_ready()
     assert (done["state"], done["attempt"]) == ("done", 2), output(run)
     assert dict(steps(run.path)) == dict(steps(whole.path))
+    assert (run.path / "preemptions.count").read_text() == "1\n"  # Slurm's own requeue
+    assert "preempted: Slurm has put the job back" in output(run)
+    assert "scontrol cannot" not in output(run)
 
 
 @pytest.mark.long

@@ -46,6 +46,48 @@ def test_an_interrupt_while_a_command_is_loaded_is_one_line(
     assert call(capsys, "plan", "x.yaml") == (130, "", "partool: interrupted\n")
 
 
+INTERRUPTING = """\
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["AT"]:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(10**6):
+                    pass
+            except KeyboardInterrupt:  # as where modules catch what their imports raise, or make it another error
+                raise RuntimeError("not an interrupt any more") from None
+
+sys.meta_path.insert(0, Interrupting())
+"""
+
+
+@pytest.mark.parametrize("module", ["partool.cli.main", "typer", "partool.cli.plan", "pydantic"])
+def test_an_interrupt_while_modules_load_leaves_no_traceback(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-c",
+        "from partool.cli.entry import run; run()",
+        "plan",
+        str(ROOT / "specs/gpt2-xl.yaml"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AT": module}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "partool: interrupted\n")
+
+
+def test_an_error_that_an_interrupt_has_caused_is_an_interrupt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise RuntimeError(f"Error calling __set_name__ of {name}") from KeyboardInterrupt()
+
+    monkeypatch.setattr("partool.cli.main.importlib.import_module", interrupted)
+    assert call(capsys, "plan", "x.yaml") == (130, "", "partool: interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", [["plann"], ["--nope"], ["plan"], ["plan", "--nope"], ["explain", "PT9999"]])
 def test_usage_errors_are_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     code, out, err = call(capsys, *arguments)

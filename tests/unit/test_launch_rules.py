@@ -74,6 +74,7 @@ BAD: list[tuple[str, str, int, str]] = [
     (SLURM + "  slurm:\n    options:\n      output: x.out\n", "PT525", 4, "partool logs"),
     (SLURM + "  slurm:\n    options:\n      outp: x.out\n", "PT525", 4, "partool logs"),  # as getopt_long reads it
     (SLURM + "  slurm:\n    options:\n      nod: '7'\n", "PT525", 4, "launch.slurm.nodelist"),
+    (SLURM + "  slurm:\n    options:\n      hold: false\n", "PT102", 4, "leave the option out"),
     (SLURM + "  slurm:\n    options:\n      requeue: ''\n", "PT525", 4, "launch.requeues"),
     (SLURM + "  slurm:\n    options:\n      array: 0-3\n", "PT525", 4, "--array"),
     # mounts
@@ -298,6 +299,9 @@ def test_a_mistake_in_a_site_profile_is_shown_there(tmp_path: Path) -> None:
         ("launch.slurm.options.mail-type=END", {"slurm": {"options": {"mail-type": "END"}}}),
         ("launch.k8s.labels.team=a", {"k8s": {"labels": {"team": "a"}}}),
         ("launch.slurm.time=90", {"slurm": {"time": "90"}}),
+        ("launch.slurm.options.nice=100", {"slurm": {"options": {"nice": "100"}}}),
+        ("launch.slurm.options.power=0.5", {"slurm": {"options": {"power": "0.5"}}}),
+        ("launch.slurm.options.hold=true", {"slurm": {"options": {"hold": ""}}}),
         ("launch.env.A='1'", {"env": {"A": "1"}}),
     ],
 )

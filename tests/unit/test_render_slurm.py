@@ -273,6 +273,36 @@ def test_a_job_that_cannot_be_requeued_ends_with_the_childs_code(stage: Stage) -
     assert (code, "cannot put 41000 back" in said) == (75, True)
 
 
+def test_requeues_by_slurm_itself_are_counted_as_preemptions(stage: Stage) -> None:
+    """Slurm puts a job back when a node fails, and may kill the script before it counts that: the next start does."""
+    put(stage, requeues=5, restarts=2)
+    stage.set(code="1")
+    assert stage.play()[0] == 1
+    stage.set(code="0")
+    assert stage.play(SLURM_RESTART_COUNT="1") == (0, "")  # after the script's own requeue
+    assert (count(stage, "preemptions"), count(stage, "failures")) == ("", "1")
+    for restarts, preemptions, announced in (("2", "1", True), ("2", "1", False), ("4", "3", True)):
+        code, said = stage.play(SLURM_RESTART_COUNT=restarts)
+        assert (code, count(stage, "preemptions"), count(stage, "failures")) == (0, preemptions, "1")
+        assert ("partool: note: preempted: Slurm has put the job back" in said) == announced
+    assert stage.play(SLURM_JOB_ID="42000") == (0, "")  # a new submission of the run begins at 0 again
+    assert count(stage, "preemptions") == "3"
+
+
+@pytest.mark.parametrize("state", ["PENDING", "REQUEUED", "RUNNING Requeue=1 Restarts=1"])
+def test_a_job_that_slurm_has_put_back_is_not_put_back_again(stage: Stage, state: str) -> None:
+    put(stage, requeues=5, restarts=2)
+    stage.set(code="1", state=state)
+    code, said = stage.play()
+    assert (code, stage.calls("requeue")) == (1, [])
+    assert "partool: note: preempted: Slurm itself has put the job back to the queue" in said
+    assert "cannot" not in said
+    assert (count(stage, "preemptions"), count(stage, "failures")) == ("", "")  # its next start counts it
+    stage.set(code="0", state="RUNNING")
+    assert stage.play(SLURM_RESTART_COUNT="1")[0] == 0
+    assert (count(stage, "preemptions"), count(stage, "failures")) == ("1", "")
+
+
 @pytest.mark.parametrize("missing", ["plan.json", "node.sh"])
 def test_missing_files_end_the_job_for_good(stage: Stage, missing: str) -> None:
     put(stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from partool_runtime.agent.error_files import ErrorRecord, read_errors, write_error
-from partool_runtime.agent.report import _first_failure
+from partool.plan.run import rank_log
+from partool_runtime.agent.error_files import ErrorRecord, put_record, read_errors, write_error
+from partool_runtime.agent.report import summarise
 from partool_runtime.agent.run import _stop_signals, main
 from partool_runtime.agent.supervision import FAILURE_GRACE_S, FINISH_GRACE_S, Reaction, Supervision
 from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
@@ -189,18 +191,31 @@ def test_a_new_attempt_forgets_ranks_but_not_requests(watch: Supervision) -> Non
     assert watch.observe({0: None, 1: None}, 101) is Reaction.STOP
 
 
-def test_the_first_failure_is_found(watch: Supervision) -> None:
-    def record(rank: int, time: float) -> ErrorRecord:
-        return ErrorRecord(rank, 1, time, "E", "m", "t", 1)
+def test_the_first_failure_is_found_and_recorded(watch: Supervision, tmp_path: Path) -> None:
+    def failed(*records: tuple[int, float]) -> str:
+        """Return the reason of the failure beside records (rank, time) of errors."""
+        shutil.rmtree(tmp_path / "errors", ignore_errors=True)
+        for rank, time_s in records:
+            put_record(tmp_path, ErrorRecord(rank, 1, time_s, "E", "m", "t", 1))
+        first, second = (summarise(tmp_path, 1, watch) for _ in range(2))  # the first call makes records
+        assert (first.reason, first.text) == (second.reason, second.text)
+        return first.reason
 
+    log = rank_log(tmp_path, 1, 1, "stderr")
+    log.parent.mkdir(parents=True)
+    log.write_text("step 7\nlast words\n")
     watch.observe({0: None, 1: None, 2: None}, 10.0)
     watch.observe({0: 1, 1: -9, 2: 1}, 10.1)
-    assert _first_failure(watch, {0: record(0, 10.05), 2: record(2, 10.02)}) == 1  # the others lost their peer
-    assert _first_failure(watch, {0: record(0, 10.05), 2: record(2, 9.9)}) == 2
+    killed = "killed by SIGKILL (often the kernel's out-of-memory killer)"
+    assert failed((0, 10.05), (2, 10.02)) == f"rank 1: {killed}"  # the others lost their peer
+    record = read_errors(tmp_path, 1)[1]
+    assert (record.time, record.type, record.message, record.traceback) == (10.0, "", killed, "step 7\nlast words")
+    assert failed((0, 10.05), (2, 9.9)) == "rank 2: E: m"
     watch.killed = "another rank had failed"
-    assert _first_failure(watch, {0: record(0, 10.05)}) == 2  # rank 1 was killed by the agent, 2 ended by itself
+    assert failed((0, 10.05)) == "rank 2: ended with exit code 1 and no error record"  # the agent killed rank 1
+    assert set(read_errors(tmp_path, 1)) == {0, 2}
     watch.observe({0: 75, 1: -9}, 11)
-    assert _first_failure(watch, {}) is None
+    assert failed() == "rank 1 killed: another rank had failed"
 
 
 def test_error_records(tmp_path: Path) -> None:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
 
 import pytest
 from _secret_cases import NAMES, innocent, pem, token, valued
 
 from partool.cli import doctor
 from partool.cli.main import run
-from partool.diagnostics._secret_rules import FORMS, SOURCES
-from partool.diagnostics.secrets import in_value, in_variable, is_secret_name, masked, masked_lines
-from partool.launch.target import Check
+from partool.diagnostics._secret_rules import ENDINGS, FORMS, SOURCES, WORDS
+from partool.diagnostics.rules import RULES
+from partool.diagnostics.secrets import (
+    in_value,
+    in_variable,
+    is_secret_name,
+    masked,
+    masked_lines,
+    without_secrets,
+)
+from partool.launch.target import Check, level_of
 from partool.spec import load_text, without_value
 
 HEAD = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\ndata: python-stdlib\n"
@@ -106,3 +119,80 @@ def test_doctor_repeats_no_secrets_of_scripts(
     shown = capsys.readouterr().out
     assert "HF_TOKEN=***" in shown
     assert "TOKEN=swordfish" not in shown
+
+
+ROOT = Path(__file__).parents[2]
+NAME = "hf-token"
+"""The name of a Kubernetes Secret or of a file, which is the name of a secret by its form."""
+_NAMED = re.compile(rf"(?i)(?:{'|'.join((*ENDINGS, *WORDS, 'KEY'))})[\"']?\s{{0,3}}[:=]")
+"""What a file holds whose messages may be masked; other files need not be compiled."""
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """Yield the texts in a module's code; of a text with values in it, each part between them."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _texts(constant)
+        for text in constant if isinstance(constant, tuple) else (constant,):
+            if isinstance(text, str):
+                yield text
+
+
+def test_the_own_words_of_messages_are_not_masked() -> None:
+    """Whatever a message says about a secret, its words stay: only values that are put into it may be hidden.
+
+    Rules of secrets and examples of rules are left out: they hold names and values on purpose.
+    """
+    files = [*(ROOT / "partool").rglob("*.py"), *(ROOT / "runtime" / "partool_runtime").rglob("*.py")]
+    hidden, examined = [], 0
+    for file in files:
+        source = file.read_text(encoding="utf-8")
+        if file.name.startswith(("_texts_", "_secret_rules")) or not _NAMED.search(source):
+            continue
+        for text in _texts(compile(source, str(file), "exec", dont_inherit=True, optimize=2)):  # without docstrings
+            examined += 1
+            if masked(text) != text:
+                hidden.append(f"{file.name}: {text}")
+    assert examined > 500
+    assert hidden == []
+
+
+def test_texts_of_rules_are_not_masked() -> None:
+    assert not [
+        rule.code for rule in RULES.values() if masked(f"{rule.title}\n{rule.reason}") != f"{rule.title}\n{rule.reason}"
+    ]
+
+
+def _labels() -> set[str]:
+    """Return the names of doctor's checks, and the names that other texts beside them could have."""
+    found = {"secret", "credentials", "token"}
+    for file in (ROOT / "partool" / "launch").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Check":
+                found |= {name.value for name in node.args[:1] if isinstance(name, ast.Constant)}
+            if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
+                found |= {name.value for name in node.value.elts[:1] if isinstance(name, ast.Constant)}
+    return found
+
+
+def test_labels_of_checks_are_not_masked() -> None:
+    texts = (
+        "cannot be read",
+        f"{NAME}: whether it is there may not be asked",
+        f"there is no secrets {NAME} in namespace team",
+        f"/home/me/{NAME}: Permission denied",
+        "expired",
+    )
+    labels = _labels()
+    assert {"secret", "namespace", "sbatch --test-only"} <= labels
+    for label in labels:
+        for text in texts:
+            level = level_of("checks", [Check(label, "failed", text, f"see {NAME}: it is a Secret")])
+            shown = without_secrets(level.findings[0])
+            assert (label in shown.message, text in shown.message) == (True, True), shown.message
+            assert shown.help == f"see {NAME}: it is a Secret"
+
+
+def test_values_behind_names_are_masked_still() -> None:
+    for text in ("hf-token: swordfish", "secret: swordfish", "DB_PASS: swordfish is wrong", "token: Operation1"):
+        assert masked(text).split(" ", 1)[1].startswith("***"), text

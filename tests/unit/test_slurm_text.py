@@ -263,6 +263,41 @@ def test_a_cancelled_run_and_its_requeues(tmp_path: Path) -> None:
     assert merged(file("running"), job("COMPLETED", exit=ExitCode(0, 0)), tmp_path, "7").state == "done"
 
 
+def test_requeues_by_slurm_itself_count_as_preemptions(tmp_path: Path) -> None:
+    (tmp_path / "restarts.count").write_text("7 1\n")
+    for restarts, words in ((1, "queued"), (2, "queued; requeued after preemption, 1 time")):
+        known = job("PENDING", reason="queued", restarts=restarts)
+        assert merged(file("running"), known, tmp_path, "7").reason == words
+    (tmp_path / "preemptions.count").write_text("1\n")
+    known = job("PENDING", reason="queued", restarts=3)
+    assert merged(file("running"), known, tmp_path, "7").reason == "queued; requeued after preemption, 3 times"
+    (tmp_path / "restarts.count").write_text("6 1\n")  # of an earlier submission
+    assert merged(file("running"), known, tmp_path, "7").reason == "queued; requeued after preemption, 1 time"
+
+
+def test_the_line_of_a_jobs_output_that_says_why_is_told(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    output = tmp_path / "logs" / "slurm-7.out"
+    output.write_text(
+        "partool: note: preempted: Slurm has put the job back to the queue, as it does when a node fails\n"
+        "step 7, loss 1.0\n"
+        "partool: cannot start /opt/py/bin/python3 on node1\n"
+        "srun: error: node1: task 0: Exited with exit code 78\n"
+        "partool: note: failed (code 78)\n"
+    )
+    failed = job("FAILED", exit=ExitCode(78, 0))
+    status = merged(file("queued"), failed, tmp_path, "7")
+    assert status.reason == "cannot start /opt/py/bin/python3 on node1 (exit code 78)"
+    assert merged(file("failed", reason="rank 1", **ENDED), failed, tmp_path, "7").reason == "rank 1"
+    gone = merged(file("running"), None, tmp_path, "7")
+    assert gone.reason.endswith("the last message in its output: cannot start /opt/py/bin/python3 on node1")
+    output.write_text("step 1\nslurmstepd: error: execve(): srun: No such file or directory\nstep 2\n")
+    words = "slurmstepd: error: execve(): srun: No such file or directory (exit code 2)"
+    assert merged(file("queued"), job("FAILED", exit=ExitCode(2, 0)), tmp_path, "7").reason == words
+    output.write_bytes(b"\xff\xfe" * 9)
+    assert "exit code 2" in merged(file("queued"), job("FAILED", exit=ExitCode(2, 0)), tmp_path, "7").reason
+
+
 def test_how_a_job_ended_is_kept(tmp_path: Path) -> None:
     """The end of a job is stored, since Slurm forgets jobs after minutes."""
     run = Run(tmp_path)

@@ -52,7 +52,7 @@ def _words(verb: str, path: str, status: int, answer: dict[str, Any]) -> tuple[s
     text = str(answer.get("message") or f"HTTP status {status}")[:_LONGEST]
     what, where, group = _place(path)
     if status == 401:
-        return "PT577", f"the cluster does not accept the credentials: {text}", "log in again (kubectl get pods)", 3
+        return "PT577", f"the cluster does not accept your login: {text}", "log in again (kubectl get pods)", 3
     if status == 403 and _RBAC.search(text):
         message = f"you may not {verb} {what}{where}"
         return "PT577", message, f"ask for a role with {verb} on {what}{where}; partool doctor --target k8s", 3

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from partool.launch.telling import telling
 from partool.plan.run import RunStatus, State
 
 Document = dict[str, Any]
@@ -40,16 +41,6 @@ _ATTEMPTS = (
 )
 """Labels that count the restarts before a pod was made; for a Job, the count is the sum of the last two labels."""
 _AGENTS = ("node", "pytorch")
-_RANK = re.compile(r"^\[\d+\] ")
-_OWN = "partool: "
-_NOISE = re.compile(
-    r"^\W*$"  # empty, or the marks that Python puts under a line: ^^^^, ~~~~
-    r"|^Traceback \(most recent|^\s+File \"|^\s*warnings\.warn\("
-    r"|^(\[rank\d+\]:\s?)?\[[IW]\d{4} "  # notes and warnings of torch's C++ parts (c10/util/Logging.cpp)
-    r"|\b\w*Warning: "
-)
-"""Lines in the last output of a process that do not say why the process ended."""
-
 Phase = Literal["suspended", "active", "done", "failed"]
 
 
@@ -86,19 +77,6 @@ class Ending(NamedTuple):
         why = "" if self.reason in ("", "Error") else f" ({self.reason})"
         said = telling(self.message)
         return f"exit code {self.code}{why} on node {self.node}" + (f": {said}" if said else "")
-
-
-def telling(message: str) -> str:
-    """Return the line of a termination message that gives the reason of the end; empty if no line does.
-
-    An agent's summary begins with this line. Without a summary, the message is the end of the output; the result is
-    then the agent's last line in the output or, if the agent wrote none, the last line that is not noise.
-    """
-    lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
-    own = [line for line in lines if line.startswith(_OWN) and not line.startswith(f"{_OWN}note")]
-    if own:
-        return own[0] if own[0] == lines[0] else own[-1]
-    return next((line.strip() for line in reversed(lines) if not _NOISE.search(line)), lines[-1] if lines else "")
 
 
 def seconds(stamp: str | None) -> float | None:

@@ -18,7 +18,7 @@ from partool.launch.k8s import waiting as k8s_waiting
 from partool.launch.k8s.client import Client, Document
 from partool.launch.k8s.errors import ApiError
 from partool.launch.k8s.resources import PODS, RESOURCES, resource_of
-from partool.launch.k8s.status import KINDS, endings, judge
+from partool.launch.k8s.status import KINDS, current, endings, judge
 from partool.launch.k8s.submit import Transaction, remove
 from partool.launch.store import Run, RunStore
 from partool.launch.target import ClusterTarget, LaunchError, Level, LogLine, LogQuery, level_of
@@ -266,6 +266,9 @@ def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, 
         found = judge(record, place.kind, job, pods, place.nodes)
         if found.state == "queued":
             found = found.model_copy(update={"reason": k8s_waiting.why(client, place.kind, job, found.reason)})
+        elif found.state == "starting" and len(current(pods)) < place.nodes:
+            refused = k8s_waiting.refused_pods(client, job)
+            found = found.model_copy(update={"reason": "; ".join(filter(None, (found.reason, refused)))})
     if not found.active and found != record:
         with suppress(OSError):
             if text := _errors(pods):

@@ -29,6 +29,20 @@ def why(client: Client, kind: str, job: Document, known: str) -> str:
     return (found or known)[:_LONGEST]
 
 
+def refused_pods(client: Client, job: Document) -> str:
+    """Return why the cluster does not create the pods that a job lacks; empty if no event says so. Raises LaunchError.
+
+    A controller goes on trying, and says so in events about the job or about the Jobs made for it: a quota is used up,
+    or an admission policy refuses the pod.
+    """
+    try:
+        return _events(client, job["metadata"]["name"], "FailedCreate")[:_LONGEST]
+    except ApiError as error:
+        if error.status not in (403, 404):
+            raise
+        return ""
+
+
 def kueue_version(client: Client) -> str:
     """Return the version of Kueue's API that the cluster prefers; empty without Kueue."""
     try:
@@ -71,13 +85,16 @@ def _volcano(client: Client, job: Document) -> str:
     return ""
 
 
-def _events(client: Client, name: str) -> str:
-    """Return the latest warning event about the job or about objects made for the job (quotas, pod security...)."""
+def _events(client: Client, name: str, reason: str = "") -> str:
+    """Return the latest warning event about the job or about objects made for the job (quotas, pod security...).
+
+    With ``reason``, only events that give this reason count.
+    """
     found = [
         event
         for event in client.select(EVENTS, fieldSelector="type=Warning")
-        if (event["involvedObject"].get("name") or "") == name
-        or (event["involvedObject"].get("name") or "").startswith(f"{name}-")
+        if reason in ("", event.get("reason"))
+        and f"{event['involvedObject'].get('name') or ''}-".startswith(f"{name}-")
     ]
     if not found:
         return ""

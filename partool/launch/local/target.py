@@ -19,6 +19,7 @@ from partool.launch.checkpoints import checkpoint_folder, complete
 from partool.launch.describe import errors_as_text
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError, LogLine, LogQuery, Target
+from partool.launch.telling import telling
 from partool.plan.run import (
     LOGS,
     PLAN_FILE,
@@ -141,15 +142,18 @@ class LocalTarget:
                 raise LaunchError("PT507", f"the agent did not start within {_START_TIMEOUT_S:g} s", f"see {log}")
             time.sleep(0.05)
         if agent.returncode:
-            _settle(run, agent.returncode)
-            raise LaunchError("PT507", f"the agent ended at once with exit code {agent.returncode}", f"see {log}")
+            told = telling(log.read_text(encoding="utf-8", errors="replace"))
+            _settle(run, agent.returncode, told)
+            message = f"the agent ended at once with exit code {agent.returncode}" + (f": {told}" if told else "")
+            raise LaunchError("PT507", message, f"see {log}")
 
 
-def _settle(run: Run, code: int) -> None:
-    """Write the final status of a run whose agent could not write it."""
+def _settle(run: Run, code: int, told: str = "") -> None:
+    """Write the final status of a run whose agent could not write it; ``told`` is the agent's last message."""
     status = read_status(run.path)
     if status.active:
         reason = f"the agent was killed by {signal.Signals(-code).name}" if code < 0 else "the agent could not start"
+        reason += f": {told}" if told else ""
         ended = {"state": "failed", "exit_code": code, "ended": time.time(), "reason": reason}
         write_status(run.path, status.model_copy(update=ended))
 

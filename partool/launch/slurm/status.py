@@ -9,10 +9,13 @@ from typing import Any
 
 from partool.launch.slurm.text import SlurmJob
 from partool.launch.store import Run
+from partool.launch.telling import told_by_job
 from partool.plan.run import (
     CANCEL_FILE,
     FAILURES_FILE,
+    LOGS,
     PREEMPTIONS_FILE,
+    RESTARTS_FILE,
     STATUS_FILE,
     RunStatus,
     State,
@@ -83,30 +86,45 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
 def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
     """Combine ``file``, the run's stored status, with ``job``; for an array task, ``whole`` is the array's folder."""
     cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
+    output = (whole or folder) / LOGS / f"slurm-{job_id}.out"
     if job is None:
-        return _forgotten(file, job_id, cancelled=cancelled)
+        return _forgotten(file, job_id, output, cancelled=cancelled)
     if job.waiting:
-        parts = [_waits(job), counted(folder, whole), *(["to be cancelled"] if cancelled else [])]
+        parts = [_waits(job), counted(job, folder, whole), *(["to be cancelled"] if cancelled else [])]
         return _with(file, "queued", "; ".join(filter(None, parts)), ended=None, exit_code=None)
     if job.active:
         return _running(file, job)
-    return _ended(file, job, cancelled=cancelled)
+    return _ended(file, job, output, cancelled=cancelled)
 
 
-def counted(folder: Path, whole: Path | None = None) -> str:
-    """Return a text on how often the job script has requeued the job; empty if the job was never requeued."""
+def counted(job: SlurmJob, folder: Path, whole: Path | None = None) -> str:
+    """Return a text on how often the job was requeued; empty if it never was.
+
+    The job's script counts the requeues. Those by Slurm itself, as when a node fails, it counts when it next starts.
+    """
+    places = (folder, whole or folder)
+    by_slurm = max(0, job.restarts - _counted_restarts(job, folder))
     texts = []
-    for name, what in ((PREEMPTIONS_FILE, "after preemption"), (FAILURES_FILE, "after failures")):
-        number = max((_number(place / name) for place in (folder, whole or folder)), default=0)
+    for name, what, more in ((PREEMPTIONS_FILE, "after preemption", by_slurm), (FAILURES_FILE, "after failures", 0)):
+        number = max((_number(place / name) for place in places), default=0) + more
         if number:
             texts.append(f"requeued {what}, {number} time{'s' if number > 1 else ''}")
     return "; ".join(texts)
 
 
+def _counted_restarts(job: SlurmJob, folder: Path) -> int:
+    """Return how many restarts of a job its script has counted; all of them if no script says so."""
+    try:
+        words = (folder / RESTARTS_FILE).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return job.restarts
+    return int(words[1]) if len(words) == 2 and words[0] == job.id and words[1].isdigit() else job.restarts
+
+
 def _number(file: Path) -> int:
     try:
         text = file.read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, ValueError):
         return 0
     return int(text) if text.isdigit() else 0
 
@@ -137,7 +155,7 @@ def _running(file: RunStatus, job: SlurmJob) -> RunStatus:
     return _with(file, "running", f"the job is ending: {file.state}" + (f", {file.reason}" if file.reason else ""))
 
 
-def _ended(file: RunStatus, job: SlurmJob, *, cancelled: bool) -> RunStatus:
+def _ended(file: RunStatus, job: SlurmJob, output: Path, *, cancelled: bool) -> RunStatus:
     exit = job.exit
     code = exit.code if exit and not exit.signal else None
     said = file.reason if file.state in ("failed", "preempted") and file.ended is not None else ""
@@ -151,20 +169,25 @@ def _ended(file: RunStatus, job: SlurmJob, *, cancelled: bool) -> RunStatus:
         return _with(file, "preempted", reason, ended=ended, exit_code=_PREEMPTED)
     if job.state in _ENDED_BADLY:
         return _with(file, "failed", _ENDED_BADLY[job.state], ended=ended, exit_code=code or file.exit_code or None)
-    return _with(file, "failed", said or _why(job), ended=ended, exit_code=code)
+    return _with(file, "failed", said or _why(job, output), ended=ended, exit_code=code)
 
 
-def _why(job: SlurmJob) -> str:
+def _why(job: SlurmJob, output: Path) -> str:
+    """Return why a job failed whose agent has not said it: the telling line of its output, and its exit code."""
     text = job.exit.text() if job.exit else "failed"
+    if told := told_by_job(output):
+        return f"{told} ({text})"
     if job.exit and job.exit.code == _CONFIGURATION and not job.exit.signal:
         return f"{text}: it would fail however often it is tried; the logs say why"
     return text if job.reason in ("", "NonZeroExitCode", "JobLaunchFailure") else f"{text} ({job.reason})"
 
 
-def _forgotten(file: RunStatus, job_id: str, *, cancelled: bool) -> RunStatus:
+def _forgotten(file: RunStatus, job_id: str, output: Path, *, cancelled: bool) -> RunStatus:
     if file.active:
         state: State = "cancelled" if cancelled else "failed"
-        return _with(file, state, f"Slurm no longer knows job {job_id}, and the run has not said how it ended")
+        told = told_by_job(output)
+        last = f"the last message in its output: {told}" if told else "the run has not said how it ended"
+        return _with(file, state, f"Slurm no longer knows job {job_id}; {last}")
     if cancelled and file.state != "done":
         return _with(file, "cancelled", "cancelled")
     return file

@@ -1,4 +1,4 @@
-"""The records that failing ranks leave in ``errors/`` for the agent and the user."""
+"""The records in ``errors/`` of what ended ranks; ranks write them, and the agent for ranks that could not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class ErrorRecord:
     rank: int
     attempt: int
     time: float
-    """Unix time at which the rank caught the error."""
+    """Unix time at which the rank caught the error, or was last seen alive."""
     type: str
+    """Name of the exception; empty for a rank that died without raising one, as by a signal."""
     message: str
     traceback: str
     exit_code: int
@@ -44,12 +45,17 @@ def write_error(run_dir: Path, rank: int, attempt: int, error: BaseException) ->
         code=configuration.code if configuration else "",
         help=configuration.help if configuration else "",
     )
+    put_record(run_dir, record)
+    return record
+
+
+def put_record(run_dir: Path, record: ErrorRecord) -> None:
+    """Write a record, in place of the record of an earlier attempt; raises OSError."""
     folder = run_dir / ERRORS
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".rank-{rank}.{os.getpid()}"
+    temporary = folder / f".rank-{record.rank}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / f"rank-{rank}.json")
-    return record
+    temporary.replace(folder / f"rank-{record.rank}.json")
 
 
 def read_errors(run_dir: Path, attempt: int) -> dict[int, ErrorRecord]:

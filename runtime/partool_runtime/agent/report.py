@@ -6,11 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from partool.plan.run import rank_log
-from partool_runtime.agent.error_files import ErrorRecord, read_errors
+from partool_runtime.agent.error_files import ErrorRecord, put_record, read_errors
 from partool_runtime.agent.failures import is_lost_peer
 from partool_runtime.agent.supervision import Supervision
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
@@ -54,6 +55,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
     if supervision.stalled:
         return _stalled(run_dir, attempt, supervision)
     errors = read_errors(run_dir, attempt)
+    errors |= _deaths(run_dir, attempt, supervision, errors)
     first = _first_failure(supervision, errors)
     if first is None:
         ranks = _ranks(rank for rank, status in supervision.codes.items() if status in (-signal.SIGKILL, None))
@@ -109,21 +111,41 @@ def repeated(count: int, reason: str) -> str:
     return f"the same failure {count} times in a row: {reason}"
 
 
-def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
-    """Return the rank whose failure came first; None if all failed ranks were killed by the agent.
+def _by_itself(supervision: Supervision, code: int | None) -> bool:
+    """Return True for the exit code of a rank that failed by itself: it did not stop on request, nor was it killed."""
+    killed = bool(supervision.killed) and code in (-signal.SIGKILL, None)
+    return code not in (EXIT_DONE, EXIT_PREEMPTED) and not killed
 
-    The failure of a rank that died without an error record is dated to when the rank was last seen alive, because other
-    ranks may record a lost connection before the agent notices the rank's end.
+
+def _deaths(
+    run_dir: Path, attempt: int, supervision: Supervision, errors: dict[int, ErrorRecord]
+) -> dict[int, ErrorRecord]:
+    """Record and return the ends of the ranks that died by themselves without a record, as those that a signal kills.
+
+    Such an end is dated to when the rank was last seen alive, because other ranks may record a lost connection before
+    the agent notices it.
     """
+    found = {}
+    for rank, code in supervision.codes.items():
+        if rank in errors or not _by_itself(supervision, code):
+            continue
+        found[rank] = ErrorRecord(
+            rank=rank,
+            attempt=attempt,
+            time=supervision.last_alive.get(rank, time.time()),
+            type="",
+            message=_end_without_record(code) + _full(run_dir),
+            traceback="\n".join(_tail(rank_log(run_dir, attempt, rank, "stderr"), _LOG_LINES)),
+            exit_code=-signal.SIGKILL if code is None else code,
+        )
+        with suppress(OSError):  # a disk without room
+            put_record(run_dir, found[rank])
+    return found
 
-    def own(rank: int, code: int | None) -> bool:
-        return code not in (EXIT_DONE, EXIT_PREEMPTED) and not (supervision.killed and code in (-signal.SIGKILL, None))
 
-    times = {
-        rank: errors[rank].time if rank in errors else supervision.last_alive.get(rank, 0.0)
-        for rank, code in supervision.codes.items()
-        if rank in errors or own(rank, code)
-    }
+def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
+    """Return the rank whose failure came first; None if all failed ranks were killed by the agent."""
+    times = {rank: errors[rank].time for rank in supervision.codes if rank in errors}
     return min(times, key=lambda rank: times[rank], default=None)
 
 
@@ -131,12 +153,10 @@ def _failure(
     run_dir: Path, attempt: int, supervision: Supervision, first: tuple[int, str], errors: dict[int, ErrorRecord]
 ) -> Summary:
     rank, where = first
-    error = errors.get(rank)
-    what = _headline(error) if error else _end_without_record(supervision.codes[rank]) + _full(run_dir)
+    error = errors[rank]
+    what = _headline(error)
     lines = [f"partool: rank {rank}{where} failed (attempt {attempt}): {what}"]
-    if error is None:
-        lines += _tail(rank_log(run_dir, attempt, rank, "stderr"), _LOG_LINES)
-    elif error.exit_code == EXIT_CONFIGURATION:
+    if error.exit_code == EXIT_CONFIGURATION:
         lines += [f"  help: {error.help}"] * bool(error.help)
     else:
         lines += ["  " + line for line in error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
@@ -149,15 +169,15 @@ def _failure(
         "\n".join(lines),
         what=what,
         short=f"rank {rank}{where} failed ({what})",
-        time=error.time if error else supervision.last_alive.get(rank, time.time()),
-        lost_peer=error is not None and is_lost_peer(error),
+        time=error.time,
+        lost_peer=is_lost_peer(error),
     )
 
 
 def _headline(error: ErrorRecord) -> str:
     name = error.code or error.type
     first_line = error.message.splitlines()[0] if error.message else ""
-    return f"{name}: {first_line}" if first_line else name
+    return ": ".join(filter(None, (name, first_line)))
 
 
 def _end_without_record(code: int | None) -> str:
@@ -166,7 +186,7 @@ def _end_without_record(code: int | None) -> str:
     if code >= 0:
         return f"ended with exit code {code} and no error record"
     name = signal.Signals(-code).name
-    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"killed by {name}" + (" (often the kernel's out-of-memory killer)" if name == "SIGKILL" else "")
 
 
 def _full(run_dir: Path) -> str:
@@ -177,7 +197,7 @@ def _full(run_dir: Path) -> str:
 
 def _tail(path: Path, count: int) -> list[str]:
     try:
-        return ["  " + line for line in path.read_text("utf-8", errors="replace").splitlines()[-count:]]
+        return path.read_text("utf-8", errors="replace").splitlines()[-count:]
     except FileNotFoundError:
         return []
 

@@ -80,7 +80,7 @@ def literal_secrets(manifest: Manifest) -> Iterator[FieldFault]:
     for path_owner in _variables(manifest):
         name, value = path_owner.text("name"), path_owner.text("value")
         if name is not None and value is not None and in_variable(name, value):
-            help = "take it from a Secret: valueFrom: {secretKeyRef: {name: NAME, key: KEY}}"
+            help = "take it from a Secret, with valueFrom: {secretKeyRef: {name: NAME, key: KEY}}"
             yield at(path_owner, "value", text=f"{name} looks like a secret with its value written out", help=help)
 
 

@@ -49,4 +49,4 @@ class SlurmSpec(Section):
     setup: FilePath | None = None
     """Shell script on the nodes that is sourced before the agent starts (``module load`` and the like)."""
     options: dict[OptionName, OptionOrNothing] = {}
-    """More sbatch options, by long name without dashes; an empty value for options that take none."""
+    """More sbatch options, by long name without dashes; an empty value, or ``true``, for options that take none."""
