@@ -11,6 +11,7 @@ from typing import Any
 from partool.launch.store import Run
 from partool.plan.outline import outline
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
+from partool.spec.numbers import duration
 
 _TAIL_BYTES = 1 << 16
 
@@ -104,16 +105,6 @@ def errors_as_text(run_dir: Path) -> str:
         noticed = " (noticed the end of another)" if lost_peer(record["message"]) else ""
         texts.append(f"{head}{noticed}\n{record['traceback'].rstrip()}\n")
     return "\n".join(texts)
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time in words: ``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def display(path: Path) -> str:

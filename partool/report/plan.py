@@ -15,8 +15,9 @@ from partool.plan.types import Plan
 from partool.planner.search.longest import GRAIN, NONE, Longest
 from partool.report import environment
 from partool.report.tables import plan_summary, varied_rows
-from partool.report.units import amount, duration, gib, in_order, probability, seconds
+from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.report.verification import render_verification
+from partool.spec.numbers import duration
 from partool.strategies.targets import SCHEDULERS, TARGETS
 
 _IN = {"cpu": "in host memory", "nvme": "in files"}
