@@ -427,7 +427,7 @@ def test_a_pinned_v_is_doubted_where_it_idles_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parallel", "device"),
     [
-        ("pipeline: {stages: 2}, micro_batch: 1, recompute: [full, full, full, none, none, none, none, none]", "h100-sxm"),
+        ("pipeline: {stages: 2}, micro_batch: 1, recompute: [full × 3, none × 5]", "h100-sxm"),
         ("pipeline: {stages: 2, schedule: interleaved, chunks: 2}, micro_batch: 1", "h100-sxm"),
         ("pipeline: {stages: 4, schedule: weipipe}, micro_batch: 1, data: {zero: 0}", "cpu"),
         ("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 1", "cpu"),
