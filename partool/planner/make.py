@@ -234,6 +234,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.traced import current
     from partool.planner.explain import candidates, comparison, errors, reasons
+    from partool.planner.totals import totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     fewer = candidates.fewer_devices(solution.problem)
@@ -249,6 +250,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
             memory_evidence=memory.words,
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
+            totals=totals(solution.problem, best.layout, best.time, resolved.data),
         ),
         "alternatives": alternatives,
         "candidates": candidates.candidates(solution, best, fewer),

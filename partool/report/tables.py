@@ -12,8 +12,8 @@ from rich.text import Text
 from partool.layout.gemms import Gemm, gemms
 from partool.plan.as_spec import own_yaml
 from partool.plan.diff import differences, moved_inputs, predictions, verified_change
-from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.schedule import placement_of
+from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
 from partool.report.units import amount, gib, probability, seconds
 from partool.spec.runs import in_runs

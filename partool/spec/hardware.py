@@ -79,6 +79,8 @@ class HardwareSpec(Section):
     """Rate of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
+    price_per_device_hour: Figure | None = None
+    """What one device costs for an hour, in any currency; plans then state what the training costs."""
     profile: FilePath | None = None
     """File that ``partool calibrate`` wrote, relative to the spec; default: this machine's file, if there is one."""
 
