@@ -17,8 +17,8 @@ def gib(size_bytes: float) -> str:
 
 
 def size(value_bytes: float) -> str:
-    """Return bytes with their unit: ``812 B``, ``1.5 MiB``, ``64.2 GiB``."""
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    """Return bytes with their unit: ``812 B``, ``1.5 MiB``, ``64.2 GiB``, ``2.31 TiB``."""
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value_bytes >= limit:
             return (
                 f"{value_bytes / limit:.3g} {unit}"
@@ -45,9 +45,9 @@ def amount(value: float) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """Return a number of things: ``1 rank``, ``4 ranks``, ``2 micro-batches``."""
+    """Return a number of things: ``1 rank``, ``4,096 tokens``, ``2 micro-batches``."""
     plural = "es" if name.endswith("ch") else "s"
-    return f"{count} {name}" + plural * (count != 1)
+    return f"{count:,} {name}" + plural * (count != 1)
 
 
 def probability(value: float, *, counted: bool = False) -> str:
