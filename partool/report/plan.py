@@ -79,11 +79,9 @@ def _print_rest(console: Console, plan: Plan, source: str | None, warnings: Sequ
     above = _lines(console, _head(plan), *tables) + 2
     listed, untold = _fitting(console, warnings, _WARNING_LINES)
     commands = next_commands(plan, source, console.width)
-    below = (
-        len(commands)
-        + 2
-        + (_lines(console, *(_item(each, console.width) for each in listed)) + 2 + (untold > 0) if warnings else 0)
-    )
+    below = len(commands) + 3
+    if warnings:
+        below += _lines(console, *(_item(each, console.width) for each in listed)) + 2 + (untold > 0)
     reasons, left = _fitting(console, _reasons(plan), SCREEN_LINES - above - below - 3)
     _list(console, "Why", reasons, f"{left} more: --why" if left else "")
     _list(console, "Warnings", listed, f"{untold} more: --all" if untold else "")
