@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from partool.launch.describe import as_json, display, duration, step_age
+from partool.launch.describe import as_json, display, step_age
 from partool.launch.store import RunStore
 from partool.launch.targets import statuses
 from partool.plan.terminal import say
+from partool.spec.numbers import duration
 
 
 def command(

@@ -80,6 +80,13 @@ def command(
         Literal["micro_batch", "sequence_length", "global_batch", "model"] | None,
         typer.Option("--largest", help="Plan the largest value of this that fits; of a model, the most layers."),
     ] = None,
+    why: Annotated[bool, typer.Option("--why", help="All reasons for the layout.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Memory and time by term, and the layouts that were not chosen.")
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="The screen, its tables, all reasons and all warnings.")
+    ] = False,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="All parts of time and memory.")] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
@@ -104,11 +111,13 @@ def command(
     """Check a spec, find the layout, predict memory and time, and say why."""
     if runs is not None:
         others = (specs, overrides, html, timeline, check, strict, against, diff, vary, improved, smallest, largest)
-        refused = any((*others, trace, show, verify, trust_code))
+        refused = any((*others, why, table, everything, trace, show, verify, trust_code))
         against_runs(runs, output, out, calibrate=calibrate, every=breakdown, others=refused)
         return
     specs = specs_or_exit(specs, calibrate=calibrate)
     _refuse_together(verify and (check or vary))
+    views = {"why": why, "table": table, "whole": everything}
+    _refuse_views(views, check or vary or improved or against or diff or breakdown or show or output != "text")
     if check:
         raise typer.Exit(check_specs(specs, overrides or [], output, strict))
     _refuse_several(specs, searches=bool(vary or smallest or largest))
@@ -142,13 +151,12 @@ def command(
         _diff(older, plan, output)
         return
     changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
+    changed += " --trust-remote-code" if trust_code else ""
     source = " ".join(shlex.quote(str(each)) for each in ([out] if out else specs)) + changed
     if output == "json":
         say(_as_json(plan, show, source), nl=False)
     elif output == "text":
-        told = not is_plan(spec) and one_stream()
-        with printing() as console:
-            _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
+        _print(plan, source, show, breakdown=breakdown, told=not is_plan(spec) and one_stream(), views=views)
     exit_on_error(failed)
     exit_on_faults(plan, strict=strict)
 
@@ -156,6 +164,14 @@ def command(
 def _refuse_together(asked: object) -> None:
     if asked:
         raise typer.BadParameter("--verify goes with one plan, not with --check or --vary")
+
+
+def _refuse_views(views: dict[str, bool], others: object) -> None:
+    if any(views.values()) and others:
+        raise typer.BadParameter(
+            "--why, --table and --all are views of a plan's text: leave out --check, --vary, --improve, --against, "
+            "--diff, --breakdown, --show and --output"
+        )
 
 
 def _refuse_several(specs: list[Path], *, searches: bool) -> None:
@@ -178,8 +194,19 @@ def _improve(files: list[Path], overrides: list[str], output: Output, out: Path 
     improve(spec, *loaded_or_exit(spec, overrides, output, also), overrides, output=output, out=out)
 
 
-def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:
-    from partool.report import environment, render_plan, tables
+def _print(plan: Plan, source: str, show: str | None, *, breakdown: bool, told: bool, views: dict[str, bool]) -> None:
+    from partool.report import View, render_plan
+
+    with printing() as console:
+        if show or breakdown:
+            _print_part(console, plan, source, show)
+        else:
+            render_plan(plan, console, source=source, told=told, view=View(**views))
+
+
+def _print_part(console: Console, plan: Plan, source: str, show: str | None) -> None:
+    """Print what ``--show`` names, or without it the parts of time and memory (``--breakdown``)."""
+    from partool.report import environment, tables
 
     if show == "gemms":
         tables.render_gemms(plan, console)
@@ -193,10 +220,8 @@ def _print(console: Console, plan: Plan, *, source: str, show: str | None, break
         _print_timeline(plan, console)
     elif show == "tensor":
         _print_tensor(plan, console)
-    elif breakdown:
-        tables.render_breakdown(plan, console)
     else:
-        render_plan(plan, console, source=source, told=told)
+        tables.render_breakdown(plan, console)
 
 
 def _print_timeline(plan: Plan, console: Console) -> None:
@@ -293,7 +318,7 @@ def _print_varied(
     output: Output,
 ) -> None:
     from partool.report import tables
-    from partool.report.plan import longest_rows, render_longest
+    from partool.report.longest import longest_rows, render_longest
 
     if output == "json":
         say(json.dumps([*tables.varied_rows(rows), *longest_rows(longest)], indent=2))

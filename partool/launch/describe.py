@@ -14,6 +14,7 @@ from partool.launch.store import Run
 from partool.plan.outline import outline
 from partool.plan.progress import read_progress, seconds_since
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
+from partool.spec.numbers import duration
 
 _TAIL_BYTES = 1 << 16
 _LATEST_S = 253402300799.0
@@ -145,16 +146,6 @@ def _record(file: Path) -> _ErrorRecord | None:
         return _ErrorRecord.model_validate_json(file.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time in words: ``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def display(path: Path) -> str:

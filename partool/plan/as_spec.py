@@ -10,17 +10,32 @@ from partool.plan.layout import Layout
 from partool.plan.types import Plan
 from partool.spec.offload_checks import OF_THE_OPTIMIZER
 from partool.spec.parallel import Offload, ParallelSpec, ScheduleFile
+from partool.spec.runs import in_runs
 from partool.strategies.sequence import METHODS
+
+_WIDTH = 78
+"""Most columns of a line, so that a line fits a terminal of 80 columns."""
 
 
 def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
     """Return the section of :func:`as_spec` as YAML that ends in a newline."""
-    return yaml.safe_dump({"parallel": as_spec(layout, asked)}, default_flow_style=None, sort_keys=False, width=100)
+    return _yaml(as_spec(layout, asked))
 
 
 def own_yaml(plan: Plan) -> str:
-    """Return as YAML the section ``parallel`` that allows only the plan's layout."""
-    return as_yaml(plan.layout, plan.asked)
+    """Return as YAML the section ``parallel`` that allows only the plan's layout, with lists in runs, for people."""
+    section = as_spec(plan.layout, plan.asked)
+    if isinstance(section["recompute"], list):
+        section["recompute"] = in_runs(section["recompute"])
+    if "layers" in section["pipeline"]:
+        section["pipeline"]["layers"] = in_runs(section["pipeline"]["layers"])
+    return _yaml(section)
+
+
+def _yaml(section: dict[str, Any]) -> str:
+    return yaml.safe_dump(
+        {"parallel": section}, default_flow_style=None, sort_keys=False, width=_WIDTH, allow_unicode=True
+    )
 
 
 def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:

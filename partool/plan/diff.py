@@ -7,6 +7,7 @@ from typing import Any
 
 from partool.plan.types import Plan
 from partool.spec.numbers import GIB
+from partool.spec.runs import in_runs
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
@@ -49,9 +50,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as one line of text; a long list of equal entries is written as one entry and the count."""
-    if isinstance(value, list) and len(value) > 3 and all(item == value[0] for item in value):
-        return f"{json.dumps(value[0])} × {len(value)}"
+    """Return a value as one line of text; in a long list, equal neighbours are written as one entry and the count."""
+    if isinstance(value, list) and len(value) > 3:
+        runs = in_runs([json.dumps(item, ensure_ascii=False) for item in value])
+        return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
     return json.dumps(value, ensure_ascii=False)
 
 

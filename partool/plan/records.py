@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,22 @@ class DataError(ValueError):
     def __init__(self, message: str, help: str = "") -> None:
         super().__init__(message)
         self.help = help
+
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+"""Head of a Megatron index: magic, version, code of the tokens' type, numbers of sequences and of document bounds."""
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Code of a type in a Megatron index → the type in numpy's notation, whose last character is its size in bytes."""
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> Iterator[Path]:
+    """Yield the files of the source ``python-stdlib`` without an order: the interpreter's library without its tests."""
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _STDLIB_LEFT_OUT]
+        found = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("."))
+        yield from (path for path in found if path.is_file())
 
 
 _SIDECAR = 'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}'

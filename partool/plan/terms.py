@@ -38,7 +38,7 @@ TIME_TERMS: dict[str, str] = {
     "expert_parallel": "exposed time of dispatching tokens to experts and back",
     "offload": "exposed time of moving state between device and host, and of the host's optimizer",
     "optimizer": "gradient norm, clipping and parameter update",
-    "pipeline_bubble": "idle time of pipeline stages",
+    "pipeline_bubble": "idle time of the pipeline rank that computes longest; the others idle for longer",
     "overhead": "trainer's own work between steps: logging, checks",
 }
 """Time terms in seconds per optimizer step, in the order of the reports."""

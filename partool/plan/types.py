@@ -22,6 +22,7 @@ from partool.plan.soundness import (
     schedule_contradiction,
 )
 from partool.plan.stopping import Stopping
+from partool.plan.totals import Totals
 from partool.plan.verification import Verification
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
@@ -145,6 +146,8 @@ class Prediction(Record):
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
     """Ratio of measured to predicted memory; already contained in the memory terms."""
+    totals: Totals | None = None
+    """Figures of the whole training; None in plans that were made before the field existed."""
 
     @property
     def upper_step_s(self) -> float:

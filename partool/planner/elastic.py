@@ -148,7 +148,8 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
         return lacking
     time, memory, layout = min(fitting, key=lambda each: each[0].step_time_s)
     memory = memory.model_copy(update=saved_state(job, layout)._asdict())
-    return sealed(layout), plan.prediction.model_copy(update={"memory": memory, "time": time})
+    totals = plan.prediction.totals and plan.prediction.totals.priced(time.device_hours)
+    return sealed(layout), plan.prediction.model_copy(update={"memory": memory, "time": time, "totals": totals})
 
 
 def _shard(mesh: Mesh, dp: int) -> int:

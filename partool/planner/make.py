@@ -200,6 +200,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
     from partool.cost.memory.saved import saved_state
     from partool.cost.traced import current
     from partool.planner.explain import candidates, comparison, errors, reasons
+    from partool.planner.totals import totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     fewer = candidates.fewer_devices(solution.problem)
@@ -215,6 +216,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
             memory_evidence=memory.words,
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
+            totals=totals(solution.problem, best.layout, best.time, resolved.data),
         ),
         "alternatives": alternatives,
         "candidates": candidates.candidates(solution, best, fewer),

@@ -1,5 +1,5 @@
 """Plans and runs as terminal output, HTML pages, traces and data."""
 
-from partool.report.plan import render_plan
+from partool.report.plan import View, render_plan
 
-__all__ = ["render_plan"]
+__all__ = ["View", "render_plan"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from partool.report.units import counted, seconds
 from partool.schedule import Schedule, TimedAction, Timeline
-from partool.schedule.simulate import peak_held
+from partool.schedule.simulate import idle_share, peak_held
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Letter of a compute action in :mod:`partool.schedule` → its name."""
@@ -48,7 +48,7 @@ class Drawing:
     @property
     def bubble(self) -> float:
         """Return the share of the ranks' total time in which ranks do not compute, from 0 to 1."""
-        return max(0.0, 1.0 - sum(self.busy_s) / (self.ranks * self.span_s)) if self.span_s else 0.0
+        return idle_share(self.busy_s, self.span_s)
 
     @property
     def kinds(self) -> tuple[tuple[str, str], ...]:

@@ -13,8 +13,9 @@ from partool.plan.types import CandidateRow, Plan, RankMemory
 from partool.report.html_charts import axis_rows, memory_over_time, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
-from partool.report.units import amount, duration, gib, in_order, probability, seconds
+from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.report.verification import correction, summary, terms
+from partool.spec.numbers import duration
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""

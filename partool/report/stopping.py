@@ -1,31 +1,31 @@
-"""The lines of a plan about stops: how long they take, and what is lost where a machine gives less time."""
+"""What a plan's screen says about checkpoints and stops."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from partool.plan.types import Plan
 from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
 
 
-def rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of the checkpoints that the run writes, and of the time that a stop request leaves it."""
+def stop_text(plan: Plan) -> str:
+    """Return the time that a stop request leaves the run and what it needs; empty for other training systems."""
     if plan.stopping is None:
-        return
-    yield "Saves", _saves(plan)
+        return ""
     given_s, needed_s = plan.launch.window_s, plan.stopping.needed_s
     enough = "" if given_s >= needed_s else f", and may take {needed_s} s"
     sooner = f"machines that end sooner (spot: 15 to 120 s) lose {worst_loss(plan.checkpoint.every)}"
-    yield "Stop", f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
+    return f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
 
 
-def _saves(plan: Plan) -> str:
-    every = plan.checkpoint.every
+def saves_text(plan: Plan) -> str:
+    """Return when the run writes checkpoints, and the reason where partool has decided it."""
+    every, keep = plan.checkpoint.every, plan.checkpoint.keep
     written = plan.spec.get("checkpoint", {})
     asked = isinstance(written, dict) and written.get("every", "auto") != "auto"
-    text = "at the end and on a stop request" if every in (0, "auto") else f"every {every}"
-    text += "" if isinstance(every, str) or not every else " steps"
-    if asked:
+    if every in (0, "auto"):
+        text = "at the end only"
+    else:
+        text = f"every {every}" if isinstance(every, str) else f"every {every:,} steps"
+        text += f", the last {keep} kept" if keep > 1 else ""
+    if asked or plan.stopping is None:
         return text
-    hours = LONG_RUN_S / 3600
-    return f"{text} (auto: the run is predicted to last {'up to' if every == 0 else 'more than'} {hours:g} h)"
+    return f"{text} (auto: the run takes {'up to' if every == 0 else 'more than'} {LONG_RUN_S / 3600:g} h)"

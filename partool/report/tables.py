@@ -12,9 +12,11 @@ from rich.text import Text
 from partool.layout.gemms import Gemm, gemms
 from partool.plan.as_spec import own_yaml
 from partool.plan.diff import differences, moved_inputs, predictions, verified_change
+from partool.plan.schedule import placement_of
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
 from partool.report.units import amount, gib, probability, seconds
+from partool.spec.runs import in_runs
 
 _TINY = 1e-6
 """Parts of the step time below this share of the step time get no line."""
@@ -101,9 +103,9 @@ def render_layout(plan: Plan, console: Console) -> None:
     console.print(f"Mesh, outermost first: {', '.join(f'{name} {size}' for name, size in mesh._asdict().items())}")
     table = _table("stage", "pipeline rank", "layers", "count", "recompute", left=0)
     for index, (start, stop) in enumerate(layout.pipeline.bounds):
-        policies = [layout.recompute[at] for at in range(start, stop)]
-        kinds = ", ".join(f"{kind} × {policies.count(kind)}" for kind in dict.fromkeys(policies))
-        table.add_row(str(index), str(index % mesh.pp), f"{start} to {stop - 1}", str(stop - start), kinds)
+        policies = ", ".join(in_runs(layout.recompute[start:stop]))
+        rank = placement_of(layout)[index]
+        table.add_row(str(index), str(rank), f"{start} to {stop - 1}", str(stop - start), policies)
     _show(console, "Stages", table)
     console.print()
     console.print("To use this layout, replace the spec's section parallel by")

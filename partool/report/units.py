@@ -17,8 +17,8 @@ def gib(size_bytes: float) -> str:
 
 
 def size(value_bytes: float) -> str:
-    """Return bytes with their unit: ``812 B``, ``1.5 MiB``, ``64.2 GiB``."""
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    """Return bytes with their unit: ``812 B``, ``1.5 MiB``, ``64.2 GiB``, ``2.31 TiB``."""
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value_bytes >= limit:
             return (
                 f"{value_bytes / limit:.3g} {unit}"
@@ -36,17 +36,6 @@ def seconds(value_s: float) -> str:
     return f"{value_s:.3g} s" if value_s < 1000 else f"{value_s:.0f} s"
 
 
-def duration(value_s: float) -> str:
-    """Return a long time in its two largest units: ``1 min 45 s``, ``3 h 20 min``, ``12 d 4 h``."""
-    rest = round(value_s)
-    parts: list[str] = []
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
-        count, rest = divmod(rest, size)
-        if count or (unit == "s" and not parts):
-            parts.append(f"{count} {unit}")
-    return " ".join(parts[:2])
-
-
 def amount(value: float) -> str:
     """Return a count with three figures: ``952``, ``1.77 M``, ``8.03 B``."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -56,9 +45,9 @@ def amount(value: float) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    """Return a number of things: ``1 rank``, ``4 ranks``, ``2 micro-batches``."""
+    """Return a number of things: ``1 rank``, ``4,096 tokens``, ``2 micro-batches``."""
     plural = "es" if name.endswith("ch") else "s"
-    return f"{count} {name}" + plural * (count != 1)
+    return f"{count:,} {name}" + plural * (count != 1)
 
 
 def probability(value: float, *, counted: bool = False) -> str:

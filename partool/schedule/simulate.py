@@ -81,7 +81,16 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Return the share of the ranks' total time in which ranks do not compute, from 0 to 1."""
-        return sum(self.idle_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
+        return idle_share(self.busy_s, self.makespan_s)
+
+
+def idle_share(busy_s: Sequence[float], span_s: float) -> float:
+    """Return the share of the ranks' total time in which they do not compute, from 0 to 1.
+
+    ``busy_s`` are the seconds of compute of each rank, ``span_s`` the seconds from the first action to the last. Plans,
+    timelines, pages and reports of runs all print this share.
+    """
+    return max(0.0, 1.0 - sum(busy_s) / (len(busy_s) * span_s)) if span_s else 0.0
 
 
 def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> Timeline:

@@ -81,6 +81,8 @@ class HardwareSpec(Section):
     """Rate at which each node writes checkpoints, while all nodes write; default: 1."""
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
+    price_per_device_hour: Figure | None = None
+    """What one device costs for an hour, in any currency; plans then state what the training costs."""
     profile: FilePath | None = None
     """File that ``partool calibrate`` wrote, relative to the spec; default: this machine's file, if there is one."""
 

@@ -22,6 +22,19 @@ def duration_s(text: str) -> float | None:
     return float(match[1]) * _UNITS_S[match[2]] or None
 
 
+def duration(value_s: float) -> str:
+    """Return a length of time in its two largest units: ``42 s``, ``3 min 5 s``, ``2 h 7 min``, ``46 days 3 h``.
+
+    A zero in the second place is left out; negative values count as 0.
+    """
+    left, parts = max(0, round(value_s)), list[str]()
+    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, unit_s)
+        if parts or count or unit == "s":
+            parts.append(f"{count} {unit.removesuffix('s') if unit == 'days' and count == 1 else unit}")
+    return " ".join(part for index, part in enumerate(parts[:2]) if index == 0 or not part.startswith("0 "))
+
+
 MIB, GIB = 2**20, 2**30
 
 MOST_DEVICES = 500_000

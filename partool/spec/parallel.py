@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -22,6 +22,7 @@ from partool.spec.numbers import (
     Width,
 )
 from partool.spec.patterns import FilePath
+from partool.spec.runs import Runs
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
 
@@ -79,8 +80,8 @@ class Pipeline(Section):
     """With ``hanayo``: times that a forward pass goes down the ranks and back."""
     in_flight: Sequences | Auto = "auto"
     """With ``hanayo`` and ``zb-v``: maximum number of micro-batches whose activations a rank holds at once."""
-    layers: list[Layers] | Auto = "auto"
-    """Layers of each stage, in the order of the model; one entry per rank and chunk."""
+    layers: Annotated[list[Layers], Runs(int, "[1-9][0-9]{0,3}")] | Auto = "auto"
+    """Layers of each stage, in the order of the model; one entry per rank and chunk. ``4 × 20`` is 20 entries."""
 
 
 class TensorPattern(Section):
@@ -194,8 +195,9 @@ class ParallelSpec(Section):
     ranks share a layer's experts. With ``expert: 1`` they are the tensor ranks."""
     offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
     """Section, or one word: none (nothing leaves the device), cpu or nvme (the optimizer does), or auto."""
-    recompute: Recompute | Auto | list[Recompute] = "auto"
-    """Activations that the backward pass recomputes, for all layers or as a list with one policy per layer."""
+    recompute: Recompute | Auto | Annotated[list[Recompute], Runs(str, "|".join(get_args(Recompute)))] = "auto"
+    """Activations that the backward pass recomputes, for all layers or as a list with one policy per layer;
+    ``full × 40`` is 40 entries."""
     compile: Compile | Auto = "auto"
     """block: torch.compile on every transformer block; none: no compilation."""
     micro_batch: Sequences | Auto = "auto"

@@ -81,6 +81,8 @@ def _type(form: _Section, known: dict[str, _Section]) -> str:
         return "a section"
     if "enum" in form or "const" in form:
         return ", ".join(f"`{_plain(value)}`" for value in form.get("enum", [form.get("const")]))
+    if form.get("title") == "run":
+        return "a run (`VALUE × NUMBER`)"
     kind = form.get("type", "anything")
     if kind == "array":
         return f"list of {_values(form['items'], known) if form.get('items') else 'anything'}"

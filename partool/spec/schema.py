@@ -13,6 +13,9 @@ from pydantic import BaseModel
 
 from partool.spec.spec import Spec
 
+SCHEMA_ID = "urn:partool:spec:1"
+"""Name of the schema, by which tools recognise it whatever file holds it; the number is that of the format (``spec``).
+It is a URN, because nobody has to fetch the schema: ``partool schema`` prints it, and installations contain it."""
 _WORD = {"type": "string"}
 _TIER = {"enum": ["auto", "none", "cpu", "nvme"]}
 _SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any] | None], ...]] = {
@@ -47,7 +50,7 @@ def json_schema() -> dict[str, Any]:
             full = {name: properties[section][name] for name in ("$ref", "allOf") if name in properties[section]}
             rest = {name: item for name, item in properties[section].items() if name not in full}
             properties[section] = {"anyOf": [value, full], **rest}
-    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "partool spec"}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "$id": SCHEMA_ID, **schema, "title": "partool spec"}
 
 
 def _type_of(schema: dict[str, Any], section: dict[str, Any], key: str) -> dict[str, Any]:

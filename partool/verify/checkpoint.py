@@ -7,18 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Literal, NamedTuple
 
-from partool.layout.matrices import matrix_stacks
-from partool.layout.parameters import is_frozen, parameters
+from partool.layout.checkpoint import WEIGHTS, Shape, checkpoint_shapes
 from partool.plan.rank_trace import CheckpointBlock, RankTrace
 from partool.plan.types import Plan
-from partool.strategies.optimizers import OPTIMIZERS
 from partool.verify.findings import ranks_in_words
 
 FaultKind = Literal[
     "missing", "unknown", "shape", "dtype", "outside", "twice", "overlap", "gap", "not read", "not saved"
 ]
-Shape = tuple[int, ...]
-_MODEL = "model."
 _OF_EACH_RANK = ("worker_error.", "server_error.", "lamb_ratio.")
 """Beginnings of the keys of state that is not of the parameters' shapes, or differs between data-parallel ranks."""
 
@@ -69,21 +65,11 @@ def checkpoint_faults(plan: Plan, traces: Sequence[RankTrace]) -> list[Checkpoin
 
 def _expected(plan: Plan, held: Mapping[str, Sequence[_Held]]) -> dict[str, Shape]:
     """Return key and shape of each tensor that checkpoints of the plan hold."""
-    shapes: dict[str, Shape] = {}
-    if plan.own_decoder:
-        shapes = {each.name: each.shape for each in parameters(plan.model)}
-    else:
-        own = {key: found[0].block.shape for key, found in held.items() if key.startswith(_MODEL)}
-        shapes = {key.removeprefix(_MODEL): shape for key, shape in own.items()}
-    expected = {_MODEL + name: shape for name, shape in shapes.items()}
-    record = OPTIMIZERS[plan.optimizer.name]
-    whole = {stack.name for stack in matrix_stacks(plan.model)} if record.rest else set()
-    for name, shape in shapes.items():
-        if not is_frozen(name, plan.frozen):
-            rest = record.rest and name not in whole
-            moments = OPTIMIZERS[record.rest].moments if rest else record.moments
-            expected |= {f"{moment}.{name}": shape for moment in moments}
-    return expected
+    shapes: dict[str, Shape] | None = None
+    if not plan.own_decoder:
+        own = {key: found[0].block.shape for key, found in held.items() if key.startswith(WEIGHTS)}
+        shapes = {key.removeprefix(WEIGHTS): shape for key, shape in own.items()}
+    return checkpoint_shapes(plan.model, plan.optimizer.name, plan.frozen, shapes)
 
 
 def _of_key(key: str, shape: Shape, held: Sequence[_Held]) -> Iterator[CheckpointFault]:

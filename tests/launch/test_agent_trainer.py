@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from launch_helpers import processes_of, trainable_plan, wait_until
 from patience import PATIENCE
+from torch.distributed.checkpoint import FileSystemReader
 
+from partool.layout.checkpoint import checkpoint_bytes
 from partool.plan.run import agent_command, read_status
 from partool.spec.training import CheckpointSpec
 
@@ -53,6 +55,9 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     assert _names(own) == sorted(["step-00000030", "step-00000060", "step-00000080", f"step-{stopped_at:08}.aside"])
     assert _names(shared) == ["broken", "other"]
     assert list(foreign.iterdir()) == []
+    tensors = FileSystemReader(own / "step-00000080").read_metadata().state_dict_metadata.values()
+    written = sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)  # type: ignore[union-attr]
+    assert checkpoint_bytes(plan.model, plan.optimizer.name, weight_bytes=4, moment_bytes=4) == written
     losses: dict[object, object] = {}
     for attempt in range(1, 5):
         for step in (event["data"] for event in _events(folder, attempt) if event["kind"] == "step"):

@@ -38,7 +38,7 @@ OWN: dict[str, tuple[str, float]] = {
     "operator_us": ("operator_s", 1e-6),
 }
 PLAIN = ("architecture", "topology", "domain", "units", "host_cores", "backend", "nodes", "per_node")
-NOT_FIGURES = {"slice", "accelerator", "fabric", "profile", "power_w"}
+NOT_FIGURES = {"slice", "accelerator", "fabric", "profile", "power_w", "price_per_device_hour"}
 
 
 def resolved(precision: Precision = "bf16", **fields: Any) -> Devices:

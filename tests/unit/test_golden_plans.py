@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from math import isclose
@@ -14,9 +15,12 @@ from _golden import RECORD, fixed_machine, record_of, result_of
 from _golden_specs import names, text_of
 from often import often
 from planned import plan_of
+from rich.console import Console
 
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
+from partool.report import render_plan
+from partool.report.plan import SCREEN_LINES
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 RUNNABLE = (
@@ -85,6 +89,10 @@ def check_example(name: str, plan: Plan | None) -> None:
     assert plan.alternatives or name == "weipipe"
     assert plan.prediction.memory.terms_bytes["parameters"] > 0
     assert plan.runnable == (name in RUNNABLE)
+    render_plan(plan, Console(file=(out := io.StringIO()), width=80, color_system=None), source=f"specs/{name}.yaml")
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(lines) <= SCREEN_LINES
+    assert [line for line in lines if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("name", often((name for name, record in RECORDED.items() if "layout" in record), TWICE))

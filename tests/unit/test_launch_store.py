@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from partool.launch.describe import duration
 from partool.launch.store import Run, RunNotFoundError, RunStore
 from partool.plan.run import RunStatus, process_start, read_status, this_process, write_status
+from partool.spec.numbers import duration
 
 
 def _status(run: Run, **changes: object) -> None:
@@ -102,8 +102,12 @@ def test_earlier_plans_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7620, "2 h 7 min")]
-)
+    ("seconds", "text"),
+    [
+        (-1, "0 s"), (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (3599, "59 min 59 s"), (3599.6, "1 h"),
+        (3605, "1 h"), (7620, "2 h 7 min"), (86400, "1 day"), (3985920, "46 days 3 h"),
+    ],
+)  # fmt: skip
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

@@ -409,7 +409,7 @@ data: python-stdlib
     assert [one.severity for one in found] == ["warning"]
     assert "PT276" in {one.code for one in result.plan.findings}
     said = re.fullmatch(
-        r"4 of the 8 devices would take ([0-9.]+) ms per step, all .* take ([0-9.]+): .*", found[0].message
+        r"4 of the 8 devices would take ([0-9.]+) ms per step, all .* take ([0-9.]+) ms: .*", found[0].message
     )
     assert said is not None
     assert float(said[2]) == pytest.approx(1e3 * result.plan.prediction.time.step_time_s, rel=0.01)

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_case import open_one, write_megatron, write_tokens
+from planned import plan_of
 
 from partool.diagnostics.record import Diagnostic
+from partool.layout.parameters import count, parameters
+from partool.plan.types import NOT_RUN
+from partool.planner.checks import data_size
+from partool.planner.checks.data_size import UncountedError, count_tokens
 from partool.planner.resolve import resolve
 from partool.spec import load_text
+from partool.spec.training import DataSpec
 
 MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
 HERE = MODEL + "hardware: {accelerator: cpu, per_node: 1}\n"
@@ -104,3 +111,59 @@ def test_without_pyarrow_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pyte
     one = found(tmp_path, "a.parquet")
     assert [d.code for d in one] == ["PT602"]
     assert "pip install 'partool[parquet]'" in one[0].help
+
+
+def test_tokens_are_counted_as_the_ranks_count_them(tmp_path: Path) -> None:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    write_tokens(tmp_path / "data" / "a.bin", list(range(101)), dtype="uint32")
+    write_megatron(tmp_path / "data" / "m.bin", [[[1, 2, 3], [4]], [[5, 6]]], code=4, dtype="<i4")
+    (tmp_path / "data" / "deep" / "b.txt").write_text("twenty-one bytes here")
+    (tmp_path / "data" / "deep" / "empty.txt").write_text("")
+    (tmp_path / "data" / ".hidden.txt").write_text("left out")
+    for source in ("data", "data/**/*", "data/a.bin", "data/deep"):
+        data = DataSpec(
+            source=[str(tmp_path / source), str(tmp_path / "data" / "a.bin")], cache=str(tmp_path / "cache")
+        )
+        with open_one(data, vocab=1000, sequence_length=3) as batches:
+            assert count_tokens(data) == batches.train_tokens > 100
+    data = DataSpec(source="python-stdlib", cache=str(tmp_path / "cache"))
+    with open_one(data) as batches:
+        assert count_tokens(data) == batches.train_tokens > 4e6
+
+
+def test_tokens_that_nobody_can_count_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(**data: Any) -> str:
+        with pytest.raises(UncountedError) as error:
+            count_tokens(DataSpec(**data))
+        return str(error.value)
+
+    (tmp_path / "a.jsonl").write_text(record(text="a"), encoding="utf-8")
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    (tmp_path / "b.bin").write_bytes(b"1234")
+    (tmp_path / "b.json").write_text("[]")
+    assert "not tokenised yet" in why(source=str(tmp_path / "a.jsonl"))
+    assert "not tokenised yet" in why(source=str(tmp_path / "a.txt"), tokenizer="folder")
+    assert "b.bin cannot be read" in why(source=str(tmp_path / "b.bin"))
+    assert "not on this machine" in why(source=str(tmp_path / "none" / "*.bin"))
+    assert "not on this machine" in why(source=str(tmp_path / "none"))
+    monkeypatch.setattr(data_size, "MOST_FILES", 1)
+    assert "more than 1 files" in why(source=[str(tmp_path / "a.txt"), "python-stdlib"])
+
+
+def test_a_plan_says_tokens_epochs_and_cost(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 999)
+    head = MODEL + "hardware: {accelerator: cpu, per_node: 2, price_per_device_hour: 3.5}\n"
+    head += "training: {steps: 10, global_batch: 4, sequence_length: 25}\n"
+    plan = plan_of(head + "data: {source: a.txt, validation: 0.2}\n", folder=tmp_path)
+    totals, hours = plan.prediction.totals, plan.prediction.time.device_hours
+    assert totals is not None
+    assert (totals.trained_tokens, totals.data_tokens, totals.data_unknown, totals.epochs) == (1000, 800, "", 1.25)
+    assert (totals.price_per_device_hour, totals.cost) == (3.5, pytest.approx(3.5 * hours))
+    assert totals.checkpoint_bytes == 12 * count(parameters(plan.model))
+    for change in ("model.frozen=[layers.*]", "optimizer.name=lion", "training.precision=fp64"):
+        other = plan_of(head + "data: {source: a.txt, pack: false}\n", change, folder=tmp_path).prediction.totals
+        assert other is not None
+        assert (other.data_tokens, other.epochs) == (1000, None)
+        assert (other.checkpoint_bytes > totals.checkpoint_bytes) == ("fp64" in change)
+        assert other.checkpoint_bytes != totals.checkpoint_bytes
+    assert "prediction" in NOT_RUN  # prices and counted tokens do not change what runs

@@ -28,6 +28,8 @@ from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, bounds_s, room
 from partool.planner.search.refine import refined
+from partool.report.terminal_timeline import summary
+from partool.report.timeline import planned
 from partool.schedule import Action, Schedule, generate, schedule_hash, simulate, to_text, validate, with_transfers
 from partool.schedule.weipipe import volume
 from partool.spec import load_text
@@ -417,10 +419,28 @@ def test_a_pinned_v_is_doubted_where_it_idles_more(tmp_path: Path) -> None:
     uneven = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: zb-v}"), folder=tmp_path)
     (said,) = [reason for reason in uneven.reasons if "made for equal times" in reason]
     other = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}"), folder=tmp_path)
-    idle, step_s = (other.prediction.time.terms_s["pipeline_bubble"], other.prediction.time.step_time_s)
-    assert said.startswith(f"interleaved × 2 chunks would idle {idle / step_s:.1%}")
+    assert said.startswith(f"interleaved × 2 chunks would idle {planned(other, 10**6).bubble:.1%}")
     even = text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}")
     assert not any("made for equal times" in reason for reason in plan_of(even, folder=tmp_path).reasons)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "device"),
+    [
+        ("pipeline: {stages: 2}, micro_batch: 1, recompute: [full × 3, none × 5]", "h100-sxm"),
+        ("pipeline: {stages: 2, schedule: interleaved, chunks: 2}, micro_batch: 1", "h100-sxm"),
+        ("pipeline: {stages: 4, schedule: weipipe}, micro_batch: 1, data: {zero: 0}", "cpu"),
+        ("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 1", "cpu"),
+    ],
+)  # fmt: skip
+def test_a_plan_and_its_timeline_say_the_same_idle_share(parallel: str, device: str, tmp_path: Path) -> None:
+    """The share of all ranks, not that of the busiest one, which is the term ``pipeline_bubble``."""
+    plan = plan_of(text(parallel, device=device), folder=tmp_path)
+    (said,) = [reason for reason in plan.reasons if reason.startswith("Schedule")]
+    drawing = planned(plan, 10**6)
+    assert f"ranks idle {drawing.bubble:.1%} of the passes' time" in said
+    assert f"ranks idle {drawing.bubble:.1%} of it" in summary(drawing)
+    assert drawing.bubble > 0.01
 
 
 def _layout(**fields: Any) -> Any:

@@ -30,7 +30,7 @@ from partool.planner.search.queries import fits
 from partool.planner.search.sequence_forms import best_forms, every_form, seconds
 from partool.planner.search.sequence_rules import SequenceForm, all_forms, methods
 from partool.planner.search.solve import solve
-from partool.report.plan import longest_rows, render_longest
+from partool.report.longest import longest_rows, render_longest
 from partool.spec import load_text
 from partool.strategies.sequence import BY_GRAPH, METHODS, ON_GRIDS, PREFERENCE
 

@@ -19,7 +19,7 @@ from partool.planner.checks.launching import check_decided
 from partool.planner.elastic import resized
 from partool.planner.stopping import decided, forecast, stopping_of, worst_loss
 from partool.render import Job, render
-from partool.report.stopping import rows
+from partool.report.stopping import saves_text, stop_text
 from partool.spec.launch import LaunchSpec
 from partool.spec.targets.k8s.notices import notice
 from partool.spec.targets.k8s.section import K8sSpec
@@ -82,10 +82,9 @@ def test_the_window_of_a_large_plan(large: Plan) -> None:
     assert large.launch.shutdown_timeout_s == 330
     assert "shutdown_timeout_s" not in large.spec["launch"]
     assert "checkpoint" not in large.spec
-    told = dict(rows(large))
-    assert told["Saves"] == "every 30min (auto: the run is predicted to last more than 1 h)"
-    assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 115 s at 1 GB/s" in told["Stop"]
-    assert "(spot: 15 to 120 s) lose up to 30min of training" in told["Stop"]
+    assert saves_text(large) == "every 30min, the last 3 kept (auto: the run takes more than 1 h)"
+    assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 115 s at 1 GB/s" in stop_text(large)
+    assert "(spot: 15 to 120 s) lose up to 30min of training" in stop_text(large)
 
 
 def test_rendered_jobs_give_a_stop_the_planned_time(large: Plan) -> None:

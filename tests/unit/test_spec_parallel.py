@@ -6,9 +6,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 
 from partool.spec import load_text
 from partool.spec.parallel import ParallelSpec
+from partool.spec.runs import Runs, in_runs
 from partool.spec.schema import json_schema
 
 BASE = "model: {layers: 2, hidden: 64, heads: 4}\ndata: python-stdlib\n"
@@ -149,6 +151,37 @@ def test_the_schema_knows_the_shorthands() -> None:
         {"offload": {"optimizer": "disk"}},
     ):
         assert list(check.iter_errors({**base, "parallel": bad})), bad
+
+
+def test_equal_entries_of_a_list_may_be_written_as_runs() -> None:
+    words = ("[full × 2, none, selective x 2, 'none*3']", "['  full×1', full, none*1, selective × 2, none, none × 2]")
+    wanted = ["full", "full", "none", "selective", "selective", "none", "none", "none"]
+    for text in words:
+        assert parallel(f"{{recompute: {text}}}").recompute == wanted
+    assert parallel("{pipeline: {stages: 2, layers: [4 × 2]}}").pipeline.layers == [4, 4]
+    assert parallel("{}", ["parallel.recompute=[full × 1, none x 1]"]).recompute == ["full", "none"]
+    check = jsonschema.Draft7Validator(json_schema())
+    document = yaml.safe_load(f"{BASE}parallel: {{recompute: {words[0]}, pipeline: {{layers: [4 × 2, 3]}}}}")
+    assert list(check.iter_errors(document)) == []
+    for values in ([1, 1, 1, 2, 2, 3], ["full", "none", "full"], [], [7] * 1000):
+        runs = in_runs(values)
+        assert Runs(type(values[0]) if values else str, r"\w+").expanded(runs) == values
+    assert in_runs([1, 1, 1, 2, 2, 3]) == ["1 × 3", "2 × 2", 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "said"),
+    [
+        ("{recompute: [full × 3, ful × 5]}", ("parallel", "recompute", 1), "ful × 5"),
+        ("{recompute: [full × 0]}", ("parallel", "recompute", 0), "full × 0"),
+        ("{recompute: [full × 99999]}", ("parallel", "recompute", 0), "full × 99999"),
+        ("{pipeline: {stages: 2, layers: [1, x × 2]}}", ("parallel", "pipeline", "layers", 1), "x × 2"),
+    ],
+)
+def test_a_run_that_cannot_be_read_is_named_alone(text: str, place: tuple[Any, ...], said: str) -> None:
+    (found,) = load_text(f"{BASE}parallel: {text}\n").diagnostics
+    assert found.path == place
+    assert said in found.message
 
 
 HELPS: dict[str, tuple[str, str, str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import yaml
 
 from partool.spec.reference import reference
 from partool.spec.schema import json_schema
+from partool.spec.spec import Spec
 from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
@@ -44,6 +46,14 @@ def test_the_reference_is_fresh_and_tells_every_field() -> None:
 def test_the_committed_copy_is_fresh() -> None:
     committed = ROOT / "partool" / "spec" / "partool.schema.json"
     assert json.loads(committed.read_text(encoding="utf-8")) == SCHEMA, "run: make schema"
+
+
+def test_the_schema_has_a_name_and_its_references_stay_inside() -> None:
+    assert SCHEMA["$id"] == f"urn:partool:spec:{Spec.model_fields['spec'].default}"
+    references = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(SCHEMA)))
+    assert references
+    assert {each for each in references if not each.startswith("#/definitions/")} == set()
+    assert not CHECK.is_valid({"model": "llama3-8b", "data": "a", "parallel": {"tensor": {"degree": 0}}})
 
 
 def test_only_words_of_draft_7() -> None:

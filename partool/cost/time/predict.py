@@ -33,6 +33,7 @@ from partool.plan.layout import Layout
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import TimePrediction
 from partool.schedule import StageTimes
+from partool.schedule.simulate import idle_share
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 
@@ -138,6 +139,18 @@ def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
     )
     send, gradient = (None if one is None else scale * float(one) for one in (found.send_s, found.gradient_send_s))  # type: ignore[arg-type]
     return StageTimes(forward, backward, weight, send or 0.0, gradient_send_s=gradient)
+
+
+def pipeline_idle_share(job: TrainingJob, layout: Layout) -> float:
+    """Return the share of the passes' time in which pipeline ranks do not compute, on average over the ranks.
+
+    The time term ``pipeline_bubble`` is the idle time of the busiest rank alone: stages that differ make other ranks
+    idle for longer. See :func:`partool.schedule.simulate.idle_share`.
+    """
+    times = stage_times(job, layout)
+    per_stage = [forward + backward for forward, backward in zip(times.forward_s, times.backward_s, strict=True)]
+    busy = [layout.derived.accumulation * busy_s for busy_s in worked_by_ranks(layout, per_stage)]
+    return idle_share(busy, span_s(layout, times))
 
 
 def _costs(job: TrainingJob, layout: Layout) -> dict[Recompute, Micro]:

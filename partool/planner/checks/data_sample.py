@@ -34,7 +34,7 @@ def sample(source: str, data: DataSpec) -> None:
         help = "write one JSON object per line (.jsonl); data.format: text would train on the file's characters"
         raise DataError(f"{source}: a JSON document is not a list of records", help)
     found = read_bytes = 0
-    for path in islice(_files(source), _NAMES):
+    for path in islice(files_of(source), _NAMES):
         if path.suffix in (".idx", ".json") and path.with_suffix(".bin").is_file() and data.format != "jsonl":
             continue
         _read(path, data)
@@ -47,7 +47,8 @@ def sample(source: str, data: DataSpec) -> None:
         raise NoFilesError(f"{source} is empty" if os.path.isfile(source) else f"all files in {source} are empty")
 
 
-def _files(source: str) -> Iterator[Path]:
+def files_of(source: str) -> Iterator[Path]:
+    """Yield the files of a source (a file, a folder or a pattern) on this machine, as they are come upon."""
     if os.path.isdir(source):
         for folder, folders, names in os.walk(source):
             folders[:] = sorted(name for name in folders if not name.startswith("."))

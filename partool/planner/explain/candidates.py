@@ -9,7 +9,7 @@ from typing import Any
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import CandidateRow
 from partool.planner.explain.front import front, quickest
-from partool.planner.explain.summary import summary, why_lost
+from partool.planner.explain.summary import short_time, summary, why_lost
 from partool.planner.problem import Problem
 from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import Priced
@@ -54,8 +54,8 @@ def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow
         return []
     row = min(faster, key=lambda one: (one.step_time_s, one.devices))
     message = (
-        f"{row.devices} of the {world} devices would take {1e3 * row.step_time_s:.3g} ms per step, all of them take "
-        f"{1e3 * best.step_time_s:.3g}: {row.summary}"
+        f"{row.devices} of the {world} devices would take {short_time(row.step_time_s)} per step, all of them take "
+        f"{short_time(best.step_time_s)}: {row.summary}"
     )
     nodes, part = divmod(row.devices, devices.per_node)
     one = "nodes: 1, " if devices.nodes > 1 else ""

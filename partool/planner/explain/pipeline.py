@@ -8,6 +8,7 @@ import numpy as np
 
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import moves_weights, sent_bytes
+from partool.cost.time.predict import pipeline_idle_share
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, PipelineLayout
 from partool.planner.problem import Problem
@@ -24,7 +25,7 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 _NARROWING = ("waves", "in_flight", "chunks")
 """Fields of the spec that set sizes of a schedule; each of these fields exists for only some schedules."""
 _CLEARLY = 0.02
-"""Share of the step time; a remark is given only if another schedule idles less by more than this share."""
+"""Share of the time of the passes; a remark is given only if another schedule idles less by more than this share."""
 
 
 def pipelined(problem: Problem) -> str:
@@ -48,7 +49,7 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
     others = list(_others(solution, best))
     pinned = solution.problem.spec.parallel.pipeline.schedule != "auto"
     narrowed = _narrowed(solution.problem, layout)
-    text = f"Schedule {layout.pipeline.form}: ranks idle {idle:.1%} of the step"
+    text = f"Schedule {layout.pipeline.form}: ranks idle {idle:.1%} of the passes' time"
     if pinned:
         yield f"{text}; the spec asks for it."
         yield from _uneven(solution, best)
@@ -97,7 +98,7 @@ def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
 
 
 def _idle(one: Priced) -> float:
-    return one.time.terms_s["pipeline_bubble"] / one.time.step_time_s
+    return pipeline_idle_share(one.job, one.layout)
 
 
 def _others(solution: Solution, best: Priced) -> Iterator[Priced]:

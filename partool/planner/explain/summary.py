@@ -83,7 +83,7 @@ def why_lost(best: Priced, other: Priced) -> str:
     if ratio > 1.0005:
         text = f"{(ratio - 1.0) * 100:.1f} % slower"
         name, more = _most(best, other)
-        return text + (f": {name} + {_short(more)}" if more > 0 else "")
+        return text + (f": {name} + {short_time(more)}" if more > 0 else "")
     if not other.safe and best.safe:
         return likely
     if ratio < 0.9995:
@@ -110,5 +110,6 @@ def _most(best: Priced, other: Priced) -> tuple[str, float]:
     return name, more[name]
 
 
-def _short(value_s: float) -> str:
+def short_time(value_s: float) -> str:
+    """Return a time of a step with its unit: ``14.3 s``, ``208 ms``."""
     return f"{value_s * 1e3:.3g} ms" if value_s < 1.0 else f"{value_s:.3g} s"

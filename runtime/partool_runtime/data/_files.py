@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from partool.plan.records import DataError, Format, format_of
+from partool.plan.records import DataError, Format, format_of, stdlib_files
 from partool.spec.training import DataFormat, DataSpec
 from partool_runtime.errors import ConfigurationError
 
 PYTHON_STDLIB = "python-stdlib"
-
-_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,11 @@ def find_files(data: DataSpec) -> list[SourceFile]:
 
 def _expand(source: str) -> Iterator[Path]:
     if source == PYTHON_STDLIB:
-        yield from _stdlib()
+        yield from sorted(stdlib_files())
         return
     path = Path(os.path.abspath(source))
     if path.is_dir():
-        yield from _walk(path, left_out=set())
+        yield from _walk(path)
     elif path.exists():
         yield path
     elif glob.has_magic(source):
@@ -67,16 +64,11 @@ def _expand(source: str) -> Iterator[Path]:
         yield from sorted(match for match in matches if match.is_file())
 
 
-def _stdlib() -> Iterator[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return (path for path in _walk(root, left_out=_STDLIB_LEFT_OUT) if path.suffix == ".py")
-
-
-def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
+def _walk(root: Path) -> Iterator[Path]:
     """Yield the files below a folder, sorted by path; hidden files and folders and linked folders are skipped."""
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
     yield from sorted(path for path in found if path.is_file())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from partool.plan.records import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC
 from partool.plan.types import Plan
 from partool.spec.training import DataSpec
 from partool_runtime.data._cache import TokenCache, cache_folder
@@ -24,16 +24,12 @@ from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
 from partool_runtime.data.batches import Batches, SampleDeal
 from partool_runtime.errors import ConfigurationError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
 
 def open_megatron(path: Path) -> Shard:
     """Open a ``.bin`` file by its ``.idx`` file; raises ConfigurationError PT602 if they are malformed or disagree."""
     index = path.with_suffix(".idx")
     dtype, sequences, boundaries = _read_header(index)
-    at = _HEADER.size
+    at = MEGATRON_HEADER.size
     lengths = map_array(index, np.dtype("<i4"), at, sequences)
     pointers = map_array(index, np.dtype("<i8"), at + 4 * sequences, sequences)
     documents = map_array(index, np.dtype("<i8"), at + 12 * sequences, boundaries, exact=True)
@@ -49,18 +45,18 @@ def open_megatron(path: Path) -> Shard:
 def _read_header(index: Path) -> tuple[np.dtype[np.generic], int, int]:
     try:
         with index.open("rb") as file:
-            head = file.read(_HEADER.size)
+            head = file.read(MEGATRON_HEADER.size)
     except OSError as error:
         raise ConfigurationError("PT602", f"{index} cannot be read: {error.strerror}") from error
-    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+    if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
         raise ConfigurationError("PT602", f"{index} is not a Megatron index (it does not begin with MMIDIDX)")
-    _, version, code, sequences, boundaries = _HEADER.unpack(head)
+    _, version, code, sequences, boundaries = MEGATRON_HEADER.unpack(head)
     if version != 1:
         raise ConfigurationError("PT602", f"{index} has version {version}; only version 1 is known")
-    if code not in _DTYPES:
-        known = ", ".join(f"{number} {np.dtype(name).name}" for number, name in _DTYPES.items())
+    if code not in MEGATRON_DTYPES:
+        known = ", ".join(f"{number} {np.dtype(name).name}" for number, name in MEGATRON_DTYPES.items())
         raise ConfigurationError("PT602", f"{index} has dtype code {code}; integers are: {known}")
-    return np.dtype(_DTYPES[code]), sequences, boundaries
+    return np.dtype(MEGATRON_DTYPES[code]), sequences, boundaries
 
 
 _TOKENISED = ("text", "jsonl", "parquet")

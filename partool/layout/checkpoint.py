@@ -1,0 +1,48 @@
+"""What a checkpoint holds: the weights, and the moments that the optimizer keeps of each trained parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+from partool.layout.matrices import matrix_stacks
+from partool.layout.parameters import is_frozen, parameters
+from partool.spec.model import ModelConfig
+from partool.strategies.optimizers import OPTIMIZERS
+
+WEIGHTS = "model."
+"""Beginning of the names of weights in checkpoints."""
+
+Shape = tuple[int, ...]
+
+
+def checkpoint_shapes(
+    model: ModelConfig, optimizer: str, frozen: Iterable[str] = (), shapes: Mapping[str, Shape] | None = None
+) -> dict[str, Shape]:
+    """Return name → shape of each tensor in a checkpoint.
+
+    ``shapes`` are the names and shapes of the model's parameters; None for those of partool's own decoder.
+    """
+    shapes = {each.name: each.shape for each in parameters(model)} if shapes is None else shapes
+    record, frozen = OPTIMIZERS[optimizer], tuple(frozen)
+    whole = {stack.name for stack in matrix_stacks(model)} if record.rest else set()
+    found = {WEIGHTS + name: shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if not is_frozen(name, frozen):
+            rest = record.rest and name not in whole
+            moments = OPTIMIZERS[record.rest].moments if rest else record.moments
+            found |= {f"{moment}.{name}": shape for moment in moments}
+    return found
+
+
+def checkpoint_bytes(
+    model: ModelConfig, optimizer: str, frozen: Iterable[str] = (), *, weight_bytes: int, moment_bytes: int
+) -> int:
+    """Return the bytes of one checkpoint, over all ranks; each tensor is written once.
+
+    ``weight_bytes`` and ``moment_bytes`` are the bytes of one element of master weights and of moments.
+    """
+    shapes = checkpoint_shapes(model, optimizer, frozen)
+    return sum(
+        (weight_bytes if name.startswith(WEIGHTS) else moment_bytes) * prod(shape) for name, shape in shapes.items()
+    )

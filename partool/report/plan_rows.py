@@ -1,0 +1,211 @@
+"""The rows of a plan's screen: label and text for model, machines, training, data, layout, memory and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from partool.layout.parameters import count, parameters
+from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
+from partool.plan.totals import Totals
+from partool.plan.types import Plan
+from partool.report import environment, stopping
+from partool.report.units import amount, counted, gib, in_order, probability, seconds, size
+from partool.spec.numbers import duration
+
+Row = tuple[str, str]
+_IN = {"cpu": "in host memory", "nvme": "in files"}
+_NAMED = 4
+"""Most terms of memory or time that a row names; the others are summed up."""
+_SHOWN = 0.01
+"""Terms below this share are not named."""
+_SOURCE = 40
+"""Most characters of a data source that a row shows."""
+_ENVIRONMENT = 120
+"""Most characters of the row about environment variables."""
+_FITS = {"green": "fits", "amber": "may not fit", "red": "does not fit"}
+
+
+def verdict(plan: Plan) -> str:
+    """Return a plan in one sentence: time of a step and of the training, whether it fits, what blocks it, its cost."""
+    time, memory, totals = plan.prediction.time, plan.prediction.memory, plan.prediction.totals
+    parts = [
+        f"{seconds(time.step_time_s)} per step ± {plan.prediction.relative_error:.0%}",
+        f"{duration(time.total_s)} in all",
+        f"{_FITS[memory.verdict]} ({probability(memory.fit_probability)} sure)",
+    ]
+    if totals is not None and totals.cost is not None:
+        parts.append(f"costs {_price(totals.cost)}")
+    if not plan.runnable:
+        parts.append(f"cannot be launched ({', '.join(plan.not_runnable)})")
+    return ", ".join(parts)
+
+
+def job_rows(plan: Plan) -> Iterator[Row]:
+    """Yield what is trained, on what, with which data and settings."""
+    training, totals = plan.training, plan.prediction.totals
+    yield "Model", f"{amount(count(parameters(plan.model)))} parameters ({plan.model_source}), {training.precision}"
+    yield "Machines", _machines(plan)
+    tokens = training.steps * training.global_batch * training.sequence_length
+    sizes = (
+        counted(training.steps, "step"),
+        counted(training.global_batch, "sequence"),
+        counted(training.sequence_length, "token"),
+    )
+    yield "Training", f"{' × '.join(sizes)} = {amount(tokens)} tokens"
+    yield "Data", _data(plan, totals)
+    yield "Optimizer", _optimizer(plan)
+    yield "Checkpoint", _checkpoint(plan, totals)
+    if stop := stopping.stop_text(plan):
+        yield "Stop", stop
+
+
+def _machines(plan: Plan) -> str:
+    devices = plan.devices
+    world, hours = plan.layout.mesh.world_size, plan.prediction.time.device_hours
+    unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
+    unit += f", slice {devices.slice}" if devices.slice else ""
+    together = f" = {world:,} devices" if devices.nodes > 1 else ""
+    spent = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    totals = plan.prediction.totals
+    price = totals and totals.price_per_device_hour
+    cost = f" at {_price(price)} each" if price else ""
+    return f"{counted(devices.nodes, 'node')} × {devices.per_node} {unit}{together}; {spent} device-hours{cost}"
+
+
+def _price(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
+
+
+def _data(plan: Plan, totals: Totals | None) -> str:
+    written = plan.spec.get("data")
+    source = written.get("source") if isinstance(written, dict) else written
+    sources = [str(each) for each in source] if isinstance(source, list) else [str(source or plan.data.source)]
+    name = sources[0] if len(sources[0]) <= _SOURCE else f"…{sources[0][1 - _SOURCE :]}"
+    name += f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    if totals is None:
+        return name
+    if totals.data_tokens is None:
+        return f"{name}: number of tokens unknown ({totals.data_unknown})"
+    text = f"{name}: {amount(totals.data_tokens)} tokens"
+    text += f", {plan.data.validation:.2g} of all held out" if plan.data.validation else ""
+    if totals.epochs is None:
+        return f"{text}; epochs unknown (pack: false trains on one document per sequence)"
+    return f"{text}; {totals.epochs:.3g} epochs"
+
+
+def _optimizer(plan: Plan) -> str:
+    optimizer, steps = plan.optimizer, plan.training.steps
+    schedule = optimizer.schedule
+    end = f"to {schedule.min_ratio:.0%}"
+    course = {
+        "constant": "constant",
+        "cosine": f"cosine {end}",
+        "linear": f"linear {end}",
+        "wsd": f"constant, {end} in the last {schedule.decay_steps or math.ceil(steps / 5):,} steps",
+    }[schedule.kind]
+    warm = counted(schedule.warmup_steps, "warm-up step") if schedule.warmup_steps else "no warm-up"
+    groups = f"; {counted(len(optimizer.groups), 'group')} of parameters" if optimizer.groups else ""
+    return f"{optimizer.name}, learning rate {optimizer.lr:g}, {warm}, then {course}{groups}"
+
+
+def _checkpoint(plan: Plan, totals: Totals | None) -> str:
+    text = stopping.saves_text(plan)
+    return text if totals is None else f"{size(totals.checkpoint_bytes)} each, {text}"
+
+
+def layout_rows(plan: Plan) -> Iterator[Row]:
+    """Yield the layout, and where the memory and the time of a step go."""
+    yield "Layout", "; ".join(_layout(plan))
+    yield "Memory", _memory(plan)
+    if host := _host(plan):
+        yield "Host", host
+    yield "Time", _time(plan)
+    if variables := environment.summary(plan):
+        short = len(variables) <= _ENVIRONMENT
+        yield "Variables", variables if short else f"{variables[:_ENVIRONMENT]}… (--show environment)"
+
+
+def _layout(plan: Plan) -> Iterator[str]:
+    layout, mesh = plan.layout, plan.layout.mesh
+    yield _axes(plan)
+    sharing = mesh.dp_shard * mesh.cp
+    shard = f", state shared by {sharing}" if layout.data.zero and sharing > 1 else ""
+    copies = f", {mesh.dp_replicate} copies" if layout.data.zero and mesh.dp_replicate > 1 else ""
+    yield f"ZeRO-{layout.data.zero}{shard}{copies}"
+    yield f"micro-batch {layout.micro_batch} × {layout.derived.accumulation} per step"
+    if mesh.pp > 1:
+        yield f"schedule {layout.pipeline.form}, {_stage_sizes(plan)} per stage"
+    if mesh.cp > 1:
+        yield f"sequences by {layout.sequence.form}, {layout.sequence.order}"
+    yield f"recompute {_recompute(layout.recompute)}"
+    yield f"compile {layout.compile}"
+    for what, tokens in (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss)):
+        if tokens:
+            yield f"{what} in tiles of {tokens:,} tokens"
+    yield from _offloaded(plan)
+
+
+def _axes(plan: Plan) -> str:
+    """Return the degrees of parallelism as text, outermost first: ``pipeline 2 × data 2 × tensor 4``."""
+    mesh = plan.layout.mesh
+    sizes = (("pipeline", mesh.pp), ("data", mesh.dp), ("sequence", mesh.cp), ("tensor", mesh.tp))
+    parts = [f"{name} {degree}" for name, degree in sizes if degree > 1]
+    text = " × ".join(parts) if parts else "one rank"
+    return text + (f", experts over {plan.layout.expert_ranks}" if plan.layout.expert > 1 else "")
+
+
+def _stage_sizes(plan: Plan) -> str:
+    sizes = sorted({stop - start for start, stop in plan.layout.pipeline.bounds})
+    text = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+    return f"{text} layer{'s' * (sizes[-1] > 1)}"
+
+
+def _recompute(policies: tuple[str, ...]) -> str:
+    kinds = list(dict.fromkeys(policies))
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{kind} × {policies.count(kind)}" for kind in kinds)
+
+
+def _offloaded(plan: Plan) -> Iterator[str]:
+    layout = plan.layout
+    if layout.offload.optimizer != "none":
+        yield f"{1.0 - layout.offload.gpu_fraction:.0%} of the optimizer {_IN[layout.offload.optimizer]}"
+    if layout.offload.parameters != "none":
+        yield f"parameters {_IN[layout.offload.parameters]}"
+    if layout.offload.activations == "cpu":
+        yield "activations in host memory"
+
+
+def _memory(plan: Plan) -> str:
+    memory, device = plan.prediction.memory, plan.devices.memory_bytes
+    share = memory.total_bytes / device
+    what = "rank" if plan.devices.backend == "cpu" else "device"
+    parts = _largest(in_order(memory.terms_bytes, MEMORY_TERMS), gib)
+    return f"{gib(memory.total_bytes)} of {gib(device)} GiB per {what} ({share:.0%}): {parts}"
+
+
+def _host(plan: Plan) -> str:
+    """Return the host memory that all ranks of a node take; empty if there is none, or no figure of it."""
+    memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
+    own = [row.host_bytes for row in plan.candidates if not row.why_not]
+    total = memory.host_bytes or (own[0] if own else 0)
+    if not total or not host:
+        return ""
+    parts = _largest(in_order(memory.host_terms_bytes, ()), gib)
+    return f"{gib(total)} of {gib(host)} GiB per node ({total / host:.0%})" + (f"; per rank: {parts}" if parts else "")
+
+
+def _time(plan: Plan) -> str:
+    time = plan.prediction.time
+    speed = f"{amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
+    return f"{speed}; per step: {_largest(in_order(time.terms_s, TIME_TERMS), seconds)}"
+
+
+def _largest(terms: Iterable[tuple[str, float]], show: Callable[[float], str]) -> str:
+    """Return the largest terms, largest first, and the sum of the others."""
+    ordered = sorted(terms, key=lambda term: -term[1])
+    total = sum(value for _, value in ordered)
+    named = [term for term in ordered[:_NAMED] if term[1] >= _SHOWN * total]
+    parts = [f"{name} {show(value)}" for name, value in named]
+    rest = total - sum(value for _, value in named)
+    return ", ".join([*parts, *([f"all else {show(rest)}"] if rest > 0 and len(ordered) > len(named) else [])])
