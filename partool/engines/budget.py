@@ -14,12 +14,12 @@ from pathlib import Path
 from partool.diagnostics.record import Diagnostic, Span
 
 MAX_READ_BYTES = 512 * 2**10
-"""Bytes of all files of one run; the largest of the 70 files in ``tests/data/corpus`` has 15 KiB."""
+"""Bytes of all files of one run; the largest of the 70 files in ``tests/data/corpus`` has 8 KiB."""
 MAX_FILES = 64
-MAX_WORDS = 20_000
-"""Words and operators of all scripts of one run; the longest script in ``tests/data/corpus`` has 1,700."""
+MAX_WORDS = 10_000
+"""Words and operators of all scripts of one run; the longest script in ``tests/data/corpus`` has 780."""
 MAX_EXPANDED_BYTES = 4 * 2**20
-"""Bytes of text that variables of scripts stand for, summed over their uses; 200 KiB is the most in that corpus."""
+"""Bytes of text that variables of scripts stand for, summed over their uses; 38 KiB is the most in that corpus."""
 MAX_CALLS = 200
 """Functions of a module of configurations that are followed."""
 _WORD_BYTES = 64
@@ -55,8 +55,8 @@ class Budget:
         """Return the text of a regular file.
 
         Raises:
-            UnreadableFileError: there is no such file, it is no regular file (reading a pipe or a device might never end),
-                or it is no text in UTF-8.
+            UnreadableFileError: there is no such file, it is no text in UTF-8, or no regular file: reading a pipe or a
+                device might never end.
             OverBudgetError: the files of this import are too large or too many.
         """
         try:

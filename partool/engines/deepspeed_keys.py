@@ -134,5 +134,15 @@ def _switched_off(settings: Mapping[str, Setting]) -> tuple[str, ...]:
 
 def _key(name: str, table: Mapping[str, Any]) -> str | None:
     """Return the entry of a table for a key: its own, or that of the section that it is in."""
-    sections = sorted((each for each in table if each.endswith(".") and name.startswith(each)), key=len)
-    return name if name in table else sections[-1] if sections else None
+    end = len(name)
+    for _ in range(_DEEPEST):
+        if name[:end] in table:
+            return name[:end]
+        end = name.rfind(".", 0, end - 1) + 1
+        if not end:
+            return None
+    return None
+
+
+_DEEPEST = 8
+"""Sections within sections that a key is looked for in; DeepSpeed's own have three."""

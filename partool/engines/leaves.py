@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 _DEPTH = 6
 """Sections within sections that are read one by one."""
@@ -26,7 +27,7 @@ def leaves(
             yield from leaves(value, f"{name}.", depth + 1, whole=whole)
             continue
         try:
-            plain = yaml.SafeLoader("").construct_object(value, deep=True)
+            plain = SafeConstructor().construct_object(value, deep=True)
         except (yaml.YAMLError, ValueError, RecursionError):
             plain = value.value if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
         yield name, plain, key.start_mark.line + 1

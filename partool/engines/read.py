@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Imported:
     findings: list[Diagnostic] = field(default_factory=list)
     texts: Mapping[str, str] = field(default_factory=dict)
     """Texts of further files that were read, by path."""
+
+    @cached_property
+    def several_files(self) -> bool:
+        """Whether the settings are of more than one file."""
+        return len({fate.setting.file for fate in self.fates}) > 1
 
     @property
     def understood(self) -> float:

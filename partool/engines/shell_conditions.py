@@ -113,11 +113,11 @@ def calculated(text: str) -> str | None:
         value, (yes, _, no) = calculated(test), rest.partition(":")
         return None if value is None else calculated(no if value == "0" else yes)
     try:
-        value = _value(ast.parse(text.replace("/", "//"), mode="eval").body)
+        number = _value(ast.parse(text.replace("/", "//"), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
     # A shell's numbers have 64 bits, and larger ones become others there.
-    return str(value) if abs(value) < 2**63 else None
+    return str(number) if abs(number) < 2**63 else None
 
 
 def _value(node: ast.expr) -> int:

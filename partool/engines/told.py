@@ -22,15 +22,14 @@ def spec_text(found: Imported, *paths: Path) -> str:
     """Return the spec as YAML, with the settings that were not understood as remarks."""
     names, kind = ", ".join(path.name for path in paths), "a file" if len(paths) == 1 else "files"
     lines = [f"# Read from {names}, {kind} of {found.engine}; devices and data are not in such files."]
-    remarks = [
+    open_ = [fate for fate in found.fates if fate.kind in ("not understood", "not priced")]
+    lines += [
         f"# {fate.kind.replace('understood', 'understood, and not priced')}: {fate.setting.name} "
         f"({line_of(fate.setting, found)})"
-        for fate in found.fates
-        if fate.kind in ("not understood", "not priced")
+        for fate in open_[:_NAMED]
     ]
-    lines += remarks[:_NAMED]
-    if len(remarks) > _NAMED:
-        lines.append(f"# and {len(remarks) - _NAMED} more settings that are not priced")
+    if len(open_) > _NAMED:
+        lines.append(f"# and {len(open_) - _NAMED} more settings that are not priced")
     # A name with a line end in it must not begin a line of the spec.
     lines = ["".join(letter if letter.isprintable() else "?" for letter in line[:_LONGEST]) for line in lines]
     return "\n".join(lines) + "\n" + yaml.safe_dump(found.spec, sort_keys=False, width=110)
@@ -38,8 +37,7 @@ def spec_text(found: Imported, *paths: Path) -> str:
 
 def line_of(setting: Setting, found: Imported) -> str:
     """Return a setting's line, with the name of its file if there are several."""
-    several = len({fate.setting.file for fate in found.fates}) > 1
-    return f"{Path(setting.file).name}, line {setting.line}" if several else f"line {setting.line}"
+    return f"{Path(setting.file).name}, line {setting.line}" if found.several_files else f"line {setting.line}"
 
 
 def findings_of(found: Imported) -> list[Diagnostic]:
