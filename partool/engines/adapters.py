@@ -24,7 +24,7 @@ _FULL = ("full", "none", "")
 _KINDS = ("finetuning_type", "train_type", "tuner_type", "tuning_type")
 """Settings that name how a run fine-tunes, as full or lora."""
 _BITS = re.compile(
-    r"^(load|use)_(in_)?[48]_?bit(_qu?a?ntization)?$|^(bits|quantization_bit|quant_bits|bnb_4bit|use_bnb)$|"
+    r"^(load|use)_(in_)?[48]_?bit(_q\w*ization)?$|^(bits|quantization_bit|quant_bits|bnb_4bit|use_bnb)$|"
     r"^quantization_config\.load_in_[48]bit$"
 )
 """Settings that load weights in few bits; the second word is spelt in several ways in examples of PEFT."""

@@ -64,9 +64,10 @@ class Budget:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
             raise UnreadableFileError(getattr(error, "strerror", None) or str(error)) from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise UnreadableFileError("it is not a regular file")
         with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise UnreadableFileError("it is not a regular file")
             self._open(path)
             try:
                 data = file.read(self.read_bytes + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -50,6 +50,8 @@ def _is_number(annotation: Any) -> bool:
     """Return whether a field may be a number."""
     if annotation in (int, float):
         return True
+    if get_origin(annotation) is Literal:
+        return any(isinstance(each, int) for each in get_args(annotation))
     inside = get_origin(annotation) in (Annotated, Union, UnionType)
     return inside and any(_is_number(each) for each in get_args(annotation))
 

@@ -45,8 +45,8 @@ TITAN: dict[str, dict[str, Any]] = {
 VALUES: list[Any] = [
     0, 1, -1, 2, 3, 7, 10**6, 10**9, 10**18, 10**23, 2**63, -(10**30), 0.0, 0.5, -0.5, 1e-9, 1e300, 1.5, float("nan"),
     float("inf"), float("-inf"), "", " ", "auto", "none", "true", "False", "1", "0", "-1", "1e9", "1e400", "nan", "inf",
-    "9" * 6000, "cpu", "nvme", "lora", "full", "x", "x" * 5000, "a\nb", "\x1b[31m", "é", "²", "$(id)", "$X", "--", "[1,",
-    None, True, False, [], {}, [1, 2], [[]], {"a": {}}, {"enabled": 1}, [None] * 50,
+    "9" * 6000, "cpu", "nvme", "lora", "full", "x", "x" * 5000, "a\nb", "\x1b[31m", "é", "²", "$(id)", "$X", "--",
+    "[1,", None, True, False, [], {}, [1, 2], [[]], {"a": {}}, {"enabled": 1}, [None] * 50,
 ]  # fmt: skip
 """Values of the wrong type, sign or size."""
 

@@ -169,8 +169,8 @@ OF_LAUNCH: list[tuple[dict[str, Any], str, Any]] = [
     ),
     ({**BELOW, "deepspeed_config": {"zero_stage": 1}}, "parallel.data.zero", 1),
     (
-        {**BELOW, "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}
-         },
+        {**BELOW, "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu",
+         "offload_optimizer_device": "cpu"}},
         "parallel.offload.parameters",
         "cpu",
     ),
