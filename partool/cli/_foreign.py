@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec.foreign import foreign_file
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _SPEC = (".yaml", ".yml")
 _NOT_SPEC = re.compile(r"""^([ \t{]*"|)(distributed_type|compute_environment|per_device_train_batch_size)"? *:""", re.M)
 """Matches YAML or JSON of accelerate or of TrainingArguments."""
-_TOLD = {"hardware.accelerator": "accelerator", "hardware.nodes": "nodes", "hardware.per_node": "per_node"}
 _MODELS = ("model", "model.preset", "model.config")
 
 
@@ -55,23 +54,27 @@ def load_any(path: Path, overrides: Sequence[str], also: Sequence[Path] = ()) ->
     if not _is_foreign(path):
         return load(path, list(overrides)), Known()
     from partool.engines import Wanted, engine_of_all, read_files
+    from partool.engines.others import refusals
     from partool.engines.told import findings_of, given, spec_text
+    from partool.engines.validated import made_of
 
     files = [(each, text) for each in (path, *also) if isinstance(text := read(each), str)]
     if not files:
         return load(path, list(overrides)), Known()
+    if refused := refusals(files):
+        return Loaded(None, load_text("", str(path)).source, refused), Known()
     engine = engine_of_all([text for _, text in files])
     if engine is None:
         return _unknown(path, files[0][1], overrides), Known()
     values = given(overrides)
-    told: dict[str, Any] = {name: values.pop(key) for key, name in _TOLD.items() if key in values}
+    accelerator = values.pop("hardware.accelerator", None)
     model = next((str(values.pop(key)) for key in _MODELS if key in values), None)
-    found = read_files(files, engine, Wanted(**told, model=model, settings=values))
+    found = read_files(files, engine, Wanted(accelerator, model=model, settings=values))
     findings = findings_of(found)
     loaded = Loaded(None, load_text("", str(path)).source, findings)
     if not any(finding.severity == "error" for finding in findings):
-        names = " ".join(shlex.quote(str(each)) for each, _ in files)
-        loaded = load_text(spec_text(found, path, *also), f"the spec that partool import makes of {names}")
+        names = [shlex.quote(str(each)) for each, _ in files]
+        loaded = load_text(spec_text(found, path, *also), made_of(names))
         loaded.diagnostics[:0] = findings
     settings = {fate.setting.name: fate.setting for fate in found.fates}
     return loaded, Known(settings, {fate.setting.name: fate.text for fate in found.fates if fate.kind == "carried"})
@@ -96,4 +99,8 @@ def _is_foreign(path: Path) -> bool:
     elif path.suffix not in _SPEC:
         return path.is_file()
     text = read(path)
-    return isinstance(text, str) and bool(_NOT_SPEC.search(text))
+    if not isinstance(text, str):
+        return False
+    from partool.engines.others import refusals
+
+    return bool(_NOT_SPEC.search(text) or refusals([(path, text)]))

@@ -15,11 +15,11 @@ from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
+from partool.engines.budget import Budget, OverBudgetError, UnreadableFileError
 from partool.engines.kinds import LOOKED_FOR
+from partool.engines.others import refusals
 from partool.engines.told import findings_of, given, line_of, spec_text
 from partool.plan.terminal import say
-
-_LARGEST_BYTES = 4 * 2**20
 
 
 def command(
@@ -33,7 +33,7 @@ def command(
     accelerator: Annotated[
         str | None, typer.Option("--accelerator", help="Device of the catalog, as h100-sxm.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Machines, over those in the file.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Machines, if no file says it.")] = None,
     per_node: Annotated[int | None, typer.Option("--per-node", min=1, help="Devices per machine, likewise.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Preset, or a Hugging Face config.json.")] = None,
     define: Annotated[
@@ -43,22 +43,29 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, a field of the spec over the files'; repeatable.")
     ] = None,
+    source_folder: Annotated[
+        list[Path] | None,
+        typer.Option("--source-folder", help="Folder, besides the script's own, of files that it sources; repeatable."),
+    ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List what becomes of every setting.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Read a run of another training system into a spec of exactly its layout. Nothing in the files is executed."""
     _refuse_unknown(accelerator, model, overrides or [])
-    files = [(path, _text(path)) for path in paths]
+    budget = Budget(source_folders=tuple(source_folder or ()))
+    files = [(path, _text(path, budget)) for path in paths]
+    for refused in refusals(files):
+        fail(refused.code, refused.message, refused.help, 2)
     found_engine = engine or _engine(files)
     if out is not None and out.exists() and not force:
         fail("PT002", f"{out} is there already", "choose another name, or replace it with --force", 2)
     defined, given = dict(each.partition("=")[::2] for each in define or []), _given(overrides or [])
     before = "".join(f"{each}; " for each in define or [])
     files = [(path, before + text if kind_of(text) == "script" else text) for path, text in files]
-    found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined))
+    found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined), budget)
     texts = {**found.texts, **{str(path): text for path, text in files}}
     _show(found, texts, everything=settings)
-    if any(finding.severity == "error" for finding in found.findings):
+    if not found.spec or any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(1)
     spec = spec_text(found, *paths)
     if out is None:
@@ -95,14 +102,13 @@ def _given(overrides: list[str]) -> dict[str, Any]:
         raise typer.BadParameter(str(error)) from None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, budget: Budget) -> str:
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            fail("PT825", f"{path} is larger than any such file", "name a script or a configuration", 2)
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
-        fail("PT001", f"{path} cannot be read: {reason}", "", 2)
+        return budget.read(path)
+    except UnreadableFileError as error:
+        fail("PT001", f"{path} cannot be read: {error}", "", 2)
+    except OverBudgetError as error:
+        fail(error.finding.code, error.finding.message, error.finding.help, 2)
 
 
 def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> None:

@@ -1,4 +1,4 @@
-"""Rules about files of other training systems (PT820 to PT828)."""
+"""Rules about files of other training systems (PT820 to PT830)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT821",
         "Settings of another system contradict each other",
-        "The system itself would refuse these settings, or ignore one of them.",
+        "The system itself would refuse these settings, or ignore one of them; or an option of the command says "
+        "another number of machines than the files.",
         '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 8}   # on 8 ranks',
         '{"train_batch_size": 128, "train_micro_batch_size_per_gpu": 8}',
     ),
@@ -49,7 +50,7 @@ RULES: tuple[Rule, ...] = (
         "PT825",
         "A script cannot be read to its end",
         "Scripts are read and never run: a value that depends on a command, a condition or an unset variable stays "
-        "unknown, and so does a file that is not there.",
+        "unknown, and so does a file that is not there, or that lies outside of the script's folder.",
         "--micro-batch-size $MBS   # and MBS is set nowhere",
         "partool import train.sh --define MBS=1 --accelerator h100-sxm -o spec.yaml",
     ),
@@ -73,5 +74,20 @@ RULES: tuple[Rule, ...] = (
         "With `engine` a layout has only what that system has: a plan is for people who train with it.",
         BASE.replace("cpu", "h100-sxm") + "engine: megatron\nparallel:\n  recompute: selective\n",
         BASE.replace("cpu", "h100-sxm") + "engine: megatron\nparallel:\n  recompute: attention\n",
+    ),
+    _rule(
+        "PT829",
+        "Files of another system are larger than an import reads",
+        "Such files come from anywhere. An import reads a bounded number of files, bytes, words and values, and no "
+        "file that repeats its values by aliases, so that none can fill the memory or keep the command busy.",
+        "A=$A$A; A=$A$A; A=$A$A   # 40 times",
+        "A=8",
+    ),
+    _rule(
+        "PT830",
+        "The file is of a system that is not imported",
+        "Its names resemble those of a system that is, but they mean other things: a price would be of another run.",
+        "swift sft --model Qwen/Qwen3-8B --train_type lora",
+        "accelerate launch train.py --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1",
     ),
 )

@@ -86,11 +86,11 @@ class _Painter:
         bar = self._paint("frame", "│")
         out.append(f"{' ' * width} {bar}")
         for number in (span.line - 1, span.line):
-            text = lines[number - 1] if 0 < number <= len(lines) else None
+            text = _cut(lines[number - 1]) if 0 < number <= len(lines) else None
             if text is not None and (number == span.line or text.strip()):
                 out.append(f"{self._paint('frame', str(number).rjust(width))} {bar} {_expand(text)}".rstrip())
         if 0 < span.line <= len(lines):
-            out.append(f"{' ' * width} {bar} {self._caret(span, lines[span.line - 1], label.text, kind)}")
+            out.append(f"{' ' * width} {bar} {self._caret(span, _cut(lines[span.line - 1]), label.text, kind)}")
         return out
 
     def _caret(self, span: Span, line: str, text: str, kind: str) -> str:
@@ -101,6 +101,14 @@ class _Painter:
 
     def _paint(self, kind: str, text: str) -> str:
         return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if self._colour else text
+
+
+_LONGEST = 1000
+"""Letters of a line that are shown: of a file in one line, the rest hides the finding."""
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 
 
 def _expand(text: str) -> str:

@@ -8,13 +8,15 @@ https://github.com/huggingface/transformers). With DeepSpeed or Megatron-LM belo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from partool.catalog.lookup import table
-from partool.engines import accelerate_deepspeed
+from partool.engines import accelerate_deepspeed, adapters
+from partool.engines.accelerate_deepspeed import of_launcher
 from partool.engines.accelerate_files import OF
+from partool.engines.accelerate_keys import NO_EFFECT
 from partool.engines.accelerate_layout import parallel_of
+from partool.engines.machines import Machines, Stated
 from partool.engines.recipes import of_trainer
 from partool.engines.settings import Sheet
 
@@ -22,29 +24,26 @@ _LENGTHS = (
     "max_seq_length", "max_seq_len", "max_length", "model_max_length", "cutoff_len", "block_size", "sequence_len",
     "max_source_length",
 )  # fmt: skip
-_ADAPTERS = (
-    "use_peft", "use_lora", "lora_enable", "lora", "load_in_4bit", "load_in_8bit", "use_qlora", "qlora", "bits",
-    "quantization_bit",
-)  # fmt: skip
-_PLAIN_FINE_TUNING = ("full", "none", "")
 
 
-def hardware_of(sheet: Sheet, launched: Mapping[str, int]) -> dict[str, Any]:
-    """Return the machines: those of torchrun's options, or those of accelerate's configuration."""
-    hardware: dict[str, Any] = dict(launched)
-    nodes = sheet.whole(OF + "num_machines", 0, to="hardware.nodes")
-    ranks = sheet.whole(OF + "num_processes", -1, to="hardware.per_node")
-    if nodes:
-        hardware.setdefault("nodes", nodes)
-    if ranks > 0 and "per_node" not in hardware:
-        machines = max(1, int(hardware.get("nodes", 1)))
-        if ranks % machines:
+def machines_of(sheet: Sheet, machines: Machines) -> None:
+    """Add what accelerate's configuration or options say; torchrun's options count over them."""
+    nodes = sheet.whole(OF + "num_machines", to="hardware.nodes")
+    if nodes and "nodes" not in machines.launcher:
+        machines.option(sheet.settings[OF + "num_machines"], "nodes")
+    if any(name.startswith(OF) for name in sheet.settings):
+        machines.default("nodes", 1, "accelerate's num_machines, by default,", None)
+    ranks = sheet.whole(OF + "num_processes", -1, to="hardware.per_node", off=(-1,), derived=True)
+    stated = machines.of_files("nodes")
+    if ranks > 0 and "per_node" not in machines.launcher and stated is not None:
+        if ranks % stated.number:
             sheet.say(
-                "PT821", "error", f"{ranks} processes do not divide over {machines} machines",
+                "PT821", "error", f"{ranks} processes do not divide over {stated.number} machines",
                 "a multiple of the machines", OF + "num_processes",
             )  # fmt: skip
-        hardware["per_node"] = max(1, ranks // machines)
-    return hardware
+        name = f"num_processes {ranks} over {stated.number} machines"
+        each = Stated(max(1, ranks // stated.number), name, sheet.settings[OF + "num_processes"].span)
+        machines.launcher["per_node"] = each
 
 
 def spec_of(sheet: Sheet, inner: Sheet, world: int | None, per_node: int | None) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def _training(sheet: Sheet) -> dict[str, Any]:
     length = next((one for one in lengths if one), None)
     if length is None:
         sheet.lacks("training.sequence_length", "the files do not say how long sequences are")
-    steps = sheet.whole("max_steps", -1, to="training.steps", least=0)
+    steps = sheet.whole("max_steps", -1, to="training.steps", off=(-1, 0))
     found: dict[str, Any] = {
         "sequence_length": length,
         "steps": steps if steps > 0 else None,
@@ -186,9 +185,9 @@ def _batch(sheet: Sheet, found: dict[str, Any], world: int | None) -> None:
     sizes = [sheet.whole(f"per_{kind}_train_batch_size", 0, to=to) for kind in ("device", "gpu")]
     micro = next((one for one in sizes if one), 8 if trained(sheet) else None)
     steps = sheet.whole("gradient_accumulation_steps", 0, to="training.global_batch")
-    launch = sheet.get(OF + "deepspeed_config.gradient_accumulation_steps", to="training.global_batch")
+    launch = of_launcher(sheet)
     number = sheet.whole(OF + "megatron_lm_config.megatron_lm_num_micro_batches", 0, to="training.global_batch")
-    whole = number or steps or (launch if isinstance(launch, int) and launch > 0 else 1)
+    whole = number or steps or launch or 1
     if sheet.flag("auto_find_batch_size", to=to):
         sheet.say(
             "PT823", "warning", "the micro-batch is halved until it fits; the first one is priced",
@@ -208,18 +207,23 @@ def _batch(sheet: Sheet, found: dict[str, Any], world: int | None) -> None:
         sheet.lacks("training.global_batch", "the global batch depends on the number of processes, which is not known")
 
 
+def _of_factory(sheet: Sheet) -> bool:
+    """Return whether the arguments are LLaMA-Factory's (``hparams`` of https://github.com/hiyouga/LLaMA-Factory)."""
+    return "cutoff_len" in sheet.settings or {"stage", "template"} <= sheet.settings.keys()
+
+
 def _left_out(sheet: Sheet) -> None:
     """Say what changes the price and has no field."""
-    for name in _ADAPTERS:
-        value = str(sheet.get(name, "", to="nothing: off")).lower()
-        if value not in ("", "false", "none", "no", "0", "16", "32"):
-            sheet.say(
-                "PT823", "error", f"{name}: adapters and weights in few bits are not priced", "full fine-tuning", name
-            )
-    for name in ("finetuning_type", "train_type"):
-        kind = str(sheet.get(name, "full", to="nothing: full")).lower()
-        if kind not in _PLAIN_FINE_TUNING:
-            sheet.say("PT823", "error", f"fine-tuning by {kind} is not priced", f"{name}: full", name)
+    sheet.findings += adapters.findings(sheet.settings)
+    for name in adapters.named(sheet.settings, known=NO_EFFECT):
+        sheet.get(name, to="nothing: all weights are trained")
+    if _of_factory(sheet) and not any(name in sheet.settings for name in ("finetuning_type", "train_type")):
+        sheet.say(
+            "PT823", "error", "LLaMA-Factory trains adapters (LoRA) where no finetuning_type is given, and partool has "
+            "no adapters", "finetuning_type: full prices the run with all weights", "stage", "cutoff_len", "template",
+        )  # fmt: skip
+    if (stage := sheet.settings.get("stage")) and (other := adapters.task(str(stage.value), stage.span)):
+        sheet.findings.append(other)
     for name in ("use_liger_kernel", "use_liger", "enable_liger_kernel"):
         if sheet.flag(name, to="nothing: fused kernels are not priced"):
             sheet.say(

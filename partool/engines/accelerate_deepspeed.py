@@ -60,14 +60,23 @@ def _with(setting: Setting, value: Any) -> Setting:
     return Setting(setting.name, value, setting.file, setting.line)
 
 
+def of_launcher(sheet: Sheet) -> int | None:
+    """Return the steps of accumulation in accelerate's own configuration, if it has them."""
+    name = f"{OF}deepspeed_config.gradient_accumulation_steps"
+    if (given := sheet.settings.get(name)) is not None and given.value == "auto":
+        sheet.get(name, to="training.global_batch")
+        return None
+    number: int | None = sheet.whole(name, to="training.global_batch")
+    return number
+
+
 def _fill(sheet: Sheet, inner: Sheet, settings: dict[str, Setting]) -> None:
     """Fill in the three sizes of a batch; a finding where DeepSpeed's configuration has another one."""
     given = any(not name.startswith((OF, "launch.")) for name in sheet.settings)
     for key, (name, default) in _FILLED.items():
         value = sheet.whole(name, default if given else 0, to=f"DeepSpeed's {key}") or None
         if value is None and key == "gradient_accumulation_steps":
-            launch = sheet.get(f"{OF}deepspeed_config.{key}", to="training.global_batch")
-            value = launch if isinstance(launch, int) else None
+            value = of_launcher(sheet)
         setting = settings.get(key)
         if _open(setting):
             if value is not None:

@@ -11,30 +11,32 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from partool.diagnostics.record import Diagnostic, Span
+from partool.diagnostics.record import Diagnostic
+from partool.engines import adapters, slurm
 from partool.engines.accelerate_keys import NO_EFFECT
+from partool.engines.budget import Budget
 from partool.engines.commands import (
     File,
     Gathered,
-    launched,
-    missing_sources,
+    launcher_without_nodes,
     named_file,
     not_found,
     options,
+    script_of,
+    span_of,
     training_command,
     unknown_value,
 )
+from partool.engines.documents import document
 from partool.engines.kinds import engine_of, kind_of
 from partool.engines.leaves import leaves
 from partool.engines.settings import Setting
-from partool.engines.shell import ShellScript, Word
+from partool.engines.shell import Word
 
 OF = "accelerate."
 """Before names of accelerate's own settings."""
 _MARKS = (
-    r"accelerate(\.commands\.|\s+)launch|--per_device_train_batch_size|--model_name_or_path|\w\.py\b.*--deepspeed|"
+    r"accelerate(\.commands\.|\s+)launch|--per_device_train_batch_size|--model_name_or_path|(?>^.*?\w\.py\b).*--deepspeed|"
     r"\btrl\s|llamafactory-cli"
 )
 _LAUNCHES = re.compile(r"^[^-].*accelerate|^accelerate|torchrun$|^(\S+/)?deepspeed$|torch\.distributed")
@@ -67,16 +69,16 @@ LAUNCHER = {
 """Options of torchrun and of the deepspeed command → fields of ``hardware``."""
 
 
-def gather(files: Sequence[File]) -> Gathered:
+def gather(files: Sequence[File], budget: Budget) -> Gathered:
     """Return the settings of all files, and of the files that they name; commands count over files."""
-    found, over = Gathered(), dict[str, Setting]()
+    found, over = Gathered(budget), dict[str, Setting]()
     seen: set[str] = set()
     for path, text in files:
         if kind_of(text) in ("json", "yaml"):
             seen.add(str(path))
             _file(path, text, found)
         else:
-            over |= _script(path, text, files, found)
+            over |= _script(path, text, found)
     queue = {**over, **found.settings}
     while queue:
         before = dict(found.settings)
@@ -89,16 +91,8 @@ def gather(files: Sequence[File]) -> Gathered:
 
 def _file(path: Path, text: str, found: Gathered) -> None:
     """Take in a file of YAML or JSON: DeepSpeed's configuration, accelerate's, or ``TrainingArguments``."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        message = f"{path} is neither YAML nor JSON: {getattr(error, 'problem', error)}"
-        found.findings.append(
-            Diagnostic("PT820", message, help="mend the file", span=Span(str(path), line, 1, line, 1))
-        )
-        return
+    root, wrong = document(path, text, "YAML or JSON of a run")
+    found.findings += wrong
     found_here = {name: Setting(name, value, str(path), line) for name, value, line in leaves(root, whole=_OPAQUE)}
     if engine_of(text) == "deepspeed":
         found.deepspeed |= found_here
@@ -108,11 +102,11 @@ def _file(path: Path, text: str, found: Gathered) -> None:
         found.settings |= found_here
 
 
-def _script(path: Path, text: str, files: Sequence[File], found: Gathered) -> dict[str, Setting]:
+def _script(path: Path, text: str, found: Gathered) -> dict[str, Setting]:
     """Return the options of a script's command."""
-    script = ShellScript()
-    script.read(path, text)
-    found.findings += missing_sources(path, script)
+    script, notes = script_of(path, text, found.budget)
+    found.findings += notes
+    found.machines.scheduler |= slurm.machines(path, text)
     command = training_command(script, marks=_MARKS)
     if not command:
         nothing = f"{path} has no command with TrainingArguments"
@@ -122,9 +116,17 @@ def _script(path: Path, text: str, files: Sequence[File], found: Gathered) -> di
     if not any(_LAUNCHES.search(word.text) for word in command[:start]):
         start = 0
     launch = _options(command[:start], found)
-    launched(launch, found, LAUNCHER)
+    for name, target in LAUNCHER.items():
+        if name in launch:
+            found.machines.option(launch[name], target)
+    if (launcher := launcher_without_nodes(command)) is not None:
+        what = f"the number of nodes of {launcher.text} without --nnodes"
+        found.machines.default("nodes", 1, what, span_of(launcher))
     by_accelerate = any("accelerate" in word.text for word in command[:start])
     own = _options(command[start:], found)
+    for word in command[start : start + 2]:
+        if word.text.endswith(".py") or command[start].text == "trl":
+            found.findings += filter(None, [adapters.task(word.text, span_of(word))])
     own |= (
         {_launch_name(name): one for name, one in launch.items() if name not in LAUNCHER}
         if by_accelerate
@@ -177,7 +179,7 @@ def _follow(name: str, setting: Setting, files: Sequence[File], found: Gathered,
         if text.startswith("{"):
             _inline(name, setting, found)
         return
-    file = named_file(text, setting.file, files)
+    file = named_file(text, setting.file, files, found.budget)
     if file is None:
         if not (name == "deepspeed" and found.deepspeed):
             found.findings.append(not_found(setting))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
+from partool.engines import slurm
+from partool.engines.budget import Budget, UnreadableFileError
+from partool.engines.machines import Machines
 from partool.engines.settings import Setting
 from partool.engines.shell import ShellScript, Word, split
 
 File = tuple[Path, str]
 """A file's path and its text."""
-_LARGEST_BYTES = 4 * 2**20
 _LEVELS = 4
 """Folders above a script in which files are looked for that it names: scripts often run from the project's root."""
 
@@ -23,11 +26,12 @@ _LEVELS = 4
 class Gathered:
     """What files of one run say, before it is understood."""
 
+    budget: Budget = field(default_factory=Budget)
     settings: dict[str, Setting] = field(default_factory=dict)
     deepspeed: dict[str, Setting] = field(default_factory=dict)
     """Keys of a DeepSpeed configuration that belongs to the run."""
     findings: list[Diagnostic] = field(default_factory=list)
-    hardware: dict[str, int] = field(default_factory=dict)
+    machines: Machines = field(default_factory=Machines)
     texts: dict[str, str] = field(default_factory=dict)
     """Texts of the files that other files name, by path."""
 
@@ -64,21 +68,33 @@ def unknown_value(name: str, word: Word, to: str = "") -> Diagnostic:
     return Diagnostic("PT825", message, path=tuple(to.split(".")) if to else (), help=way_out, span=span_of(word))
 
 
-def missing_sources(path: Path, script: ShellScript) -> list[Diagnostic]:
-    """Return a finding for each file that a script sources and that cannot be read.
+def script_of(path: Path, text: str, budget: Budget) -> tuple[ShellScript, list[Diagnostic]]:
+    """Return a script that is read with the variables that Slurm sets, and findings about files that it sources."""
+    script = ShellScript(budget)
+    script.variables |= {name: [Word(value, str(path), 1)] for name, value in slurm.variables(text).items()}
+    script.read(path, text)
+    return script, _sources(path, script)
+
+
+def _sources(path: Path, script: ShellScript) -> list[Diagnostic]:
+    """Return a finding for each file that a script sources and that is not read.
 
     Such files often set up the machine only; a value that they set and that matters is an error of its own.
     """
-    way_out = "put the file beside the script if it sets values of the run, or write them into the script"
-    return [
-        Diagnostic(
-            "PT825", f"{path} sources {each.text}, which cannot be read", "warning", help=way_out, span=span_of(each)
-        )
-        for each in script.missing
-    ]  # fmt: skip
+    found = list[Diagnostic]()
+    for each in dict.fromkeys(script.missing):
+        message = f"{path} sources {each.text}, which cannot be read"
+        help = "put the file beside the script if it sets values of the run, or write them into the script"
+        found.append(Diagnostic("PT825", message, "warning", help=help, span=span_of(each)))
+    for each in dict.fromkeys(script.outside):
+        message = f"{path} sources {each.text}, which lies outside of the script's folder and is not read"
+        folder = shlex.quote(str((Path(each.file).parent / each.text).parent))
+        help = f"if it sets values of the run: partool import --source-folder {folder}, or write them into the script"
+        found.append(Diagnostic("PT825", message, "warning", help=help, span=span_of(each)))
+    return found
 
 
-def named_file(name: str, beside: str, files: Sequence[File]) -> File | None:
+def named_file(name: str, beside: str, files: Sequence[File], budget: Budget) -> File | None:
     """Return a file that another one names: one of ``files``, or one on disk near the file that names it."""
     wanted = Path(name.strip("\"'"))
     for path, text in files:
@@ -87,9 +103,8 @@ def named_file(name: str, beside: str, files: Sequence[File]) -> File | None:
     place = Path(beside).parent
     for folder in (place, *list(place.absolute().parents)[:_LEVELS]):
         try:
-            if (found := folder / wanted).is_file() and found.stat().st_size <= _LARGEST_BYTES:
-                return found, found.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, ValueError):
+            return folder / wanted, budget.read(folder / wanted)
+        except UnreadableFileError:
             continue
     return None
 
@@ -100,21 +115,26 @@ def not_found(setting: Setting) -> Diagnostic:
     return Diagnostic("PT825", message, help="give that file as another FILE", span=setting.span)
 
 
-def launched(found: dict[str, Setting], gathered: Gathered, names: Mapping[str, str]) -> None:
-    """Move the launcher's numbers of machines and devices from settings to ``gathered.hardware``."""
-    for name, target in names.items():
-        setting = found.get(name)
-        if setting is None:
-            continue
-        if str(setting.value).isdigit():
-            gathered.hardware[target] = int(setting.value)
-            continue
-        gathered.findings.append(
-            Diagnostic(
-                "PT822", f"{setting.name} is {setting.value}, and a number is needed", path=("hardware", target),
-                span=setting.span, help=f"add --{target.replace('_', '-')} NUMBER",
-            )
-        )  # fmt: skip
+_LAUNCHERS = re.compile(r"(^|/)torchrun$|torch\.distributed\.(run|launch)\b")
+
+
+def launcher_without_nodes(command: Sequence[Word]) -> Word | None:
+    """Return torchrun, or its module, if a command starts it without a number of nodes: that is one node.
+
+    None where options before the program are left to a variable that nobody knows.
+    """
+    start = next((place for place, word in enumerate(command) if _LAUNCHERS.search(word.text)), -1)
+    if start < 0:
+        return None
+    for place in range(start + 1, len(command)):
+        word, before = command[place], command[place - 1].text
+        if word.text.partition("=")[0].replace("_", "-") == "--nnodes":
+            return None
+        if word.text.endswith(".py") or before.lstrip("-") in ("m", "module"):
+            break
+        if word.unknown and not word.text.startswith("-") and ("=" in before or not before.startswith("-")):
+            return None
+    return command[start]
 
 
 def options(words: Sequence[Word]) -> Iterator[tuple[str, Any, Word, Word]]:

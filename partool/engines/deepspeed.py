@@ -10,13 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from partool.diagnostics.record import Diagnostic, Span
+from partool.diagnostics.record import Diagnostic
 from partool.engines.deepspeed_keys import no_effect, unpriced
+from partool.engines.documents import document
 from partool.engines.leaves import leaves
 from partool.engines.recipes import of_deepspeed
-from partool.engines.settings import Setting, Sheet
+from partool.engines.settings import Setting, Sheet, shown
 
 _SECTIONS = frozenset(
     (
@@ -29,23 +28,11 @@ _SECTIONS = frozenset(
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
-    try:
-        root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        return {}, [
-            Diagnostic(
-                "PT820", f"{path} is no JSON: {getattr(error, 'problem', error)}",
-                span=Span(str(path), line, 1, line, 1),
-            )
-        ]  # fmt: skip
-    if not isinstance(root, yaml.MappingNode):
-        return {}, [Diagnostic("PT820", f"{path} is no configuration of DeepSpeed, which is an object of JSON")]
+    root, findings = document(path, text, "configuration of DeepSpeed, which is an object of JSON")
     found = {}
     for name, value, line in leaves(root):
         found[name] = Setting(name, value, str(path), line)
-    return found, []
+    return found, findings
 
 
 def _skip_empty(sheet: Sheet) -> None:
@@ -59,12 +46,12 @@ def _skip_empty(sheet: Sheet) -> None:
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
     _skip_empty(sheet)
-    tensor = int(sheet.number("tensor_parallel.autotp_size", 1, to="parallel.tensor") or 1)
-    sequence = int(sheet.number("sequence_parallel_size", 1, to="parallel.sequence.degree") or 1)
+    # DeepSpeed takes 0 of tensor ranks for none.
+    tensor = sheet.whole("tensor_parallel.autotp_size", 1, to="parallel.tensor.degree", off=(0,)) or 1
+    sequence = sheet.whole("sequence_parallel_size", 1, to="parallel.sequence.degree")
     # Ranks that share a sequence or the matrices have the same batch (DeepSpeedConfig's world_size).
     micro, batch = _batch(sheet, None if world is None else max(1, world // (tensor * sequence)))
-    old = sheet.get("zero_optimization", False, to="parallel.data.zero")  # a truth value in old files
-    stage = int(sheet.number("zero_optimization.stage", int(old is True), to="parallel.data.zero"))
+    stage = _stage(sheet)
     parallel: dict[str, Any] = {
         "data": {"zero": stage},
         "tensor": {"degree": tensor}
@@ -72,7 +59,7 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         "pipeline": {"stages": 1},
         "tiles": {"mlp": 0, "loss": 0},
         "recompute": "none",
-        "compile": "block" if sheet.get("compile.enabled", False, to="parallel.compile") is True else "none",
+        "compile": "block" if sheet.flag("compile.enabled", to="parallel.compile") else "none",
         "sequence": {"degree": sequence},
         "offload": _offload(sheet, stage),
     }
@@ -80,7 +67,7 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         parallel["sequence"]["method"] = "ulysses"
     if (size := _persistent(sheet, stage)) is not None:
         parallel["data"]["persistent"] = size
-    if (shard := sheet.number("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard")) > 1:
+    if (shard := sheet.whole("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard", least=0)) > 1:
         sheet.say(
             "PT823", "error", f"zero_hpz_partition_size is {shard}: a second copy of the parameters in each "
             "node is not priced", "remove it, or --set parallel.data.shard=NUMBER prices hybrid sharding",
@@ -113,18 +100,21 @@ def _persistent(sheet: Sheet, stage: int) -> int | None:
     found = None
     for name in ("stage3_param_persistence_threshold", "param_persistence_threshold"):
         key = f"zero_optimization.{name}"
-        size = _whole(sheet.settings[key].value) if key in sheet.settings and stage == 3 else None
-        sheet.get(key, to="nothing: it is automatic, or without ZeRO-3" if size is None else "parallel.data.persistent")
+        size = None
+        if stage == 3 and key in sheet.settings and sheet.settings[key].value not in ("auto", None):
+            size = sheet.whole(key, to="parallel.data.persistent", least=0)
+        else:
+            sheet.get(key, to="nothing: it is automatic, or without ZeRO-3")
         found = size if found is None else found
     return found
 
 
-def _whole(value: Any) -> int | None:
-    """Return a size that JSON may write as a number or as 1e5, which YAML takes for a word."""
-    try:
-        return int(float(value))
-    except (TypeError, ValueError):
-        return None
+def _stage(sheet: Sheet) -> int:
+    """Return the stage of ZeRO; the whole section is a truth value in old files."""
+    whole = sheet.settings.get("zero_optimization")
+    old = whole is not None and whole.value not in ({}, None) and sheet.flag(whole.name, to="parallel.data.zero")
+    stage: int = sheet.whole("zero_optimization.stage", int(old), to="parallel.data.zero", least=0)
+    return stage
 
 
 def _batch(sheet: Sheet, ranks: int | None) -> tuple[int | None, int | None]:
@@ -133,10 +123,12 @@ def _batch(sheet: Sheet, ranks: int | None) -> tuple[int | None, int | None]:
     to = ("parallel.micro_batch", "training.global_batch", "training.global_batch")
     given: list[int | None] = []
     for name, path in zip(names, to, strict=True):
-        value = sheet.get(name, to=path)
-        if value == "auto":
+        if name in sheet.settings and sheet.settings[name].value == "auto":
+            sheet.get(name, to=path)
             sheet.lacks(path, f"{name} is auto: the trainer's arguments have it", name)
-        given.append(value if isinstance(value, int) and not isinstance(value, bool) else None)
+            given.append(None)
+        else:
+            given.append(sheet.whole(name, to=path))
     micro, steps, batch = given
     if ranks is None:
         return micro, batch
@@ -156,26 +148,39 @@ def _batch(sheet: Sheet, ranks: int | None) -> tuple[int | None, int | None]:
 
 
 def _precision(sheet: Sheet) -> str:
-    bf16 = sheet.get(
-        "bf16.enabled", sheet.get("bfloat16.enabled", False, to="training.precision"), to="training.precision"
-    )
-    fp16 = sheet.get("fp16.enabled", False, to="training.precision")
-    for name, value in (("bf16.enabled", bf16), ("fp16.enabled", fp16)):
-        if value == "auto":
+    on = dict.fromkeys(("bf16", "bfloat16", "fp16"), False)
+    for kind in on:
+        name = f"{kind}.enabled"
+        if name in sheet.settings and str(sheet.settings[name].value).lower() == "auto":
+            sheet.get(name, to="training.precision")
             sheet.lacks("training.precision", f"{name} is auto: the trainer's arguments have it", name)
-    if bf16 is True and fp16 is True:
+        else:
+            on[kind] = sheet.flag(name, to="training.precision")
+    bf16 = on["bf16"] if "bf16.enabled" in sheet.settings else on["bfloat16"]
+    if bf16 and on["fp16"]:
         sheet.say("PT821", "error", "both bf16 and fp16 are enabled", "disable one of them", "fp16.enabled")
-    return "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32"
+    return "bf16" if bf16 else "fp16" if on["fp16"] else "fp32"
+
+
+_PLACES = ("none", "cpu", "nvme")
+
+
+def _place(sheet: Sheet, section: str, old: str, to: str) -> str:
+    """Return where a section of offload puts a part of the state; ``old`` is the name of a flag of older versions."""
+    before = sheet.flag(f"zero_optimization.{old}", to=to)
+    name = f"zero_optimization.{section}.device"
+    given = sheet.get(name, to=to)
+    word = ("cpu" if before else "none") if given is None else str(given).lower()
+    if word not in _PLACES:
+        message = f"{name} is {shown(given)}, and {', '.join(_PLACES[:-1])} or {_PLACES[-1]} is expected"
+        sheet.say("PT820", "error", message, "one of these", name)
+        return "none"
+    return word
 
 
 def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
     found: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "none"}
-    old = sheet.get("zero_optimization.cpu_offload", False, to="parallel.offload.optimizer")
-    place = str(
-        sheet.get(
-            "zero_optimization.offload_optimizer.device", "cpu" if old else "none", to="parallel.offload.optimizer"
-        )
-    )
+    place = _place(sheet, "offload_optimizer", "cpu_offload", "parallel.offload.optimizer")
     share = float(sheet.number("zero_optimization.offload_optimizer.ratio", 1.0, to="parallel.offload.gpu_fraction"))
     if share < 1 and stage < 3:
         sheet.say(
@@ -189,9 +194,7 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
                 "PT821", "error", f"the optimizer cannot go to {place} with ZeRO-{stage}",
                 "stage 1 or higher for cpu, stage 3 for nvme", "zero_optimization.offload_optimizer.device",
             )  # fmt: skip
-    old = sheet.get("zero_optimization.cpu_offload_param", False, to="parallel.offload.parameters")
-    default = "cpu" if old is True else "none"
-    where = str(sheet.get("zero_optimization.offload_param.device", default, to="parallel.offload.parameters"))
+    where = _place(sheet, "offload_param", "cpu_offload_param", "parallel.offload.parameters")
     if where in ("cpu", "nvme"):
         found["parameters"] = where
         if stage < 3:
@@ -200,8 +203,12 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
                 "stage: 3, or remove offload_param", "zero_optimization.offload_param.device",
             )  # fmt: skip
     for name in ("offload_optimizer", "offload_param"):
-        if folder := sheet.get(f"zero_optimization.{name}.nvme_path", to="parallel.offload.dir"):
-            found["dir"] = str(folder)
+        folder = sheet.get(f"zero_optimization.{name}.nvme_path", to="parallel.offload.dir")
+        if isinstance(folder, str) and folder:
+            found["dir"] = folder
+        elif folder:
+            key = f"zero_optimization.{name}.nvme_path"
+            sheet.say("PT820", "error", f"{key} is {shown(folder)}, and a path is expected", "a path in quotes", key)
     return found
 
 
@@ -212,5 +219,5 @@ def _recompute(sheet: Sheet, parallel: dict[str, Any]) -> None:
         "--set parallel.recompute=full, if it calls gradient_checkpointing_enable or the like",
     )  # fmt: skip
     sheet.get("activation_checkpointing.partition_activations", to="nothing: off without tensor ranks")
-    if sheet.get("activation_checkpointing.cpu_checkpointing", False, to="parallel.offload.activations") is True:
+    if sheet.flag("activation_checkpointing.cpu_checkpointing", to="parallel.offload.activations"):
         parallel["offload"]["activations"], parallel["recompute"] = "cpu", "full"

@@ -7,10 +7,11 @@ They were compared with ``deepspeed/runtime/config.py``, ``zero/config.py``, ``z
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from partool.diagnostics.record import Severity
-from partool.engines.settings import Setting, Unpriced
+from partool.engines.settings import Setting, Unpriced, is_off
 
 _GROUPS = {
     "changes values, not sizes or operators": """
@@ -105,6 +106,13 @@ UNPRICED: dict[str, Unpriced] = _BUFFERS | {
 """Keys that change memory or time, by name."""
 
 
+TOP = frozenset(name.partition(".")[0] for name in (*_REASONS, *UNPRICED)) - {"_comment", "comment", "pipeline"} | {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "bfloat16", "fp16",
+    "optimizer", "zero_optimization", "activation_checkpointing", "sequence_parallel_size",
+}  # fmt: skip
+"""Names at the top of a configuration."""
+
+
 def no_effect(settings: Mapping[str, Setting]) -> dict[str, str]:
     """Return the reason of each key that has no effect; sections that are switched off have none."""
     off = _switched_off(settings)
@@ -120,13 +128,21 @@ def unpriced(settings: Mapping[str, Setting]) -> dict[str, Unpriced]:
 
 
 def _switched_off(settings: Mapping[str, Setting]) -> tuple[str, ...]:
-    ends = [name for name, setting in settings.items() if name.endswith(".enabled") and setting.value is False]
+    ends = [name for name, setting in settings.items() if name.endswith(".enabled") and is_off(setting.value)]
     return tuple(name.removesuffix("enabled") for name in ends)
 
 
-def _key(name: str, table: Iterable[str]) -> str | None:
+def _key(name: str, table: Mapping[str, Any]) -> str | None:
     """Return the entry of a table for a key: its own, or that of the section that it is in."""
-    known = set(table)
-    parts = name.split(".")
-    sections = [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
-    return next((each for each in (name, *sections) if each in known), None)
+    end = len(name)
+    for _ in range(_DEEPEST):
+        if name[:end] in table:
+            return name[:end]
+        end = name.rfind(".", 0, end - 1) + 1
+        if not end:
+            return None
+    return None
+
+
+_DEEPEST = 8
+"""Sections within sections that a key is looked for in; DeepSpeed's own have three."""

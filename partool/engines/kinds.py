@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from functools import lru_cache
 from typing import Literal
 
-import yaml
-
+from partool.engines.deepspeed_keys import TOP
+from partool.engines.documents import names, outline, toml
 from partool.strategies.engines import Engine
 
 Kind = Literal["json", "toml", "yaml", "python", "script"]
@@ -24,12 +23,15 @@ _OF_ACCELERATE = frozenset(
     )
 )  # fmt: skip
 _OF_TORCHTITAN = frozenset(("training", "parallelism", "job", "model", "activation_checkpoint"))
+_TABLE = re.compile(r"^\[(job|training|parallelism|activation_checkpoint)\][ \t]*$", re.M)
+"""A table of torchtitan's, in TOML that may be broken elsewhere."""
 _WORDS: tuple[tuple[Engine, str], ...] = (
     ("torchtitan", r"--job\.config_file|--(training|parallelism|activation_checkpoint|compile|model)\.\w|torchtitan\."
      r"train\b|run_(llama_)?train\.sh|--module\s+\S+\s+--config\s"),
     ("megatron", r"--num[-_]layers\b|--tensor[-_]model[-_]parallel[-_]size\b|--micro[-_]batch[-_]size\b"),
-    ("accelerate", r"\baccelerate\s+launch\b|--per_device_train_batch_size\b|--model_name_or_path\b|"
-     r"\bdeepspeed\s+[^\n]*\w\.py\b"),
+    # Of the word deepspeed in a line, the first decides: no line is read again from every such word.
+    ("accelerate", r"(?m)\baccelerate\s+launch\b|--per_device_train_batch_size\b|--model_name_or_path\b|"
+     r"^(?>.*?\bdeepspeed\s).*\w\.py\b"),
 )  # fmt: skip
 """Expressions that scripts of a system match; the first counts."""
 LOOKED_FOR = (
@@ -40,14 +42,14 @@ LOOKED_FOR = (
 """Says by what files are recognised."""
 
 
-@lru_cache(64)
+@lru_cache(16)
 def kind_of(text: str) -> Kind:
     """Return the format of a file's text; whatever is nothing else is taken for a script."""
     if text.lstrip().startswith("{"):
         return "json"
-    if _toml(text):
+    if toml(text)[0] or _TABLE.search(text):
         return "toml"
-    if _yaml_keys(text):
+    if names(text):
         return "yaml"
     if re.search(r"^(def|from|import|class)\s", text, re.M):
         try:
@@ -62,12 +64,15 @@ def engine_of(text: str) -> Engine | None:
     """Return the engine whose file this is, by its contents."""
     kind = kind_of(text)
     if kind == "toml":
-        return "torchtitan" if _toml(text) & _OF_TORCHTITAN else None
+        tables, problem = toml(text)
+        return "torchtitan" if problem or tables.keys() & _OF_TORCHTITAN else None
     if kind in ("json", "yaml"):
-        keys = _yaml_keys(text)
+        keys = names(text)
         if keys & _OF_ACCELERATE and not keys & _OF_DEEPSPEED:
             return "accelerate"
-        return "deepspeed" if kind == "json" or keys & _OF_DEEPSPEED else None
+        if kind == "json" and (keys & TOP or outline(text).broken):
+            return "deepspeed"
+        return "deepspeed" if keys & _OF_DEEPSPEED else None
     if kind == "python":
         return "torchtitan" if "torchtitan" in text else None
     return next((engine for engine, words in _WORDS if re.search(words, text)), None)
@@ -79,23 +84,3 @@ def engine_of_all(texts: list[str]) -> Engine | None:
     if found == {"accelerate", "deepspeed"}:
         return "accelerate"
     return found.pop() if len(found) == 1 else None
-
-
-def _toml(text: str) -> frozenset[str]:
-    try:
-        return frozenset(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return frozenset()
-
-
-@lru_cache(64)
-def _yaml_keys(text: str) -> frozenset[str]:
-    """Return the names at the top of a mapping of YAML or JSON; none if the text is something else."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):
-        return frozenset()
-    if not isinstance(root, yaml.MappingNode):
-        return frozenset()
-    keys = [str(key.value) for key, _ in root.value]
-    return frozenset(keys) if all(re.fullmatch(r"[\w.-]+", key) for key in keys) else frozenset()

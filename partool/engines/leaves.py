@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 _DEPTH = 6
-"""Sections within sections that are read; references can make endless ones, and many of them."""
+"""Sections within sections that are read one by one."""
 
 
 def leaves(
@@ -16,17 +17,17 @@ def leaves(
 ) -> Iterator[tuple[str, Any, int]]:
     """Yield name, value and line of each value of a mapping; sections that are empty or in ``whole`` are values.
 
-    A value that cannot be built, because it is nested too deeply or refers to itself, is named by its kind.
+    A value that cannot be built, as a date in a thirteenth month, is its text or its kind.
     """
-    if not isinstance(node, yaml.MappingNode) or depth > _DEPTH:
+    if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
         name = f"{before}{key.value}"
-        if isinstance(value, yaml.MappingNode) and value.value and name not in whole:
+        if isinstance(value, yaml.MappingNode) and value.value and name not in whole and depth < _DEPTH:
             yield from leaves(value, f"{name}.", depth + 1, whole=whole)
             continue
         try:
-            plain = yaml.SafeLoader("").construct_object(value, deep=True)
+            plain = SafeConstructor().construct_object(value, deep=True)
         except (yaml.YAMLError, ValueError, RecursionError):
-            plain = f"a {value.id}"
+            plain = value.value if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
         yield name, plain, key.start_mark.line + 1

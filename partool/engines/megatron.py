@@ -10,11 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from partool.engines.commands import launcher_without_nodes, span_of
+from partool.engines.machines import Machines, Stated
 from partool.engines.megatron_keys import NO_EFFECT
 from partool.engines.megatron_model import chosen, model_of
 from partool.engines.megatron_recompute import recompute_of
+from partool.engines.megatron_unpriced import UNPRICED
 from partool.engines.recipes import of_megatron
-from partool.engines.settings import Setting, Sheet
+from partool.engines.settings import Setting, Sheet, whole_of
 from partool.engines.shell import Word
 
 LAUNCHER = {
@@ -28,6 +31,8 @@ _END = re.compile(r"^(\||\|&|&&|\|\||&|;|\d?&?>>?.*|>&.*)$")
 """Words of a command behind which arguments of another command, or none, follow."""
 _EXCHANGES = {"p2p": "ring", "a2a": "ulysses", "all_gather": "all_gather", "allgather": "all_gather"}
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "lion": "lion"}
+KNOWN = NO_EFFECT.keys() | UNPRICED.keys() | {"q-lora-rank", "kv-lora-rank", "o-lora-rank"}
+"""Arguments whose names say less than the tables do: latent attention has ranks that are called lora."""
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -72,30 +77,30 @@ def program_of(words: Sequence[Word]) -> Word | None:
     return script if script is not None and _OTHER_MODELS.search(script.text) else None
 
 
-def spec_of(sheet: Sheet, known: Mapping[str, int]) -> dict[str, Any]:
-    """Return the sections ``model``, ``hardware``, ``training``, ``parallel`` and ``optimizer`` of the spec.
+def machines_of(sheet: Sheet, scheduler: Mapping[str, Stated], command: Sequence[Word]) -> Machines:
+    """Return what a command says of its machines; ``scheduler`` has what the script asks Slurm for."""
+    found = Machines(scheduler=dict(scheduler))
+    for option, target in LAUNCHER.items():
+        if option in sheet.settings:
+            sheet.get(option, to=f"hardware.{target}")
+            found.option(sheet.settings[option], target)
+    if (launcher := launcher_without_nodes(command)) is not None:
+        found.default("nodes", 1, f"the number of nodes of {launcher.text} without --nnodes", span_of(launcher))
+    return found
 
-    ``known`` has fields of ``hardware`` that the user gave; the script's values for them do not count.
-    """
-    hardware = dict(known)
-    for option, field in LAUNCHER.items():
-        if field in known:
-            sheet.get(option, to=f"hardware.{field}")
-        elif (number := sheet.number(option, to=f"hardware.{field}")) is not None:
-            hardware[field] = number
-    tensor = sheet.number("tensor-model-parallel-size", 1, to="parallel.tensor.degree")
-    model = model_of(sheet, int(tensor))
+
+def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
+    """Return the sections ``model``, ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
+    tensor: int = sheet.whole("tensor-model-parallel-size", 1, to="parallel.tensor.degree")
+    model = model_of(sheet, tensor)
     optimizer: dict[str, Any] = {"name": chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
-    parallel = _parallel(sheet, model, int(tensor))
+    parallel = _parallel(sheet, model, tensor)
     if "micro_batch" not in parallel:
         sheet.lacks("parallel.micro_batch", "the arguments do not say the micro-batch")
-    world = hardware.get("nodes", 1) * hardware["per_node"] if "per_node" in hardware else None
     training = _training(sheet, parallel, world)
     _dropout(sheet)
     optimizer |= of_megatron(sheet, training.get("steps"), training.get("global_batch"))
-    return {
-        "model": model, "hardware": hardware, "training": training, "parallel": parallel, "optimizer": optimizer
-    }  # fmt: skip
+    return {"model": model, "training": training, "parallel": parallel, "optimizer": optimizer}
 
 
 def _dropout(sheet: Sheet) -> None:
@@ -110,8 +115,8 @@ def _dropout(sheet: Sheet) -> None:
 
 
 def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict[str, Any]:
-    batch = sheet.number("global-batch-size", to="training.global_batch")
-    length = sheet.number("seq-length", to="training.sequence_length")
+    batch = sheet.whole("global-batch-size", to="training.global_batch")
+    length = sheet.whole("seq-length", to="training.sequence_length")
     if batch is None and world and "global-batch-size" not in sheet.settings and parallel.get("micro_batch"):
         ranks = parallel["tensor"]["degree"] * parallel["pipeline"]["stages"] * parallel["sequence"]["degree"]
         batch = parallel["micro_batch"] * max(1, world // ranks)
@@ -122,14 +127,14 @@ def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict
     found: dict[str, Any] = {
         "sequence_length": length,
         "global_batch": batch,
-        "steps": sheet.number("train-iters", to="training.steps"),
+        "steps": sheet.whole("train-iters", to="training.steps"),
         "precision": _precision(sheet),
     }
-    samples = sheet.number("train-samples", to="training.steps")
+    samples = sheet.whole("train-samples", to="training.steps", derived=True)
     if samples and batch:
         found["steps"] = max(1, samples // batch)
-    if every := sheet.number("eval-interval", to="training.validation.every"):
-        batches = sheet.number("eval-iters", 100, to="training.validation.samples")
+    if every := sheet.whole("eval-interval", to="training.validation.every", least=0):
+        batches = sheet.whole("eval-iters", 100, to="training.validation.samples", off=(-1, 0), derived=True)
         found["validation"] = {"every": every, "samples": batches * (batch or 1)} if batches > 0 else {"every": 0}
     sheet.get("eval-iters", to="training.validation.samples")
     if "rampup-batch-size" in sheet.settings:
@@ -142,7 +147,7 @@ def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict
 
 
 def _precision(sheet: Sheet) -> str:
-    given = [name for name in ("bf16", "fp16") if sheet.get(name, False, to="training.precision")]
+    given = [name for name in ("bf16", "fp16") if sheet.switch(name, to="training.precision")]
     if len(given) == 2:
         sheet.say("PT821", "error", "both --bf16 and --fp16 are given", "remove one of them", "fp16")
     if sheet.any("fp8-format", "fp8-hybrid", "fp8-e4m3", to="training.precision"):
@@ -151,10 +156,10 @@ def _precision(sheet: Sheet) -> str:
 
 
 def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any]:
-    together = sheet.get("sequence-parallel", False, to="parallel.tensor.sequence_norms")
+    together = sheet.switch("sequence-parallel", to="parallel.tensor.sequence_norms")
     pipeline = _pipeline(sheet, model.get("layers"))
     parallel: dict[str, Any] = {
-        "micro_batch": sheet.number("micro-batch-size", to="parallel.micro_batch"),
+        "micro_batch": sheet.whole("micro-batch-size", to="parallel.micro_batch"),
         "data": {"zero": _zero(sheet)},
         "tensor": {"degree": tensor}
         | ({"shape": [tensor, 1], "sequence_norms": bool(together), "overlap": "none"} if tensor > 1 else {}),
@@ -166,9 +171,9 @@ def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any
         "recompute": recompute_of(sheet, model.get("layers") or 1, pipeline),
     }
     if "moe" in model:
-        old = sheet.number("moe-expert-parallel-size", 1, to="parallel.expert")
-        parallel["expert"] = sheet.number("expert-model-parallel-size", old, to="parallel.expert")
-        parallel["expert_tensor"] = sheet.number("expert-tensor-parallel-size", tensor, to="parallel.expert_tensor")
+        old = sheet.whole("moe-expert-parallel-size", 1, to="parallel.expert")
+        parallel["expert"] = sheet.whole("expert-model-parallel-size", old, to="parallel.expert")
+        parallel["expert_tensor"] = sheet.whole("expert-tensor-parallel-size", tensor, to="parallel.expert_tensor")
     else:
         sheet.get("expert-model-parallel-size", to="parallel.expert")
         sheet.get("expert-tensor-parallel-size", to="parallel.expert_tensor")
@@ -176,7 +181,7 @@ def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any
 
 
 def _zero(sheet: Sheet) -> int:
-    stage = 1 if sheet.get("use-distributed-optimizer", False, to="parallel.data.zero") else 0
+    stage = 1 if sheet.switch("use-distributed-optimizer", to="parallel.data.zero") else 0
     how = str(sheet.get("data-parallel-sharding-strategy", "no_shard", to="parallel.data.zero"))
     if sheet.any("use-custom-fsdp", "use-megatron-fsdp", to="parallel.data.zero"):
         return max(stage, _SHARDING.get(how, 0))
@@ -187,15 +192,15 @@ def _zero(sheet: Sheet) -> int:
         )  # fmt: skip
         if "zero-stage" not in sheet.settings:
             sheet.lacks("parallel.data.zero", "the stage of ZeRO is in another file", "deepspeed-config", "deepspeed")
-        return int(sheet.number("zero-stage", 0, to="parallel.data.zero") or 0)
-    kept = sheet.get("torch-fsdp2-no-reshard-after-forward", False, to="parallel.data.zero")
-    return (2 if kept else 3) if sheet.get("use-torch-fsdp2", False, to="parallel.data.zero") else stage
+        return int(sheet.whole("zero-stage", 0, to="parallel.data.zero", least=0))
+    kept = sheet.switch("torch-fsdp2-no-reshard-after-forward", to="parallel.data.zero")
+    return (2 if kept else 3) if sheet.switch("use-torch-fsdp2", to="parallel.data.zero") else stage
 
 
 def _pipeline(sheet: Sheet, layers: int | None) -> dict[str, Any]:
-    stages = sheet.number("pipeline-model-parallel-size", 1, to="parallel.pipeline.stages")
-    each = sheet.number("num-layers-per-virtual-pipeline-stage", to="parallel.pipeline.chunks")
-    chunks = sheet.number("num-virtual-stages-per-pipeline-rank", 1, to="parallel.pipeline.chunks")
+    stages = sheet.whole("pipeline-model-parallel-size", 1, to="parallel.pipeline.stages")
+    each = sheet.whole("num-layers-per-virtual-pipeline-stage", to="parallel.pipeline.chunks")
+    chunks = sheet.whole("num-virtual-stages-per-pipeline-rank", 1, to="parallel.pipeline.chunks")
     stage = _stages(sheet, layers or 0, stages)
     both = ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")
     if all(name in sheet.settings for name in both):
@@ -234,10 +239,10 @@ def _counted(sheet: Sheet) -> list[bool]:
 def _stages(sheet: Sheet, layers: int, stages: int) -> list[int]:
     """Return the layers of each stage, with those that :func:`_counted` adds; empty if they do not divide."""
     given = {
-        place: sheet.number(f"decoder-{word}-pipeline-num-layers", to="parallel.pipeline.layers")
+        place: sheet.whole(f"decoder-{word}-pipeline-num-layers", to="parallel.pipeline.layers", least=0)
         for word, place in (("first", 0), ("last", stages - 1))
     }
-    fixed = {place: int(number) for place, number in given.items() if number is not None}
+    fixed = {place: number for place, number in given.items() if number is not None}
     rest = layers - sum(fixed.values()) + (0 if fixed else _counted(sheet).count(True))
     others = stages - len(fixed)
     if not layers or stages <= 1 or others <= 0 or rest % others:
@@ -246,16 +251,16 @@ def _stages(sheet: Sheet, layers: int, stages: int) -> list[int]:
 
 
 def _sequence(sheet: Sheet) -> dict[str, Any]:
-    theirs = sheet.number("ds-sequence-parallel-size", 1, to="parallel.sequence.degree")
+    theirs = sheet.whole("ds-sequence-parallel-size", 1, to="parallel.sequence.degree")
     if theirs > 1:
         return {"degree": theirs, "method": "ulysses"}
-    degree = sheet.number("context-parallel-size", 1, to="parallel.sequence.degree")
+    degree = sheet.whole("context-parallel-size", 1, to="parallel.sequence.degree")
     kind = sheet.get("cp-comm-type", "p2p", to="parallel.sequence.method")
     levels = sheet.get("hierarchical-context-parallel-sizes", to="parallel.sequence.ulysses")
     if degree <= 1:
         return {"degree": 1}
-    if kind == "a2a+p2p" and isinstance(levels, tuple) and len(levels) == 2 and levels[0].isdigit():
-        return {"degree": degree, "method": "usp", "ulysses": int(levels[0])}
+    if kind == "a2a+p2p" and isinstance(levels, tuple) and len(levels) == 2 and (inner := whole_of(levels[0])):
+        return {"degree": degree, "method": "usp", "ulysses": inner}
     method = _EXCHANGES.get(str(kind))
     if method is None:
         sheet.say(
@@ -265,7 +270,7 @@ def _sequence(sheet: Sheet) -> dict[str, Any]:
 
 
 def _offload(sheet: Sheet) -> dict[str, Any]:
-    kept = sheet.get("checkpoint-in-cpu", False, to="parallel.offload.activations")
+    kept = sheet.switch("checkpoint-in-cpu", to="parallel.offload.activations")
     found: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "cpu" if kept else "none"}
     share = sheet.number("optimizer-offload-fraction", 1.0, to="parallel.offload.gpu_fraction")
     if sheet.any("optimizer-cpu-offload", "cpu-optimizer", to="parallel.offload.optimizer") and share:

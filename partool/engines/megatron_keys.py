@@ -190,6 +190,7 @@ def no_effect(names: Iterable[str]) -> dict[str, str]:
 
 
 def _key(name: str) -> str | None:
-    parts = name.split("-")
-    begins = ["-".join(parts[:end]) + "-" for end in range(len(parts) - 1, 0, -1)]
-    return next((each for each in (name, *begins) if each in NO_EFFECT), None)
+    return name if name in NO_EFFECT else next((each for each in _BEGINNINGS if name.startswith(each)), None)
+
+
+_BEGINNINGS = sorted((name for name in NO_EFFECT if name.endswith("-")), key=len, reverse=True)

@@ -10,8 +10,10 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from partool.engines.fields import complaint
 from partool.engines.recipes import carried
-from partool.engines.settings import Sheet
+from partool.engines.settings import Sheet, shown, whole_of
+from partool.spec.numbers import MOST_LAYERS
 
 _TOKENIZERS = {"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm"}
@@ -29,7 +31,7 @@ num-shared-experts disable-moe-token-dropping
 def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
     """Return the section ``model``; the vocabulary is padded for ``tensor`` ranks."""
     model: dict[str, Any] = {
-        field: sheet.number(name, to=f"model.{field}")
+        field: sheet.whole(name, to=f"model.{field}")
         for name, field in (
             ("num-layers", "layers"), ("hidden-size", "hidden"), ("ffn-hidden-size", "ffn_hidden"),
             ("num-attention-heads", "heads"), ("kv-channels", "head_dim"), ("max-position-embeddings", "max_position"),
@@ -44,19 +46,19 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
         model["ffn_hidden"] = int(4 * model["hidden"] * 2 / 3 / 64) * 64 if gated else 4 * model["hidden"]
     model["position"] = _position(sheet)
     model |= _numbers(sheet)
-    bias = not sheet.get("disable-bias-linear", False, to="model.ffn_bias")
-    wanted = sheet.get("add-qkv-bias", False, to="model.qkv_bias")
+    bias = not sheet.switch("disable-bias-linear", to="model.ffn_bias")
+    wanted = sheet.switch("add-qkv-bias", to="model.qkv_bias")
     model["qkv_bias"] = bias or bool(wanted)
     model |= {"out_bias": bias, "ffn_bias": bias, "attention": _window(sheet)}
-    model["qk_norm"] = bool(sheet.get("qk-layernorm", False, to="model.qk_norm"))
-    model["tied_embeddings"] = not sheet.get("untie-embeddings-and-output-weights", False, to="model.tied_embeddings")
-    if sheet.get("multi-latent-attention", False, to="model.mla") or "qk-nope-head-dim" in sheet.settings:
+    model["qk_norm"] = bool(sheet.switch("qk-layernorm", to="model.qk_norm"))
+    model["tied_embeddings"] = not sheet.switch("untie-embeddings-and-output-weights", to="model.tied_embeddings")
+    if sheet.switch("multi-latent-attention", to="model.mla") or "qk-nope-head-dim" in sheet.settings:
         model["mla"], model["qk_norm"] = _latent(sheet), False
         for name in ("kv_heads", "head_dim"):
             model.pop(name, None)
     for name in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"):
         sheet.get(name, to=sheet.carried.get(name, "nothing: there is no latent attention"))
-    if (sheet.number("num-experts", 0, to="model.moe.experts") or 0) > 1:
+    if sheet.whole("num-experts", 0, to="model.moe.experts", least=0) > 1:
         model["moe"] = _experts(sheet, model)
     for name in sheet.settings if "moe" not in model else ():
         if name in _OF_EXPERTS.split():
@@ -74,19 +76,19 @@ def _numbers(sheet: Sheet) -> dict[str, Any]:
         values = [carried(sheet, name, f"model.{field}") for name in names]
         found[field] = next((value for value in values if value), None)
     factor = carried(sheet, "rope-scaling-factor", "model.rope_scaling")
-    if sheet.get("use-rope-scaling", False, to="model.rope_scaling"):
+    if sheet.switch("use-rope-scaling", to="model.rope_scaling"):
         # The rule of Llama 3.1 as Megatron-LM has it, megatron/core/models/common/embeddings/rotary_pos_embedding.py.
         found["rope_scaling"] = {"kind": "llama3", "factor": factor or 8.0, "original_max_position": 8192}
     return found
 
 
 def _groups(sheet: Sheet) -> int | None:
-    heads = sheet.number("num-key-value-heads", to="model.kv_heads")
-    if sheet.get("group-query-attention", False, to="model.kv_heads"):
-        groups = sheet.number("num-query-groups", 1, to="model.kv_heads")
-        return int(groups if heads is None else heads)
+    heads: int | None = sheet.whole("num-key-value-heads", to="model.kv_heads")
+    if sheet.switch("group-query-attention", to="model.kv_heads"):
+        groups: int = sheet.whole("num-query-groups", 1, to="model.kv_heads")
+        return groups if heads is None else heads
     if heads is not None:
-        return int(heads)
+        return heads
     if "num-query-groups" in sheet.settings:
         sheet.say(
             "PT821", "error", "num-query-groups has no effect without --group-query-attention",
@@ -102,11 +104,12 @@ def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
     ``NullTokenizer`` has one token more than it is told (until core 0.16).
     """
     names = ("padded-vocab-size", "pad-vocab-size-to", "vocab-size")
-    unit = int(sheet.number("make-vocab-size-divisible-by", 128, to="model.vocab")) * max(1, tensor)
-    exact = sheet.get("no-pad-vocab-size", False, to="model.vocab")
-    padded, filled, size = (sheet.number(name, to="model.vocab") for name in names)
+    unit: int = sheet.whole("make-vocab-size-divisible-by", 128, to="model.vocab") * tensor
+    exact = sheet.switch("no-pad-vocab-size", to="model.vocab")
+    sizes: list[int | None] = [sheet.whole(name, to="model.vocab") for name in names]
+    padded, filled, size = sizes
     if padded is not None or filled is not None:
-        return int(filled if padded is None else padded)
+        return filled if padded is None else padded
     kind = sheet.settings.get("tokenizer-type")
     name = str(kind.value) if kind else ""
     size = _TOKENIZERS.get(name) if size is None else size + (name == "NullTokenizer")
@@ -114,26 +117,26 @@ def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
         what = "the arguments do not say how large the vocabulary is: the tokenizer's files do"
         sheet.lacks("model.vocab", what, "tokenizer-type")
         return None
-    return int(size) if exact else -(-int(size) // unit) * unit
+    return size if exact else -(-size // unit) * unit
 
 
 def _activation(sheet: Sheet) -> str:
-    if sheet.get("swiglu", False, to="model.activation"):
+    if sheet.switch("swiglu", to="model.activation"):
         return "swiglu"
-    if sheet.get("quick-geglu", False, to="model.activation"):
+    if sheet.switch("quick-geglu", to="model.activation"):
         return "geglu"
-    if sheet.get("squared-relu", False, to="model.activation"):
+    if sheet.switch("squared-relu", to="model.activation"):
         sheet.say(
             "PT824", "note", "squared-relu is priced as relu", "the price is that of a network with relu",
             "squared-relu",
         )  # fmt: skip
         return "relu"
-    return "gelu_tanh" if sheet.get("openai-gelu", False, to="model.activation") else "gelu"
+    return "gelu_tanh" if sheet.switch("openai-gelu", to="model.activation") else "gelu"
 
 
 def _position(sheet: Sheet) -> str:
     found = chosen(sheet, "position-embedding-type", "learned_absolute", _POSITIONS, to="model.position")
-    return "rope" if sheet.get("use-rotary-position-embeddings", False, to="model.position") else found
+    return "rope" if sheet.switch("use-rotary-position-embeddings", to="model.position") else found
 
 
 def _window(sheet: Sheet) -> dict[str, Any] | None:
@@ -143,12 +146,14 @@ def _window(sheet: Sheet) -> dict[str, Any] | None:
     if given is None:
         return None
     before = str(given[0] if isinstance(given, tuple) else given).strip("()").split(",")[0]
-    if not before.isdigit() or not (every is None or str(every).isdigit()):
+    width, step = whole_of(before), None if every is None else whole_of(every)
+    wrong = width is None or complaint("model.attention.window", width + 1) is not None
+    if width is None or wrong or (every is not None and not 1 <= (step or 0) <= MOST_LAYERS):
         names = ("window-size", "window-attn-skip-freq")
-        sheet.say("PT823", "error", f"the window {given!r}, {every!r} has no counterpart", "BEFORE,0", *names)
+        sheet.say("PT823", "error", f"the window {shown(given)}, {shown(every)} has no counterpart", "BEFORE,0", *names)
         return None
-    pattern = ["sliding"] * (int(every) - 1) + ["full"] if every else ["sliding"]
-    return {"window": int(before) + 1, "layer_types": {"pattern": pattern}}
+    pattern = ["sliding"] * (step - 1) + ["full"] if step else ["sliding"]
+    return {"window": width + 1, "layer_types": {"pattern": pattern}}
 
 
 def chosen(sheet: Sheet, name: str, default: str, known: Mapping[str, str], *, to: str) -> str:
@@ -160,32 +165,32 @@ def chosen(sheet: Sheet, name: str, default: str, known: Mapping[str, str], *, t
 
 
 def _latent(sheet: Sheet) -> dict[str, Any]:
-    plain = sheet.number("qk-nope-head-dim", 128, to="model.mla.nope_head_dim")
-    rotated = sheet.number("qk-rope-head-dim", 64, to="model.mla.rope_head_dim")
+    plain = sheet.whole("qk-nope-head-dim", 128, to="model.mla.nope_head_dim")
+    rotated = sheet.whole("qk-rope-head-dim", 64, to="model.mla.rope_head_dim")
     ranks = {
-        "q_rank": sheet.number("q-lora-rank", to="model.mla.q_rank"),
-        "kv_rank": sheet.number("kv-lora-rank", 32, to="model.mla.kv_rank"),
-        "nope_head_dim": sheet.number("qk-head-dim", plain, to="model.mla.nope_head_dim"),
-        "rope_head_dim": sheet.number("qk-pos-emb-head-dim", rotated, to="model.mla.rope_head_dim"),
-        "v_head_dim": sheet.number("v-head-dim", 128, to="model.mla.v_head_dim"),
+        "q_rank": sheet.whole("q-lora-rank", to="model.mla.q_rank"),
+        "kv_rank": sheet.whole("kv-lora-rank", 32, to="model.mla.kv_rank"),
+        "nope_head_dim": sheet.whole("qk-head-dim", plain, to="model.mla.nope_head_dim"),
+        "rope_head_dim": sheet.whole("qk-pos-emb-head-dim", rotated, to="model.mla.rope_head_dim"),
+        "v_head_dim": sheet.whole("v-head-dim", 128, to="model.mla.v_head_dim"),
     }
     return {name: value for name, value in ranks.items() if value is not None}
 
 
 def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
-    inner = sheet.number("moe-ffn-hidden-size", model.get("ffn_hidden"), to="model.moe.ffn_hidden")
+    inner = sheet.whole("moe-ffn-hidden-size", model.get("ffn_hidden"), to="model.moe.ffn_hidden")
     theirs = "deepspeed" in sheet.settings
-    topk = sheet.number("topk", 1 if theirs else 2, to="model.moe.top_k")
+    topk = sheet.whole("topk", 1 if theirs else 2, to="model.moe.top_k")
     trained = sheet.number("moe-train-capacity-factor", 1.0 if theirs else None, to="model.moe.capacity")
-    if sheet.get("disable-moe-token-dropping", False, to="model.moe.capacity"):
+    if sheet.switch("disable-moe-token-dropping", to="model.moe.capacity"):
         trained = None
     found: dict[str, Any] = {
-        "experts": sheet.number("num-experts", to="model.moe.experts"),
-        "top_k": sheet.number("moe-router-topk", topk, to="model.moe.top_k"),
+        "experts": sheet.whole("num-experts", to="model.moe.experts"),
+        "top_k": sheet.whole("moe-router-topk", topk, to="model.moe.top_k"),
         "ffn_hidden": inner,
         "scores": str(sheet.get("moe-router-score-function", "softmax", to="model.moe.scores")),
-        "groups": sheet.number("moe-router-num-groups", 1, to="model.moe.groups"),
-        "top_groups": sheet.number("moe-router-group-topk", 1, to="model.moe.top_groups"),
+        "groups": sheet.whole("moe-router-num-groups", 1, to="model.moe.groups"),
+        "top_groups": sheet.whole("moe-router-group-topk", 1, to="model.moe.top_groups"),
         "capacity": sheet.number("moe-expert-capacity-factor", trained, to="model.moe.capacity"),
     }
     for name, field in (
@@ -194,11 +199,11 @@ def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
     ):  # fmt: skip
         found[field] = carried(sheet, name, f"model.moe.{field}")
     rate = carried(sheet, "moe-router-bias-update-rate", "model.moe.bias_rate")
-    if sheet.get("moe-router-enable-expert-bias", False, to="model.moe.bias_rate"):
+    if sheet.switch("moe-router-enable-expert-bias", to="model.moe.bias_rate"):
         found["bias_rate"] = 0.001 if rate is None else rate
-    if sheet.get("moe-router-force-load-balancing", False, to="model.moe.routing"):
+    if sheet.switch("moe-router-force-load-balancing", to="model.moe.routing"):
         found["routing"] = "balanced"
-    early = sheet.get("moe-router-pre-softmax", False, to="model.moe.normalise") and found["scores"] == "softmax"
+    early = sheet.switch("moe-router-pre-softmax", to="model.moe.normalise") and found["scores"] == "softmax"
     if early or found["top_k"] == 1:
         found["normalise"] = False
     found |= _shared(sheet, inner) | _frequency(sheet, model.get("layers") or 0, "2" if theirs else "1")
@@ -206,11 +211,11 @@ def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared(sheet: Sheet, inner: Any) -> dict[str, int]:
-    number = sheet.number("num-shared-experts", 0, to="model.moe.shared_experts")
-    width = sheet.number("moe-shared-expert-intermediate-size", 0, to="model.moe.shared_experts")
+    number: int = sheet.whole("num-shared-experts", 0, to="model.moe.shared_experts", least=0)
+    width: int = sheet.whole("moe-shared-expert-intermediate-size", 0, to="model.moe.ffn_hidden", least=0)
     if not width or not inner:
-        return {"shared_experts": int(number)} if number else {}
-    shared, rest = divmod(int(width), int(inner))
+        return {"shared_experts": number} if number else {}
+    shared, rest = divmod(width, int(inner))
     if rest:
         sheet.say(
             "PT823", "error", f"the shared expert has width {width}, which is no multiple of an expert's {inner}",
@@ -228,13 +233,16 @@ def _frequency(sheet: Sheet, layers: int, default: str) -> dict[str, int]:
     """
     every = sheet.get("expert-interval", default, to="model.moe.every")
     given = sheet.get("moe-layer-freq", every, to="model.moe.first_dense_layers")
-    if str(given).isdigit():
-        return {} if int(given) == 1 else {"every": int(given)}
+    names = ("moe-layer-freq", "expert-interval")
+    if (number := whole_of(given)) is not None:
+        if reason := complaint("model.moe.every", number):
+            sheet.say("PT820", "error", f"moe-layer-freq is {number}, and {reason}", "a number from 1 on", *names)
+        return {} if number == 1 or reason else {"every": number}
     pattern = _listed(str(given))
     dense = pattern.index(1) if pattern and 1 in pattern else -1
     if pattern is None or len(pattern) != layers or dense < 0 or 0 in pattern[dense:]:
         sheet.say(
-            "PT823", "error", f"moe-layer-freq {given!r} is not dense layers followed by layers with experts",
+            "PT823", "error", f"moe-layer-freq {shown(given)} is not dense layers followed by layers with experts",
             "a number, or ([0]*n+[1]*m) with n + m layers", "moe-layer-freq",
         )  # fmt: skip
         return {}
@@ -246,15 +254,17 @@ def _listed(text: str) -> list[int] | None:
 
     def value(node: ast.expr) -> list[int]:
         if isinstance(node, ast.List):
-            return [int(each.value) for each in node.elts if isinstance(each, ast.Constant)]  # type: ignore[arg-type]
+            return [whole_of(each.value) or 0 for each in node.elts if isinstance(each, ast.Constant)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return value(node.left) + value(node.right)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
-            times: int = min(int(node.right.value), 1000)  # type: ignore[arg-type]
-            return value(node.left) * times
+            times, part = whole_of(node.right.value) or 0, value(node.left)
+            if times * len(part) > MOST_LAYERS:
+                raise ValueError("more layers than a model has")
+            return part * times
         raise ValueError(ast.dump(node))
 
     try:
         return value(ast.parse(text.strip("'\""), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

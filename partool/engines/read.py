@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from partool.diagnostics.record import Diagnostic
 from partool.engines import (
     accelerate,
     accelerate_files,
     accelerate_keys,
+    adapters,
     deepspeed,
     deepspeed_keys,
     megatron,
@@ -22,10 +26,14 @@ from partool.engines import (
     torchtitan_keys,
     torchtitan_spec,
 )
-from partool.engines.commands import File, Gathered, missing_sources, span_of, training_command, unknown_value
+from partool.engines.budget import Budget, OverBudgetError
+from partool.engines.commands import File, Gathered, script_of, span_of, training_command, unknown_value
+from partool.engines.machines import Machines
+from partool.engines.others import refusals
 from partool.engines.recipes import shortened
 from partool.engines.settings import Fate, Sheet, Unpriced, fates, left_out
-from partool.engines.shell import ShellScript, Word
+from partool.engines.shell import Word
+from partool.engines.validated import made_of, wrong_in
 from partool.strategies.engines import Engine
 
 
@@ -43,12 +51,6 @@ class Wanted:
     defined: Mapping[str, str] = field(default_factory=dict)
     """Variables that scripts leave open, by name."""
 
-    def world(self, hardware: Mapping[str, Any]) -> int | None:
-        """Return the number of ranks, if it is known; ``hardware`` has what the files say."""
-        nodes = self.settings.get("hardware.nodes", self.nodes or hardware.get("nodes", 1))
-        per_node = self.settings.get("hardware.per_node", self.per_node or hardware.get("per_node"))
-        return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
-
 
 @dataclass(frozen=True)
 class Imported:
@@ -62,6 +64,11 @@ class Imported:
     texts: Mapping[str, str] = field(default_factory=dict)
     """Texts of further files that were read, by path."""
 
+    @cached_property
+    def several_files(self) -> bool:
+        """Whether the settings are of more than one file."""
+        return len({fate.setting.file for fate in self.fates}) > 1
+
     @property
     def understood(self) -> float:
         """Share of the settings that are known: carried, without effect, or named in a finding as not priced."""
@@ -69,50 +76,77 @@ class Imported:
         return known / len(self.fates) if self.fates else 1.0
 
 
-def read(path: Path, text: str, engine: Engine, wanted: Wanted) -> Imported:
+def read(path: Path, text: str, engine: Engine, wanted: Wanted, budget: Budget | None = None) -> Imported:
     """Read a file; nothing in it is executed."""
-    return read_files([(path, text)], engine, wanted)
+    return read_files([(path, text)], engine, wanted, budget)
 
 
-def read_files(files: Sequence[File], engine: Engine, wanted: Wanted) -> Imported:
-    """Read the files of one run; nothing in them is executed."""
-    return _READERS[engine](files, wanted)
+def read_files(files: Sequence[File], engine: Engine, wanted: Wanted, budget: Budget | None = None) -> Imported:
+    """Read the files of one run; nothing in them is executed.
+
+    ``budget`` says what is left to read for files that they name. The spec is checked against the spec's own rules:
+    each error is a finding at the setting that it comes from.
+    """
+    if refused := refusals(files):
+        return Imported(engine, {}, findings=refused)
+    try:
+        found = _READERS[engine](files, wanted, budget or Budget())
+    except OverBudgetError as error:
+        return Imported(engine, {}, findings=[error.finding])
+    except RecursionError:
+        return Imported(engine, {}, findings=[OverBudgetError("values or expressions are nested too deeply").finding])
+    if not found.spec:
+        return found
+    complete = not any(each.severity == "error" for each in found.findings)
+    text, name = yaml.safe_dump(found.spec, sort_keys=False), made_of([path for path, _ in files])
+    return replace(found, findings=[*found.findings, *wrong_in(text, name, found.fates, complete=complete)])
 
 
-def _deepspeed(files: Sequence[File], wanted: Wanted) -> Imported:
+def _ranks(hardware: Mapping[str, int]) -> int | None:
+    """Return the number of ranks, if it is known."""
+    return hardware["nodes"] * hardware["per_node"] if {"nodes", "per_node"} <= hardware.keys() else None
+
+
+def _settled(machines: Machines, wanted: Wanted) -> tuple[dict[str, int], list[Diagnostic]]:
+    return machines.settled({"nodes": wanted.nodes, "per_node": wanted.per_node}, wanted.settings)
+
+
+def _deepspeed(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported:
     settings, findings = deepspeed.settings(*files[0])
     findings += _too_many(files[1:])
     if findings:
         return Imported("deepspeed", {}, findings=findings)
     sheet = Sheet(settings, findings)
-    world = wanted.nodes * wanted.per_node if wanted.nodes and wanted.per_node else None
-    spec = deepspeed.spec_of(sheet, world)
+    hardware, unsettled = _settled(Machines(), wanted)
+    spec = {"hardware": hardware} | deepspeed.spec_of(sheet, _ranks(hardware))
+    sheet.findings += unsettled
     reasons, others = deepspeed_keys.no_effect(settings), deepspeed_keys.unpriced(settings)
     return _imported("deepspeed", sheet, spec, wanted, reasons, unpriced=others)
 
 
-def _megatron(files: Sequence[File], wanted: Wanted) -> Imported:
+def _megatron(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported:
     path, text = files[0]
-    script = ShellScript()
-    script.variables |= {name: [Word(value, str(path), 1)] for name, value in slurm.variables(text).items()}
-    script.read(path, text)
-    command = training_command(script)
+    shell, notes = script_of(path, text, budget)
+    command = training_command(shell)
     sheet = Sheet(megatron.settings(command))
-    sheet.findings.extend([*missing_sources(path, script), *_too_many(files[1:])])
+    sheet.findings.extend([*notes, *_too_many(files[1:])])
     if not command:
         nothing = Diagnostic("PT825", f"{path} has no command with Megatron-LM's arguments", help="name another file")
         return Imported("megatron", {}, findings=[*sheet.findings, nothing])
     if other := megatron.program_of(command):
         message = f"{other.text} trains another kind of model than a decoder of text"
         sheet.findings.append(Diagnostic("PT823", message, help="name another file", span=span_of(other)))
-    known = {name: value for name in ("nodes", "per_node") if (value := getattr(wanted, name)) is not None}
-    if not known and not any(name in sheet.settings for name in megatron.LAUNCHER):
-        known = slurm.hardware(text)
-    spec = megatron.spec_of(sheet, known)
-    unknown = _unresolved(command, sheet, known)
+    machines = megatron.machines_of(sheet, slurm.machines(path, text), command)
+    hardware, unsettled = _settled(machines, wanted)
+    spec = {"hardware": hardware} | megatron.spec_of(sheet, _ranks(hardware))
+    sheet.findings += unsettled
+    unknown = _unresolved(command, sheet, hardware)
     places = {each.path for each in unknown}
     sheet.findings = [each for each in sheet.findings if each.path not in places or each.code not in ("PT820", "PT822")]
-    sheet.findings += unknown
+    script = next((word for word in command if megatron.SCRIPT.search(word.text)), None)
+    if script is not None and (other_task := adapters.task(script.text, span_of(script))):
+        sheet.findings.append(other_task)
+    sheet.findings += [*unknown, *adapters.findings(sheet.settings, known=megatron.KNOWN)]
     reasons = megatron_keys.no_effect(sheet.settings)
     return _imported("megatron", sheet, spec, wanted, reasons, unpriced=megatron_unpriced.UNPRICED)
 
@@ -129,24 +163,27 @@ def _unresolved(command: Sequence[Word], sheet: Sheet, known: Mapping[str, int])
     return found
 
 
-def _torchtitan(files: Sequence[File], wanted: Wanted) -> Imported:
-    gathered = torchtitan_files.gather(files, wanted.defined)
+def _torchtitan(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported:
+    gathered = torchtitan_files.gather(files, wanted.defined, budget)
     sheet = Sheet(gathered.settings)
     if not gathered.settings:
         return Imported("torchtitan", {}, findings=gathered.findings)
-    spec = torchtitan_spec.spec_of(sheet, wanted.world(gathered.hardware))
-    return _with_files(gathered, _imported(
-        "torchtitan", sheet, {"hardware": gathered.hardware} | spec, wanted, torchtitan_keys.NO_EFFECT
-    ), wanted)  # fmt: skip
+    hardware, unsettled = _settled(gathered.machines, wanted)
+    spec = {"hardware": hardware} | torchtitan_spec.spec_of(sheet, _ranks(hardware))
+    sheet.findings += [*unsettled, *adapters.findings(sheet.settings, known=torchtitan_keys.NO_EFFECT)]
+    found = _imported("torchtitan", sheet, spec, wanted, torchtitan_keys.NO_EFFECT)
+    return _with_files(gathered, found, wanted)
 
 
-def _accelerate(files: Sequence[File], wanted: Wanted) -> Imported:
-    gathered = accelerate_files.gather(files)
+def _accelerate(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported:
+    gathered = accelerate_files.gather(files, budget)
     if not gathered.settings:
         return Imported("accelerate", {}, findings=gathered.findings)
     sheet, inner = Sheet(gathered.settings), Sheet(gathered.deepspeed)
-    hardware = accelerate.hardware_of(sheet, gathered.hardware)
-    spec = accelerate.spec_of(sheet, inner, wanted.world(hardware), wanted.per_node or hardware.get("per_node"))
+    accelerate.machines_of(sheet, gathered.machines)
+    hardware, unsettled = _settled(gathered.machines, wanted)
+    spec = accelerate.spec_of(sheet, inner, _ranks(hardware), hardware.get("per_node"))
+    sheet.findings += unsettled
     left_out(inner, deepspeed_keys.unpriced(inner.settings))
     sheet.findings.extend(inner.findings)
     found = _imported("accelerate", sheet, {"hardware": hardware} | spec, wanted, accelerate_keys.NO_EFFECT)
@@ -155,11 +192,8 @@ def _accelerate(files: Sequence[File], wanted: Wanted) -> Imported:
 
 
 def _with_files(gathered: Gathered, found: Imported, wanted: Wanted) -> Imported:
-    """Add what was found while files were gathered; numbers of machines that are given count over the files'."""
-    given: set[tuple[str | int, ...]] = {
-        ("hardware", name) for name in ("nodes", "per_node") if getattr(wanted, name) is not None
-    }
-    given |= {tuple(path.split(".")) for path in wanted.settings}
+    """Add what was found while files were gathered, unless ``wanted`` answers it."""
+    given = {tuple(path.split(".")) for path in wanted.settings}
     kept = [each for each in gathered.findings if each.code != "PT822" or each.path not in given]
     return replace(found, findings=[*found.findings, *kept], texts=gathered.texts)
 
@@ -169,7 +203,7 @@ def _too_many(files: Sequence[File]) -> list[Diagnostic]:
     return [Diagnostic("PT825", f"{path} is a file too many", help=help) for path, _ in files]
 
 
-_READERS: Mapping[Engine, Callable[[Sequence[File], Wanted], Imported]] = {
+_READERS: Mapping[Engine, Callable[[Sequence[File], Wanted, Budget], Imported]] = {
     "accelerate": _accelerate, "deepspeed": _deepspeed, "megatron": _megatron, "torchtitan": _torchtitan,
 }  # fmt: skip
 
@@ -184,13 +218,11 @@ def _imported(
     unpriced: Mapping[str, Unpriced] | None = None,
 ) -> Imported:
     left_out(sheet, unpriced or {})
-    hardware = spec.get("hardware", {})
-    for name in ("nodes", "per_node", "accelerator"):
-        if (value := getattr(wanted, name)) is not None:
-            hardware[name] = value
-    for name, what in (("accelerator", "which devices there are"), ("per_node", "how many devices a machine has")):
-        if name not in hardware:
-            sheet.lacks(f"hardware.{name}", f"the files do not say {what}")
+    hardware = dict(spec["hardware"])
+    if wanted.accelerator is not None:
+        hardware["accelerator"] = wanted.accelerator
+    else:
+        sheet.lacks("hardware.accelerator", "the files do not say which devices there are")
     whole: dict[str, Any] = {"spec": 1, "engine": spec.get("engine", engine)}
     if wanted.model is not None:
         key = "config" if wanted.model.endswith(".json") else "preset"

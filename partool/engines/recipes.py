@@ -10,10 +10,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from partool.engines.settings import Sheet
+from partool.engines.settings import Sheet, real_of, shown
 from partool.spec.training import TrainingSpec
 
 _SCHEDULE = "optimizer.schedule."
+_LENGTHS = (_SCHEDULE + "warmup_steps", _SCHEDULE + "decay_steps")
+"""Fields that systems also give as samples, or as a share of the run."""
+_OPEN = ("auto", "none", "null", "")
+"""Words for a value that the system finds out by itself."""
 
 
 def of_megatron(sheet: Sheet, steps: int | None, batch: int | None) -> dict[str, Any]:
@@ -41,11 +45,14 @@ def of_deepspeed(sheet: Sheet) -> dict[str, Any]:
     found = _rates(sheet, lr=before + "lr", betas=(), eps=before + "eps", clip="gradient_clipping")
     found |= _numbers(sheet, {"momentum": before + "momentum", "weight_decay": before + "weight_decay"})
     betas = sheet.settings.get(before + "betas")
-    if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
-        given = [_real(value) for value in betas.value]
-        if None not in given:
+    if betas is not None and not _is_open(betas.value):
+        given = [real_of(value) for value in betas.value] if isinstance(betas.value, list) else []
+        sheet.get(betas.name, to="optimizer.betas")
+        if len(given) == 2 and None not in given:
             found["betas"] = given
-            sheet.get(before + "betas", to="optimizer.betas")
+        else:
+            message = f"{betas.name} is {shown(betas.value)}, and two numbers are expected"
+            sheet.say("PT820", "error", message, "[0.9, 0.999]", betas.name)
     kinds = {"WarmupCosineLR": "cosine", "WarmupDecayLR": "linear", "WarmupLR": "constant"}
     schedule = _kind(sheet, "scheduler.type", kinds)
     ratio = _number(sheet, "scheduler.params.cos_min_ratio", "min_ratio") if schedule.get("kind") == "cosine" else None
@@ -104,12 +111,12 @@ def _least_of_trainer(sheet: Sheet, lr: float | None) -> float:
     given = sheet.settings.get("lr_scheduler_kwargs")
     try:
         values = json.loads(str(given.value)) if given is not None else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         values = {}
     if not isinstance(values, dict):
         return 0.0
     sheet.get("lr_scheduler_kwargs", to=_SCHEDULE + "min_ratio")
-    rate, last = _real(values.get("min_lr_rate")), _real(values.get("min_lr", values.get("lr_end")))
+    rate, last = real_of(values.get("min_lr_rate")), real_of(values.get("min_lr", values.get("lr_end")))
     ratio = rate if rate is not None else last / lr if last is not None and lr else 0.0
     return ratio if 0 <= ratio <= 1 else 0.0
 
@@ -120,13 +127,18 @@ def _rates(sheet: Sheet, *, lr: str, betas: tuple[str, ...], eps: str, clip: str
     if any(value is not None for value in both):
         # The systems' own values of the one that is left out.
         found["betas"] = [own if value is None else value for value, own in zip(both, (0.9, 0.999), strict=True)]
-    return {name: value for name, value in found.items() if name not in ("lr", "eps") or value > 0}
+    for field, name in (("lr", lr), ("eps", eps)):
+        if found.get(field) == 0:
+            del found[field]
+            message = f"{name} is 0, which a spec has no place for: its own {field} stands there"
+            sheet.say("PT824", "note", message, f"--set optimizer.{field}=NUMBER", name)
+    return found
 
 
 def _numbers(sheet: Sheet, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of some fields of ``optimizer``, by the names of their settings."""
     found = {field: carried(sheet, name, f"optimizer.{field}") for field, name in names.items()}
-    return {field: value for field, value in found.items() if value is not None and value >= 0}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def _number(sheet: Sheet, name: str, field: str) -> float | None:
@@ -134,25 +146,20 @@ def _number(sheet: Sheet, name: str, field: str) -> float | None:
 
 
 def carried(sheet: Sheet, name: str, to: str) -> float | None:
-    """Return a setting's number and carry it to a path of the spec.
+    """Return a setting's finite number from 0 on and carry it to a path of the spec.
 
-    Nothing is carried for ``auto``, for other words, and for what only running a script would tell: no price depends on
-    it.
+    It stays without effect where it is ``auto``, none, or left to a variable of the script. Anything else is a finding.
     """
     setting = sheet.settings.get(name)
-    value = None if setting is None else _real(setting.value)
-    if value is not None:
-        sheet.get(name, to=to)
-    return value
+    if setting is None or isinstance(setting.value, bool) or _is_open(setting.value):
+        return None
+    value = sheet.number(name, to=to, derived=to in _LENGTHS)
+    return None if value is None else float(value)
 
 
-def _real(value: Any) -> float | None:
-    if isinstance(value, bool) or value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+def _is_open(value: Any) -> bool:
+    """Return whether a value is left to the system, or to whoever runs the script."""
+    return value is None or (isinstance(value, str) and (value.lower() in _OPEN or any(each in value for each in "$`")))
 
 
 def _kind(sheet: Sheet, name: str, kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -166,7 +173,11 @@ def _kind(sheet: Sheet, name: str, kinds: Mapping[str, str]) -> dict[str, Any]:
 
 def _least(sheet: Sheet, name: str, lr: float | None) -> dict[str, Any]:
     least = _number(sheet, name, "min_ratio")
-    if least is None or not lr or not 0 <= least <= lr:
+    if least is None or not lr:
+        return {}
+    if least > lr:
+        message = f"{name} {least:g} is above the highest rate, {lr:g}"
+        sheet.say("PT821", "error", message, "a rate that is at most the highest", name)
         return {}
     return {"min_ratio": round(least / lr, 9)}
 

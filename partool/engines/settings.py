@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 from partool.diagnostics.record import Diagnostic, Severity, Span
+from partool.engines.fields import complaint
 
 _TRUE = frozenset(("true", "yes", "on", "1", "t", "y"))
 _FALSE = frozenset(("false", "no", "off", "0", "f", "n", "none", ""))
@@ -51,14 +54,55 @@ class Unpriced:
 
     def changes(self, value: Any) -> bool:
         """Return True unless ``value`` is one with which the setting changes nothing."""
-        return not any(str(value) == off or _number(value) == _number(off) is not None for off in self.off)
+        return not any(str(value) == off or real_of(value) == real_of(off) is not None for off in self.off)
 
 
-def _number(value: Any) -> float | None:
-    try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+_DIGITS = re.compile(r"[+-]?[0-9]{1,100}")
+_LARGEST_EXACT = 2**53
+"""Up to this size every whole number is a float."""
+_LONGEST = 60
+"""Letters of a value that a finding repeats."""
+
+
+def whole_of(value: Any) -> int | None:
+    """Return the whole number that a value is, exactly; None for anything else.
+
+    Text may have an exponent, as in 5e8, which YAML takes for a word.
+    """
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
+        return int(value)
+    if isinstance(value, str) and "." in value:
         return None
+    number = real_of(value)
+    return int(number) if number is not None and number.is_integer() and abs(number) <= _LARGEST_EXACT else None
+
+
+def real_of(value: Any) -> float | None:
+    """Return the finite number that a value is; None for anything else, NaN and infinity too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if isfinite(number) else None
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value is a way to write false."""
+    return isinstance(value, (bool, int, float, str)) and str(value).strip().lower() in _FALSE
+
+
+def shown(value: Any) -> str:
+    """Return a value as a finding shows it, cut where it is long."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "a number of thousands of digits"
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…, of {len(text)} letters"
+    return repr(text) if isinstance(value, str) else text
 
 
 _NAMED = 4
@@ -82,30 +126,64 @@ class Sheet:
         self.carried[name] = to
         return found.value
 
-    def number(self, name: str, default: Any = None, *, to: str) -> Any:
-        """Return a setting's number, or ``default``; a finding and ``default`` if it is none."""
-        value = self.get(name, default, to=to)
-        if value is None or isinstance(value, bool):
-            return default if value is not True else 1
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            message = f"{name} is {value!r}, and a number is expected"
-            fix = f"write a number, or what the script would put there; --set {to}=NUMBER overrides it"
-            place = tuple(to.split("."))
-            self.findings.append(Diagnostic("PT820", message, path=place, help=fix, span=self.settings[name].span))
-            return default
-        return int(number) if number.is_integer() and "." not in str(value) else number
+    def number(self, name: str, default: Any = None, *, to: str, least: float = 0.0, derived: bool = False) -> Any:
+        """Return a setting's finite number from ``least`` on, or ``default``; a finding and ``default`` if it is none.
 
-    def whole(self, name: str, default: int, *, to: str, least: int = 1) -> int:
-        """Return a setting's whole number, which is at least ``least`` or the default itself; else a finding."""
-        value = self.number(name, default, to=to)
-        if isinstance(value, int) and (value >= least or value == default):
-            return value
-        self.say(
-            "PT820", "error", f"{name} is {value}, and a whole number from {least} on is expected", "mend it", name
-        )
+        What the field ``to`` of a spec cannot hold is a finding, too, unless the field is only ``derived`` from the
+        setting, or ``least`` allows 0: that says that something is off.
+        """
+        value = self.get(name, to=to)
+        if value is None:
+            return default
+        exact = whole_of(value)
+        number = real_of(value) if exact is None else exact
+        if number is None:
+            self._wrong(name, value, "a number is expected", to)
+            return default
+        reason = None if derived or (number == 0 and least <= 0) else complaint(to, number)
+        if number < least:
+            reason = f"it should be at least {least:g}"
+        if reason is not None:
+            self._wrong(name, value, reason, to)
+            return default
+        return number
+
+    def whole(
+        self,
+        name: str,
+        default: Any = None,
+        *,
+        to: str,
+        least: int = 1,
+        off: Sequence[int] = (),
+        derived: bool = False,
+    ) -> Any:
+        """Return a setting's whole number from ``least`` on, or ``default``; a finding and ``default`` if it is none.
+
+        Numbers in ``off`` are returned as they are: with them, the system takes a value of its own. What the field
+        ``to`` of a spec cannot hold is a finding, too, unless the field is only ``derived`` from the setting.
+        """
+        value = self.get(name, to=to)
+        if value is None:
+            return default
+        number = whole_of(value)
+        if number is not None and (number in off or (number == 0 and least <= 0)):
+            return number
+        reason = "a whole number is expected" if number is None else None if derived else complaint(to, number)
+        if number is not None and number < least:
+            reason = f"a whole number from {least} on is expected"
+        if reason is None:
+            return number
+        self._wrong(name, value, reason, to)
         return default
+
+    def _wrong(self, name: str, value: Any, reason: str, to: str) -> None:
+        fix = f"write a number that it can be; --set {to}=NUMBER overrides it"
+        place = tuple(to.split("."))
+        message = f"{name} is {shown(value)}, and {reason}"
+        found = Diagnostic("PT820", message, path=place, help=fix, span=self.settings[name].span)
+        if found not in self.findings:  # several fields may follow from one setting
+            self.findings.append(found)
 
     def flag(self, name: str, default: bool = False, *, to: str) -> bool:
         """Return a setting's truth value, or ``default``; files and command lines write it in several ways."""
@@ -114,13 +192,27 @@ class Sheet:
             return bool(value)
         word = str(value).strip().lower()
         if word not in _TRUE and word not in _FALSE:
-            self.say("PT820", "error", f"{name} is {value!r}, and true or false is expected", "true or false", name)
+            message = f"{name} is {shown(value)}, and true or false is expected"
+            place = tuple(to.split("."))
+            where = self.settings[name].span
+            self.findings.append(Diagnostic("PT820", message, path=place, help="true or false", span=where))
             return default
         return word in _TRUE
 
+    def switch(self, name: str, *, to: str) -> Any:
+        """Return a setting that is on where it stands, with its value; None where it does not stand.
+
+        A value that reads as off is a finding: the system has no such form, and takes the switch for on.
+        """
+        value = self.get(name, to=to)
+        if isinstance(value, str) and value.strip().lower() in _FALSE - {""}:
+            message = f"--{name} {value}: the argument takes no value, and is on wherever it stands"
+            self.say("PT820", "error", message, f"remove --{name}", name)
+        return value
+
     def any(self, *names: str, to: str) -> bool:
         """Return True if one of the settings is on; all of them are carried."""
-        on = [bool(self.get(name, False, to=to)) for name in names]
+        on = [bool(self.switch(name, to=to)) for name in names]
         return True in on
 
     def say(self, code: str, severity: Severity, message: str, fix: str, *names: str) -> None:
@@ -129,7 +221,12 @@ class Sheet:
         self.findings.append(Diagnostic(code, message, severity, help=fix, span=where.span if where else None))
 
     def lacks(self, path: str, what: str, *names: str) -> None:
-        """Add a finding: the files do not say ``what``, which has its place in the spec at ``path``."""
+        """Add a finding: the files do not say ``what``, which has its place in the spec at ``path``.
+
+        Nothing is added where they say it wrongly, which is a finding already.
+        """
+        if any(each.code == "PT820" and each.path == tuple(path.split(".")) for each in self.findings):
+            return
         where = next((self.settings[name] for name in names if name in self.settings), None)
         fix = f"add --set {path}=VALUE"
         place = tuple(path.split("."))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from partool.engines.budget import Budget, UnreadableFileError
 from partool.engines.shell_conditions import Branch, Part, calculated, matches, truth
 from partool.engines.shell_tokens import CLOSED, JOINED, OPENED, ShellToken, tokens
 
@@ -27,6 +28,8 @@ _ENDS = frozenset({"fi", "done", "esac"})
 _SKIPPED = frozenset({"then", "else", "do", "{", "}", "!"})
 _DECLARES = frozenset({"export", "local", "readonly", "declare", "typeset"})
 _SHELLS = frozenset({"sh", "bash", "/bin/sh", "/bin/bash"})
+_OPERATORS = 8
+"""Operators in a row that are remembered; two decide."""
 _NO_BREAK = "\u00a0"
 _DEPTH = 8
 """Files that may source each other."""
@@ -45,29 +48,41 @@ class Word:
 
 @dataclass
 class ShellScript:
-    """Commands of a script and of the files that it sources."""
+    """Commands of a script and of the files that it sources, as far as ``budget`` allows to read them."""
 
+    budget: Budget = field(default_factory=Budget)
     commands: list[list[Word]] = field(default_factory=list)
     variables: dict[str, list[Word]] = field(default_factory=dict)
     """Values by name: one word, or those of an array."""
     missing: list[Word] = field(default_factory=list)
     """Sourced files that cannot be read."""
+    outside: list[Word] = field(default_factory=list)
+    """Sourced files that are not read: they lie outside of the script's folder and of those that the user allows."""
+    _root: Path = Path()
+    """Folder of the script that the user gave."""
     _depends: set[str] = field(default_factory=set)
     """Variables with different values under different conditions."""
     _unset: set[str] = field(default_factory=set)
     """Variables that are set only where the script does not go."""
     _branches: list[Branch] = field(default_factory=list)
+    _at: tuple[Path, int] = (Path(), 1)
+    """File and line of the word that is being expanded."""
     _tests: list[tuple[Part, str]] | None = None
     """Words of the condition that is being read, each with the sign before it."""
     _patterns: list[str] | None = None
     """Patterns of ``case`` that are being read."""
     _between: str = ""
-    """Operators before the command that is read."""
+    """The last operators before the command that is read."""
 
     def read(self, path: Path, text: str, depth: int = 0) -> None:
-        """Read a script's text; relative files that it sources are looked for beside it."""
+        """Read a script's text; relative files that it sources are looked for beside it.
+
+        Raises:
+            OverBudgetError: the script, what its variables stand for, or the files that it sources are too large.
+        """
+        self._root = path.parent if depth == 0 else self._root
         command = list[ShellToken]()
-        stream = [*tokens(text), ShellToken("\n", 0, operator=True)]
+        stream = [*self._charged(path, tokens(text)), ShellToken("\n", 0, operator=True)]
         place = 0
         while place < len(stream):
             token = stream[place]
@@ -82,16 +97,22 @@ class ShellScript:
                 self._run(path, command, depth)
                 self._between = ""
             command = []
-            self._between += token.text
+            self._between = (self._between + token.text)[-_OPERATORS:]
             if self._between.endswith(";;") and self._branches and self._branches[-1].case:
                 self._patterns = []
+
+    def _charged(self, path: Path, stream: Iterator[ShellToken]) -> Iterator[ShellToken]:
+        for token in stream:
+            self.budget.word(path, token.line)
+            yield token
 
     def _array(self, path: Path, command: Sequence[ShellToken], stream: Sequence[ShellToken], place: int) -> int:
         """Take in ``NAME=( )`` whose name ends at ``place``; return the place behind it, or ``place``."""
         token = stream[place - 1]
         named = _ASSIGNED.match(token.text) if not token.quote else None
-        bare = all(_ASSIGNED.match(each.text) or each.text in _DECLARES | _SKIPPED for each in command)
-        if not (named and bare and token.text == named[0] and place < len(stream) and stream[place].text == "("):
+        if not (named and token.text == named[0] and place < len(stream) and stream[place].text == "("):
+            return place
+        if not all(_ASSIGNED.match(each.text) or each.text in _DECLARES | _SKIPPED for each in command):
             return place
         end = next(at for at in range(place, len(stream)) if stream[at].text == ")" or at + 1 == len(stream))
         if not self._active:
@@ -118,11 +139,16 @@ class ShellScript:
         return True
 
     def _run(self, path: Path, command: list[ShellToken], depth: int) -> None:
-        """Take in one command, or a word that controls others."""
+        """Take in one command, and words before it that control others."""
+        while command:
+            command = self._rest(path, command, depth)
+
+    def _rest(self, path: Path, command: list[ShellToken], depth: int) -> list[ShellToken]:
+        """Take in one command, or a word that controls others; return what stands behind such a word."""
         first = command[0].text if not command[0].quote else ""
         if self._tests is not None and first != "then":
             self._test(path, command)
-            return
+            return []
         if first == "then" and self._tests is not None:
             holds = truth([part for part, _ in self._tests], [sign for _, sign in self._tests])
             self._tests = None
@@ -132,24 +158,24 @@ class ShellScript:
             self._branches += [Branch(False)] if first == "if" else []
             self._tests, self._between = [], ""
             self._test(path, command[1:])
-            return
+            return []
         elif first == "else" and self._branches:
             self._branches[-1].other(True)
         elif first in _LOOPS or first == "case":
             part = self._part(path, command[1]) if first == "case" and len(command) > 1 else None
             self._branches.append(Branch(None if part is None else False, False, part))
             self._patterns = None if part is None else []
-            return
+            return []
         elif first in _ENDS:
             self._branches, self._patterns = self._branches[:-1], None
-            return
+            return []
         if first in ("then", "else", "do"):
-            if command[1:]:
-                self._run(path, command[1:], depth)
-        elif self._active:
+            return command[1:]
+        if self._active:
             self._plain_command(path, command, depth)
         else:
             self._unset |= {named[1] for token in command if (named := _ASSIGNED.match(token.text))}
+        return []
 
     def _test(self, path: Path, command: Sequence[ShellToken]) -> None:
         """Take in a part of a condition."""
@@ -167,8 +193,10 @@ class ShellScript:
         return " ".join(word.text for word in words), any(word.unknown for word in words), not known
 
     def _plain_command(self, path: Path, command: list[ShellToken], depth: int) -> None:
-        while command and (command[0].text in _SKIPPED or command[0].text in _DECLARES):
-            command = command[1:]
+        start = 0
+        while start < len(command) and command[start].text in _SKIPPED | _DECLARES:
+            start += 1
+        command = command[start:]
         while command and not command[0].quote and (named := _ASSIGNED.match(command[0].text)):
             rest = command[0].text[named.end() :]
             quote = rest[0] if rest[:1] in ("'", '"') and rest[-1:] == rest[:1] and len(rest) > 1 else ""
@@ -187,14 +215,17 @@ class ShellScript:
 
     def _source(self, path: Path, name: Word, depth: int) -> None:
         found = path.parent / name.text
-        try:
-            text = found.read_text(encoding="utf-8") if depth < _DEPTH and not name.unknown else None
-        except (OSError, UnicodeDecodeError):
-            text = None
-        if text is None:
+        if name.unknown or depth >= _DEPTH:
             self.missing.append(name)
+        elif not self.budget.allows(found, self._root):
+            self.outside.append(name)
         else:
-            self.read(found, text, depth + 1)
+            try:
+                text = self.budget.read(found)
+            except UnreadableFileError:
+                self.missing.append(name)
+            else:
+                self.read(found, text, depth + 1)
 
     def _assign(self, name: str, words: list[Word], *, more: bool) -> None:
         if name not in self.variables and [word.text for word in words] in ([f"${{{name}}}"], [f"${name}"]):
@@ -203,6 +234,7 @@ class ShellScript:
         inside = any(branch.taken is None for branch in self._branches)
         if more and before is not None:
             words = [*before, *words]
+            self._charge(Path(words[-1].file if words else ""), words[-1].line if words else 1, before)
         elif inside and before is not None and [each.text for each in before] != [each.text for each in words]:
             self._depends.add(name)
         if not inside and not more:
@@ -218,17 +250,34 @@ class ShellScript:
         whole = _REFERENCE.fullmatch(token.text)
         if whole and (name := whole["list"]) and name in self.variables and name not in self._depends:
             parts = self.variables[name]
+            self._charge(path, token.line, parts)
             return list(parts) if token.quote else [word for part in parts for word in split(part)]
         if whole and not token.quote and (name := whole["name"] or whole["plain"] or ""):
             found = self.variables.get(name)
             if found is not None and name not in self._depends:
+                self._charge(path, token.line, found)
                 return [part for word in found for part in split(word)]
         unknown: list[str] = []
+        self._at = (path, token.line)
         text = _REFERENCE.sub(lambda match: self._value(match, unknown), token.text)
         if _NESTED.search(text):
             text = _REFERENCE.sub(lambda match: self._value(match, unknown), text)
+        self.budget.expand(text.count(" ") * len(unknown), path, token.line)
         word = Word(_shown(text), str(path), token.line, tuple(dict.fromkeys(map(_shown, unknown))))
-        return [word] if token.quote else [each for each in split(word) if each.text]
+        return [word] if token.quote else self._pieces(path, word)
+
+    def _pieces(self, path: Path, word: Word) -> list[Word]:
+        """Return the parts of a word that has no quotes."""
+        pieces = list[Word]()
+        for each in split(word):
+            if pieces:
+                self.budget.expand(0, path, word.line, words=1)
+            pieces += [each] if each.text else []
+        return pieces
+
+    def _charge(self, path: Path, line: int, words: Sequence[Word]) -> None:
+        """Charge the words that a variable stands for."""
+        self.budget.expand(sum(len(word.text) + len(word.unknown) for word in words), path, line, len(words))
 
     def _value(self, match: re.Match[str], unknown: list[str]) -> str:
         if (sum_ := match["sum"]) is not None:
@@ -243,6 +292,7 @@ class ShellScript:
     def _plain(self, name: str, default: str | None, reference: str, unknown: list[str]) -> str:
         found = self.variables.get(name)
         if found is None and default is not None:
+            self.budget.expand(len(default), *self._at)
             return _REFERENCE.sub(lambda match: self._value(match, unknown), default.strip("\"'"))
         if found is None and name in self._unset:
             return ""
@@ -250,7 +300,9 @@ class ShellScript:
             return _unknown(reference, unknown)
         unknown += [each for word in found for each in word.unknown]
         # Lines are counted where the value is written, not where it is used.
-        return re.sub(rf"[{JOINED}\n]+", " ", " ".join(word.text for word in found))
+        text = re.sub(rf"[{JOINED}\n]+", " ", " ".join(word.text for word in found))
+        self.budget.expand(len(text) + len(unknown), *self._at)
+        return text
 
 
 def _shown(text: str) -> str:

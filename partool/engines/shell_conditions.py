@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from partool.engines.shell_tokens import CLOSED, OPENED
 
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+"""Whole numbers that a shell can compare."""
+_LONGEST = 400
+"""Letters of an expression that is calculated; no script of a run has longer ones."""
 Part = tuple[str, bool, bool]
 """A word's text, whether nobody knows it, and whether it is an unset variable."""
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -65,9 +69,13 @@ def _joined(left: bool | None, sign: str, right: bool | None) -> bool | None:
 
 def _test(parts: Sequence[Part]) -> bool | None:
     parts = [part for part in parts if part[0] not in ("[", "]", "[[", "]]", "test")]
-    if parts and parts[0][0] == "!":
-        inner = _test(parts[1:])
-        return None if inner is None else not inner
+    signs = next((place for place, part in enumerate(parts) if part[0] != "!"), len(parts))
+    inner = _plain_test(parts[signs:])
+    return inner if inner is None or signs % 2 == 0 else not inner
+
+
+def _plain_test(parts: Sequence[Part]) -> bool | None:
+    """Return whether a test without ``!`` before it and without brackets holds."""
     if [part[0] for part in parts] in (["true"], ["false"]):
         return parts[0][0] == "true"
     if len(parts) == 2 and parts[0][0] in ("-z", "-n"):
@@ -79,8 +87,8 @@ def _test(parts: Sequence[Part]) -> bool | None:
         return None
     left, sign, right = (part[0] for part in parts)
     if sign in _NUMBERS:
-        whole = re.compile(r"-?\d+")
-        return _NUMBERS[sign](int(left), int(right)) if whole.fullmatch(left) and whole.fullmatch(right) else None
+        both = _WHOLE.fullmatch(left) and _WHOLE.fullmatch(right)
+        return _NUMBERS[sign](int(left), int(right)) if both else None
     if sign not in ("=", "==", "!=") or any(letter in right for letter in "*?["):
         return None
     return (left == right) == (sign != "!=")
@@ -98,16 +106,18 @@ def matches(value: Part, patterns: Sequence[str]) -> bool | None:
 def calculated(text: str) -> str | None:
     """Return the value of an expression of whole numbers; None for anything else."""
     text = text.replace(OPENED, "(").replace(CLOSED, ")").strip()
-    if not re.fullmatch(r"[\d\s+*/%()<>=!?:-]+", text):
+    if len(text) > _LONGEST or not re.fullmatch(r"[0-9\s+*/%()<>=!?:-]+", text):
         return None
     if "?" in text:
         test, _, rest = text.partition("?")
         value, (yes, _, no) = calculated(test), rest.partition(":")
         return None if value is None else calculated(no if value == "0" else yes)
     try:
-        return str(_value(ast.parse(text.replace("/", "//"), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        number = _value(ast.parse(text.replace("/", "//"), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
+    # A shell's numbers have 64 bits, and larger ones become others there.
+    return str(number) if abs(number) < 2**63 else None
 
 
 def _value(node: ast.expr) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 JOINED = "\v"
@@ -30,6 +30,7 @@ def tokens(text: str) -> Iterator[ShellToken]:
     """Yield the words and operators of a script; comments, and documents for other programs, are left out."""
     text = re.sub(r"\\\r?\n", JOINED, _nested(_without_documents(text)))
     place, line = 0, 1
+    last = {end: text.rfind(end) for end in ("))", ")")}  # nothing is looked for behind the last one
     while place < len(text):
         letter = text[place]
         if letter in " \t\r" + JOINED:
@@ -45,7 +46,7 @@ def tokens(text: str) -> Iterator[ShellToken]:
             place += 1
         else:
             start = place
-            while place < len(text) and (end := _piece(text, place)) > place:
+            while place < len(text) and (end := _piece(text, place, last)) > place:
                 place = end
             place += place == start  # a quote that nobody closes
             if not (text[start:place].isdigit() and text[place : place + 1] in ("<", ">")):
@@ -53,30 +54,31 @@ def tokens(text: str) -> Iterator[ShellToken]:
             line += text[start:place].count("\n") + text[start:place].count(JOINED)
 
 
-def _piece(text: str, place: int) -> int:
+def _piece(text: str, place: int, last: Mapping[str, int]) -> int:
     """Return the end of the piece of a word that begins at ``place``; ``place`` if none does."""
     if text.startswith("$(", place):
-        end = text.find("))" if text.startswith("$((", place) else ")", place)
-        if end >= 0:
-            return end + (2 if text.startswith("$((", place) else 1)
+        close = "))" if text.startswith("$((", place) else ")"
+        if place < last[close]:
+            return text.find(close, place) + len(close)
     found = _PIECE.match(text, place)
     return found.end() if found else place
 
 
 def _nested(text: str) -> str:
     """Replace the parentheses inside of ``$( )`` and ``$(( ))``, so that each substitution ends at its first one."""
+    closed, opened = dict[int, int](), list[int]()
+    for found in re.finditer(r"[()]", text):
+        if found[0] == "(":
+            opened.append(found.start())
+        elif opened:
+            closed[opened.pop()] = found.start()
     letters, place = list(text), 0
     while (start := text.find("$(", place)) >= 0:
         inner = start + (3 if text.startswith("$((", start) else 2)
-        depth, at = 0, inner
-        while at < len(text) and (depth or text[at] != ")"):
-            depth += (text[at] == "(") - (text[at] == ")")
+        place = closed.get(inner - 1, inner)
+        for at in range(inner, place):
             if text[at] in "()":
                 letters[at] = OPENED if text[at] == "(" else CLOSED
-            at += 1
-        if at == len(text):
-            letters[inner:] = text[inner:]
-        place = inner if at == len(text) else at
     return "".join(letters)
 
 

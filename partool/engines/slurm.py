@@ -3,28 +3,66 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
-_OPTION = re.compile(r"--(nodes|ntasks-per-node|gpus-per-node|gres)[= ](?:gpu:)?(?:[a-z]\w*:)?(\d+)")
+from partool.diagnostics.record import Span
+from partool.engines.machines import Stated
+
+_COUNTED = ("nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task", "gres")
+_SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus"}
+_OPTION = re.compile(
+    rf"(?<!\S)(?:--({'|'.join(_COUNTED)})(?:=|\s+)|(-[NnG])\s*)(?:gpu:)?(?:[A-Za-z][\w.-]*:)?([0-9]{{1,6}})(?![\w:-])"
+)
+"""A number of machines, tasks or devices; ranges such as 2-4 leave the number open."""
 _VARIABLES = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
     "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
 }
 
 
-def _directives(text: str) -> dict[str, int]:
-    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    return {match[1]: int(match[2]) for line in lines for match in _OPTION.finditer(line)}
+def _directives(text: str) -> dict[str, tuple[int, int]]:
+    """Return number and line by the name of an option; of two, the later one counts, as for sbatch."""
+    found = {}
+    for line, content in enumerate(text.splitlines(), 1):
+        if content.startswith("#SBATCH"):
+            for match in _OPTION.finditer(content.partition(" #")[0]):
+                found[match[1] or _SHORT[match[2]]] = (int(match[3]), line)
+    return found
+
+
+def _divides(found: Mapping[str, tuple[int, int]], name: str, nodes: int) -> bool:
+    """Return whether a number of the whole job gives each node the same number, of several."""
+    number = found.get(name, (0, 0))[0]
+    return number > nodes and number % nodes == 0
 
 
 def variables(text: str) -> dict[str, str]:
     """Return the variables that Slurm sets for a batch script, as far as its directives say them."""
-    return {each: str(number) for name, number in _directives(text).items() for each in _VARIABLES.get(name, ())}
+    return {each: str(number) for name, (number, _) in _directives(text).items() for each in _VARIABLES.get(name, ())}
 
 
-def hardware(text: str) -> dict[str, int]:
-    """Return the machines of a batch script whose command starts one process per device without a launcher."""
-    found = _directives(text)
-    ranks = found.get("ntasks-per-node", 1)
-    ranks = ranks if ranks > 1 else found.get("gpus-per-node", found.get("gres", 0))
-    return {"nodes": found["nodes"], "per_node": ranks} if "nodes" in found and ranks else {}
+def machines(path: Path, text: str) -> dict[str, Stated]:
+    """Return what a batch script asks Slurm for: nodes, and devices of a node, as far as its directives say them.
+
+    Where there are several tasks on a node, each of them is a rank.
+    """
+    found, stated = _directives(text), dict[str, Stated]()
+
+    def state(field: str, name: str, number: int) -> None:
+        line = found[name][1]
+        stated[field] = Stated(number, f"#SBATCH --{name}", Span(str(path), line, 1, line, 1))
+
+    if "nodes" in found:
+        state("nodes", "nodes", found["nodes"][0])
+    nodes = found.get("nodes", (0, 0))[0]
+    tasks, _ = found.get("ntasks-per-node", (0, 0))
+    if tasks > 1:
+        state("per_node", "ntasks-per-node", tasks)
+    elif name := next((each for each in ("gpus-per-node", "gres") if each in found), ""):
+        state("per_node", name, found[name][0])
+    elif name := next((each for each in ("gpus", "ntasks") if nodes and _divides(found, each, nodes)), ""):
+        state("per_node", name, found[name][0] // nodes)
+    return stated

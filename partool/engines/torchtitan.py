@@ -7,13 +7,13 @@ Names and defaults are those of ``torchtitan/config_manager.py`` (0.0 to 0.1) an
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
 from partool.engines.commands import options, span_of, unknown_value
+from partool.engines.documents import toml
 from partool.engines.settings import Setting
 from partool.engines.shell import Word
 
@@ -56,13 +56,12 @@ def canonical(name: str) -> str:
 
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a TOML file under their newest names, with their lines; findings if it is no TOML."""
-    try:
-        root = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
+    root, problem = toml(text)
+    if problem:
+        found = re.search(r"at line (\d+)", problem)
         line = int(found[1]) if found else 1
         where = Span(str(path), line, 1, line, 1)
-        return {}, [Diagnostic("PT820", f"{path} is no TOML: {error}", span=where, help="mend the file")]
+        return {}, [Diagnostic("PT820", f"{path} is no TOML: {problem}", span=where, help="mend the file")]
     lines = _lines(text)
     leaves = {name: Setting(name, value, str(path), _line_of(name, lines)) for name, value in _leaves(root, "")}
     return renamed(leaves), []
@@ -73,10 +72,14 @@ def renamed(leaves: Mapping[str, Setting]) -> dict[str, Setting]:
     return {(new if (new := canonical(name)) not in leaves else name): one for name, one in leaves.items()}
 
 
-def _leaves(table: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+_DEPTH = 12
+"""Tables within tables that are read one by one; torchtitan's own are half as deep."""
+
+
+def _leaves(table: Mapping[str, Any], before: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{before}{key}.")
+        if isinstance(value, Mapping) and depth < _DEPTH:
+            yield from _leaves(value, f"{before}{key}.", depth + 1)
         else:
             yield f"{before}{key}", value
 

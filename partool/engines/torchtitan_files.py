@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
-from partool.engines import torchtitan, torchtitan_python
+from partool.engines import slurm, torchtitan, torchtitan_python
+from partool.engines.budget import Budget
 from partool.engines.commands import (
     File,
     Gathered,
-    launched,
-    missing_sources,
+    launcher_without_nodes,
     named_file,
     not_found,
+    script_of,
+    span_of,
     training_command,
 )
 from partool.engines.kinds import kind_of
@@ -27,12 +30,12 @@ _MARKS = (
 )
 
 
-def gather(files: Sequence[File], defined: Mapping[str, str]) -> Gathered:
+def gather(files: Sequence[File], defined: Mapping[str, str], budget: Budget) -> Gathered:
     """Return the settings of all files: those of commands count over those of the TOML or the function that they name.
 
     ``defined`` has variables by name; CONFIG and MODULE name a function and a model where no command does.
     """
-    found = Gathered()
+    found = Gathered(budget)
     tomls = [file for file in files if kind_of(file[1]) == "toml"]
     scripts = [file for file in files if kind_of(file[1]) == "script"]
     for path, text in files:
@@ -41,9 +44,9 @@ def gather(files: Sequence[File], defined: Mapping[str, str]) -> Gathered:
             found.findings.append(Diagnostic("PT825", message, help="name another file"))
     over: dict[str, Setting] = {}
     for path, text in scripts:
-        script = ShellScript()
-        script.read(path, text)
-        found.findings += missing_sources(path, script)
+        script, unread = script_of(path, text, found.budget)
+        found.findings += unread
+        found.machines.scheduler |= slurm.machines(path, text)
         command = training_command(script, least=1, marks=_MARKS)
         if not command:
             nothing = f"{path} has no command with torchtitan's options"
@@ -52,9 +55,10 @@ def gather(files: Sequence[File], defined: Mapping[str, str]) -> Gathered:
         own, notes = torchtitan.arguments(command, NO_EFFECT)
         found.findings += notes
         _environment(script, own)
-        launched(own, found, torchtitan.LAUNCHER)
-        for name in torchtitan.LAUNCHER:
-            own.pop(name, None)
+        for name, target in torchtitan.LAUNCHER.items():
+            if name in own:
+                found.machines.option(own.pop(name), target)
+        _default_nodes(command, found)
         if not tomls:
             tomls = _named(own, files, found)
         over |= own
@@ -76,7 +80,7 @@ def _registry(
     pythons = [file for file in files if kind_of(file[1]) == "python"]
     config, module = torchtitan_python.chosen(over, defined)
     for path, text in pythons[:1]:
-        settings, wrong = torchtitan_python.settings(path, text, config, module)
+        settings, wrong = torchtitan_python.settings(path, text, config, module, found.budget)
         found.settings |= settings
         found.findings += wrong
     if not pythons and alone and (option := over.get("config")) is not None:
@@ -88,6 +92,17 @@ def _registry(
         )  # fmt: skip
 
 
+def _default_nodes(command: Sequence[Word], found: Gathered) -> None:
+    """Take in that torchrun, and torchtitan's own script that calls it, start one node unless they are told more."""
+    launcher = launcher_without_nodes(command)
+    if launcher is None:
+        launcher = next((word for word in command if _OWN_SCRIPT.search(word.text)), None)
+    if launcher is not None:
+        what = f"the number of nodes of {launcher.text} without --nnodes"
+        found.machines.default("nodes", 1, what, span_of(launcher))
+
+
+_OWN_SCRIPT = re.compile(r"run_(llama_)?train\.sh$")
 _VARIABLES = (
     ("CONFIG_FILE", "job.config_file"), ("NGPU", "nproc_per_node"), ("CONFIG", "config"), ("MODULE", "module"),
 )  # fmt: skip
@@ -105,7 +120,7 @@ def _named(own: dict[str, Setting], files: Sequence[File], found: Gathered) -> l
     setting = own.get("job.config_file")
     if setting is None or setting.value is True:
         return []
-    file = named_file(str(setting.value), setting.file, files)
+    file = named_file(str(setting.value), setting.file, files, found.budget)
     if file is None:
         found.findings.append(not_found(setting))
         return []

@@ -56,7 +56,7 @@ def parallel_of(
 def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: int) -> tuple[dict[str, Any], int | None]:
     """Return the section ``data`` and the number of data-parallel ranks; a shard degree of -1 takes what is left."""
     copies = sheet.whole(_IN + "data_parallel_replicate_degree", 1, to="parallel.data.shard")
-    shard = sheet.whole(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard")
+    shard = sheet.whole(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard", off=(-1,))
     inner = others * context * copies
     ranks = None if shard < 0 and world is None else copies * (shard if shard >= 0 else (world or 0) // inner)
     if world is not None and (world % inner if shard < 0 else shard * inner != world):
@@ -167,7 +167,7 @@ def _split(sheet: Sheet, stages: int, era: int, layers: int, *, several: bool) -
     if isinstance(parts, list) and parts and all(isinstance(part, list) for part in parts):
         counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
         return max(1, len(parts) // stages), counts
-    starts = [int(found[1]) for point in points if (found := re.fullmatch(r"layers\.(\d+)", point))]
+    starts = [int(found[1]) for point in points if (found := re.fullmatch(r"layers\.([0-9]{1,6})", point))]
     if starts:
         counts = [stop - start for start, stop in zip([0, *starts], [*starts, layers], strict=True)]
         return max(1, len(counts) // stages), counts if layers else []

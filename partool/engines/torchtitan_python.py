@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
+from partool.engines.budget import Budget
 from partool.engines.settings import Setting
 from partool.engines.torchtitan import renamed
 from partool.engines.torchtitan_keys import NO_EFFECT
@@ -37,7 +38,9 @@ def functions(text: str) -> dict[str, ast.FunctionDef]:
     }  # fmt: skip
 
 
-def settings(path: Path, text: str, name: str | None, model: str | None) -> tuple[dict[str, Setting], list[Diagnostic]]:
+def settings(
+    path: Path, text: str, name: str | None, model: str | None, budget: Budget
+) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the settings of the configuration that the function ``name`` returns, and findings.
 
     ``model`` is the name of the model, if a command gives it; else the folder's name or the function's name says it.
@@ -50,7 +53,7 @@ def settings(path: Path, text: str, name: str | None, model: str | None) -> tupl
         some = ", ".join(list(known)[:8])
         help = f"add --define CONFIG=NAME with one of {some}" if some else "name another file"
         return {}, [Diagnostic("PT825", what, help=help)]
-    reader = _Reader(path, known)
+    reader = _Reader(path, known, budget)
     reader.function(known[name], 0)
     found = reader.found
     if "model.flavor" in found:
@@ -73,11 +76,13 @@ class _Reader:
 
     path: Path
     known: dict[str, ast.FunctionDef]
+    budget: Budget
     found: dict[str, Setting] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
 
     def function(self, node: ast.FunctionDef, depth: int) -> None:
         """Take in a function's assignments and the configuration that it returns, in their order."""
+        self.budget.call(self.path, node.lineno)
         names, specs = set[str](), dict[str, ast.expr]()
         for line in node.body:
             value = line.value if isinstance(line, (ast.Assign, ast.Return, ast.AnnAssign)) else None

@@ -82,7 +82,7 @@ def _compiled(sheet: Sheet) -> bool:
 
 def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict[str, Any]:
     local = sheet.whole("training.local_batch_size", 8, to="training.global_batch")
-    batch = sheet.whole("training.global_batch_size", -1, to="training.global_batch")
+    batch = sheet.whole("training.global_batch_size", -1, to="training.global_batch", off=(-1,))
     found: dict[str, Any] = {
         "sequence_length": sheet.whole("training.seq_len", 2048, to="training.sequence_length"),
         "steps": sheet.whole("training.steps", 10000, to="training.steps"),
@@ -115,7 +115,7 @@ def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict
 
 
 def _validation(sheet: Sheet, ranks: int) -> dict[str, int]:
-    steps = sheet.whole("validation.steps", -1, to="training.validation.samples")
+    steps = sheet.whole("validation.steps", -1, to="training.validation.samples", off=(-1,), derived=True)
     local = sheet.whole("validation.local_batch_size", 8, to="training.validation.samples")
     every = sheet.whole("validation.freq", 10, to="training.validation.every")
     if steps > 0:

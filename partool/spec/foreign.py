@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def foreign(document: Any, file: str) -> tuple[str, str] | None:
 def foreign_file(file: Path) -> tuple[str, str] | None:
     """Return :func:`foreign` of a JSON file; None if the file cannot be read."""
     try:
-        if file.stat().st_size > _LARGEST:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:  # reading a pipe might never end
             return None
         return foreign(json.loads(file.read_text(encoding="utf-8")), str(file))
     except (OSError, ValueError, RecursionError):

@@ -111,8 +111,9 @@ OF_ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"fsdp": ["full_shard", "offload"]}, "parallel.offload.optimizer", "cpu"),
     *(
         ({"max_seq_length": None, name: 1024}, "training.sequence_length", 1024)
-        for name in ("max_length", "model_max_length", "cutoff_len", "block_size")
+        for name in ("max_length", "model_max_length", "block_size")
     ),
+    ({"max_seq_length": None, "cutoff_len": 1024, "finetuning_type": "full"}, "training.sequence_length", 1024),
 ]  # fmt: skip
 OF_LAUNCH: list[tuple[dict[str, Any], str, Any]] = [
     ({"num_processes": 8, "num_machines": 1}, "hardware.per_node", 8),
@@ -168,7 +169,8 @@ OF_LAUNCH: list[tuple[dict[str, Any], str, Any]] = [
     ),
     ({**BELOW, "deepspeed_config": {"zero_stage": 1}}, "parallel.data.zero", 1),
     (
-        {**BELOW, "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}},
+        {**BELOW, "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu",
+         "offload_optimizer_device": "cpu"}},
         "parallel.offload.parameters",
         "cpu",
     ),
@@ -382,9 +384,10 @@ def test_any_values_are_read(change: dict[str, Any], below: bool) -> None:
 
 
 def test_hostile_files_are_read() -> None:
-    loop = "output_dir: a\ninner: &a\n  again: *a\nlist: &b [1, *b]\nday: 2024-99-99\n"
-    found = read_files([(Path("args.yaml"), loop)], "accelerate", H100S)
-    assert found.spec
+    loop = "output_dir: a\ninner: &a\n  again: *a\nlist: &b [1, *b]\n"
+    assert errors(read_files([(Path("args.yaml"), loop)], "accelerate", H100S)) == ["PT829"]
+    odd = "output_dir: a\nday: 2024-99-99\nnumber: 0x_\n"
+    assert read_files([(Path("args.yaml"), odd)], "accelerate", H100S).spec
     deep = "output_dir: a\nx: " + "[" * 700 + "]" * 700
     assert read_files([(Path("args.yaml"), deep)], "accelerate", H100S).findings
 

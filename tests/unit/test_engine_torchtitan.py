@@ -300,7 +300,7 @@ def test_options_of_a_script_count_over_its_configuration(tmp_path: Path) -> Non
         "the command has more options in $overrides, which only running the script would tell",
     ]
     assert found.understood == 1.0
-    assert found.spec["hardware"] == {"per_node": 8, "accelerator": "h100-sxm"}
+    assert found.spec["hardware"] == {"nodes": 1, "per_node": 8, "accelerator": "h100-sxm"}
     assert at(found.spec, "parallel.tensor.degree") == 2
     assert at(found.spec, "parallel.compile") == "block"
     assert at(found.spec, "training.sequence_length") == 4096
@@ -323,7 +323,9 @@ def test_a_configuration_that_is_not_there_is_a_finding() -> None:
 def test_values_that_only_a_shell_knows_are_findings() -> None:
     script = "torchrun --nproc_per_node 8 --nnodes $N -m torchtitan.train --model.flavor 8B --training.seq_len $LENGTH"
     found = read(Path("run.sh"), script, "torchtitan", Wanted("h100-sxm"))
-    assert sorted(errors(found)) == ["PT822", "PT825"]
+    assert sorted(errors(found)) == ["PT822", "PT822", "PT825"]
+    asked = {".".join(map(str, each.path)) for each in found.findings if each.code == "PT822"}
+    assert asked == {"hardware.nodes", "training.global_batch"}
     found = read(Path("run.sh"), script.replace("$LENGTH", "2048"), "torchtitan", Wanted("h100-sxm", nodes=2))
     assert (errors(found), at(found.spec, "hardware.nodes")) == ([], 2)
 

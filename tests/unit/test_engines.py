@@ -314,7 +314,17 @@ def test_what_the_script_leaves_open_is_asked_for() -> None:
             "parallel.offload.gpu_fraction",
             0.75,
         ),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "parallel.offload.parameters", "cpu"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "cpu"},
+                    "offload_optimizer": {"device": "cpu"},
+                }
+            },
+            "parallel.offload.parameters",
+            "cpu",
+        ),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "training.precision", "fp16"),
         ({"sequence_parallel_size": 2}, "parallel.sequence.method", "ulysses"),
         ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tensor.degree", 2),
@@ -328,7 +338,11 @@ def test_what_the_script_leaves_open_is_asked_for() -> None:
             "parallel.data.persistent",
             10000,
         ),
-        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "parallel.offload.parameters", "cpu"),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_param": True, "cpu_offload": True}},
+            "parallel.offload.parameters",
+            "cpu",
+        ),
         ({"compile": {"enabled": True}}, "parallel.compile", "block"),
         ({"curriculum_learning": {"enabled": False, "min_difficulty": 8}}, "parallel.data.zero", 2),
     ],
