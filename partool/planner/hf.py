@@ -38,9 +38,11 @@ def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfMod
     )
 
 
-def module_record(spec: Spec, base_dir: Path) -> ModuleModel | None:
+def module_record(spec: Spec, described: Description | None, base_dir: Path) -> ModuleModel | None:
     """Return the plan's record of a module of the user's own; None for other models."""
-    return None if spec.model.module is None else ModuleModel.model_validate(module_model(spec.model, base_dir))
+    if spec.model.module is None or described is None:
+        return None
+    return ModuleModel.model_validate(module_model(spec.model, base_dir) | {"files": described.code_files})
 
 
 def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:

@@ -144,7 +144,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         model=problem.model,
         model_source=resolved.model_source,
         hf=hf_model(spec, problem.described, base_dir),
-        module=module_record(spec, base_dir),
+        module=module_record(spec, problem.described, base_dir),
         generation=resolved.generation,
         weights=_weights(spec, base_dir),
         frozen=tuple(spec.model.frozen),
