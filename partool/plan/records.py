@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 Format = Literal["text", "jsonl", "parquet", "tokens", "megatron"]
 _BY_ENDING: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow"}
+NOT_UTF8 = "convert it to UTF-8, or use data.tokenizer: bytes"
 _ROWS = 256
 """Number of rows of a Parquet file that are in memory at once."""
 
@@ -72,6 +74,15 @@ def _text(value: Any, text_field: str, origin: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{origin}: {text_field!r} is a {type(value).__name__}, not a string")
     return value
+
+
+def check_text(start: bytes, path: Path) -> None:
+    """Raise DataError if the first bytes of a file, whose last character may be cut, are not UTF-8."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8: {error.reason} (byte {error.object[error.start]:#04x})"
+        raise DataError(message, NOT_UTF8) from error
 
 
 def parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:
