@@ -112,6 +112,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     """Search the problem's layouts and build the plan."""
     from partool.planner.checks.offload_room import check_layout
     from partool.planner.explain import candidates, reasons
+    from partool.planner.explain.batches import awkward_batch
     from partool.planner.search.solve import solve
 
     found = resolved.diagnostics
@@ -138,6 +139,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     told = _told(solution, best, resolved)
     error = told["prediction"].relative_error
     found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
+    found += awkward_batch(problem, best)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
