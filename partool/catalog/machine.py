@@ -41,6 +41,26 @@ def this_machine() -> Machine:
     return Machine("cpu", 0, cores, memory)
 
 
+_DEVICE_FILES = {
+    "cuda": ("nvidia[0-9]*", "dxg", "nvgpu", "nvhost-*"),  # of the driver, of Windows below Linux, of Jetson boards
+    "rocm": ("kfd", "dxg"),
+}
+"""Device files of accelerators by backend, as patterns below :data:`DEVICE_FOLDER`."""
+DEVICE_FOLDER = Path("/dev")
+
+
+def missing_devices(backend: str, wanted: int) -> str:
+    """Return why this machine cannot have ``wanted`` devices of a backend; empty if it has, or may have, them."""
+    if backend not in _DEVICE_FILES:
+        return ""
+    machine = this_machine()
+    if not any(next(DEVICE_FOLDER.glob(pattern), None) for pattern in _DEVICE_FILES[backend]):
+        return "this machine has no accelerator" if machine.accelerator == "cpu" else f"it has {machine.accelerator}"
+    if 0 < machine.devices < wanted:
+        return f"this machine has {machine.devices}"
+    return ""
+
+
 def processor() -> str:
     """Return the processor's name from ``/proc/cpuinfo``; empty if it is not found."""
     lines = _read("/proc/cpuinfo").splitlines()

@@ -17,7 +17,7 @@ from partool.catalog.lookup import did_you_mean, table, table_hash
 from partool.catalog.transformers_process import DescriptionError, describe, describe_module
 from partool.diagnostics.record import Diagnostic
 from partool.spec.model import LayerPattern, Mla, ModelConfig, ModelSpec
-from partool.spec.model_code import module_file, module_hash
+from partool.spec.model_code import files_hash, module_file
 
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _NOT_FIELDS = {"preset", "config", "hf", "module", "weights", "frozen", "attention"}
@@ -105,12 +105,9 @@ def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
 
 
 def module_model(spec: ModelSpec, base_dir: Path) -> dict[str, Any]:
-    """Return the fields of the plan's ``ModuleModel``; raises OSError if there is no such module."""
-    name = spec.module or ""
-    folder = str(base_dir.absolute())
-    file = module_file(name.partition(":")[0], folder)
+    """Return what the plan's ``ModuleModel`` says of a module besides its files."""
     config = spec.config if isinstance(spec.config, dict) else {}
-    return {"module": name, "config": config, "folder": folder, "code_hash": module_hash(file)}
+    return {"module": spec.module or "", "config": config, "folder": str(base_dir.absolute())}
 
 
 def _of_module(spec: ModelSpec, name: str, base_dir: Path) -> ResolvedModel:
@@ -123,6 +120,7 @@ def _of_module(spec: ModelSpec, name: str, base_dir: Path) -> ResolvedModel:
         return ResolvedModel(None, "", (Diagnostic("PT454", message, path=path, help=help),))
     try:
         model = module_model(spec, base_dir)
+        module_file(name.partition(":")[0], model["folder"])  # says which part of the name is not found
         described = describe_module(model)
     except OSError as error:
         help = "install the package, or put the file beside the spec"
@@ -131,7 +129,9 @@ def _of_module(spec: ModelSpec, name: str, base_dir: Path) -> ResolvedModel:
         return ResolvedModel(None, "", (Diagnostic(error.code, str(error), path=path, help=error.help),))
     findings: list[Diagnostic] = []
     config = _validated(dict(described["fields"]), findings)
-    return ResolvedModel(config, name, tuple(findings), {"model.module": model["code_hash"]}, described)
+    return ResolvedModel(
+        config, name, tuple(findings), {"model.module": files_hash(described["code_files"])}, described
+    )
 
 
 def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, list[Diagnostic], dict[str, str]]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,13 +20,13 @@ from typing import Any
 from partool import __version__
 from partool.catalog.profile_file import home
 from partool.process import python_command
-from partool.spec.model_code import asked_code, code_hash, module_file
+from partool.spec.model_code import asked_code, code_hash, hash_now
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
 _GRAPH = "partool_runtime.hf.graph"
 _MODULE_OF_USER = "partool_runtime.usermodel.structure"
-_FORMAT = "4"
+_FORMAT = "5"
 """Version of the answer's format; changing it makes cached answers invalid."""
 _NEEDED = ("torch", "transformers")
 _CODE_ALLOWED: ContextVar[bool] = ContextVar("code_allowed", default=False)
@@ -85,17 +85,23 @@ def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
         message = f"the model is built by your code {model['module']}, which is not run"
         raise DescriptionError(message, "give --trust-remote-code on the command line if you trust it", "PT590")
     text = json.dumps(model, sort_keys=True)
-    # The class may use files beside its own, so a change of one of them makes the answer invalid.
-    beside = sorted(module_file(model["module"].partition(":")[0], model["folder"]).parent.glob("*.py"))
-    content = b"\0".join([text.encode(), *(path.read_bytes() for path in beside)])
-    return _known(_key(content, _MODULE_OF_USER), _MODULE_OF_USER, text)
+    key = _key(text.encode(), _MODULE_OF_USER)
+    return _known(key, _MODULE_OF_USER, text, sound=lambda kept: not _changed(kept, model["folder"]))
 
 
-def _known(key: str, module: str, *arguments: str) -> dict[str, Any]:
-    """Return the answer that is kept under ``key``, or ask a module of the runtime and keep its answer."""
+def _changed(kept: Mapping[str, Any], folder: str) -> bool:
+    """Return True if a file from which an answer about a user's module was made is another one now."""
+    files = kept.get("code_files")
+    return not isinstance(files, dict) or any(hash_now(name, folder) != found for name, found in files.items())
+
+
+def _known(
+    key: str, module: str, *arguments: str, sound: Callable[[Mapping[str, Any]], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Return the answer that is kept under ``key`` if it is ``sound``, or ask a module of the runtime and keep it."""
     kept = home() / "models" / f"{key}.json"
     found = _read(kept)
-    if found is None:
+    if found is None or not sound(found):
         found = _answer(module, *arguments)
         _keep(found, kept)
     return found

@@ -40,6 +40,8 @@ def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
         check_step(previous, plan, options.step)
     if options.dry_run:
         say(LocalTarget().describe(plan, previous, resume=options.resume, step=options.step))
+        if reason := LocalTarget().missing(plan):
+            say(f"partool: launch would refuse this here: {reason}", err=True)
         return
     current, code = _start(plan, spec_text, previous, options)
     if code == 0:
@@ -72,7 +74,7 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
     """Start a run, or resume ``previous``; return the run and the agent's exit code (None if the run is detached)."""
     target, current = LocalTarget(), None
     try:
-        target.check()
+        target.check(plan)
         with stops_held_back() as stops:
             current = previous or RunStore().create(plan.name)
             replaced = current.write_plan(plan, spec_text)

@@ -114,8 +114,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT591",
         "The model's code is not the one that was allowed",
-        "A plan holds the hash of the folder's Python files as they were when --trust-remote-code was given. Ranks run "
-        "no other code.",
+        "A plan holds the hashes of a folder's Python files, or of the files that a module of yours consists of, as "
+        "they were when --trust-remote-code was given. Ranks run no other code.",
         "partool plan mine.yaml --trust-remote-code --out plan.json && git -C downloaded pull && "
         "partool launch plan.json --trust-remote-code",
         "partool plan mine.yaml --trust-remote-code --out plan.json && partool launch plan.json --trust-remote-code",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-import struct
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 Format = Literal["text", "jsonl", "parquet", "tokens", "megatron"]
 _BY_ENDING: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow"}
+NOT_UTF8 = "convert it to UTF-8, or use data.tokenizer: bytes"
 _ROWS = 256
 """Number of rows of a Parquet file that are in memory at once."""
 
@@ -25,11 +26,6 @@ class DataError(ValueError):
         self.help = help
 
 
-MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-"""Head of a Megatron index: magic, version, code of the tokens' type, numbers of sequences and of document bounds."""
-MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Code of a type in a Megatron index → the type in numpy's notation, whose last character is its size in bytes."""
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -91,6 +87,15 @@ def _text(value: Any, text_field: str, origin: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{origin}: {text_field!r} is a {type(value).__name__}, not a string")
     return value
+
+
+def check_text(start: bytes, path: Path) -> None:
+    """Raise DataError if the first bytes of a file, whose last character may be cut, are not UTF-8."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8: {error.reason} (byte {error.object[error.start]:#04x})"
+        raise DataError(message, NOT_UTF8) from error
 
 
 def parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:

@@ -243,8 +243,9 @@ class ModuleModel(Record):
     """Keywords of the class's constructor."""
     folder: FilePath
     """Folder of the spec, absolute; modules that are not installed are looked for here."""
-    code_hash: Sha256
-    """Hash of the file that defines the class, which the user has allowed on the command line."""
+    files: dict[FilePath, Sha256] = {}
+    """Hash of each file of the user's code that building and running the module loads, by its place below the folder
+    that it is imported from. The user has allowed these files on the command line."""
 
 
 class Generation(Record):

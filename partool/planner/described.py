@@ -50,6 +50,8 @@ class Description(BaseModel):
     """Attention that was found in the graph."""
     code_hash: str = ""
     """Hash of the modelling code in the model's folder; empty if the folder has none (transformers' code is used)."""
+    code_files: dict[str, str] = {}
+    """Hash of each file of the user's code that describing a module of the user's own has loaded, by its name."""
     attention_dropout: float = 0.0
     """Dropout probability of attention weights in training."""
 

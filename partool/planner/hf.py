@@ -16,6 +16,7 @@ from partool.planner.described import Description, FoundAttention
 from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
+from partool.spec.watched import watching
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.sequence import BY_GRAPH, WHOLE_SEQUENCES
 
@@ -38,9 +39,11 @@ def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfMod
     )
 
 
-def module_record(spec: Spec, base_dir: Path) -> ModuleModel | None:
+def module_record(spec: Spec, described: Description | None, base_dir: Path) -> ModuleModel | None:
     """Return the plan's record of a module of the user's own; None for other models."""
-    return None if spec.model.module is None else ModuleModel.model_validate(module_model(spec.model, base_dir))
+    if spec.model.module is None or described is None:
+        return None
+    return ModuleModel.model_validate(module_model(spec.model, base_dir) | {"files": described.code_files})
 
 
 def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
@@ -57,8 +60,8 @@ def with_graph(spec: Spec, described: Description, base_dir: Path) -> Descriptio
     """Return the description with what its graph shows, if the spec may share sequences through the graph."""
     sequence = spec.parallel.sequence
     may = sequence.method in BY_GRAPH or (sequence.method == "auto" and bool(described.attention_problem))
-    if sequence.degree == 1 or not may or spec.model.hf is None:
-        return described
+    if sequence.degree == 1 or not may or spec.model.hf is None or watching():
+        return described  # a stand-in for the method must not start what takes seconds
     try:
         found = describe_graph(base_dir / spec.model.hf)
     except DescriptionError as error:

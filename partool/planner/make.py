@@ -114,6 +114,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     from partool.planner.checks.offload_room import check_layout
     from partool.planner.checks.pod_network import check_pod_network
     from partool.planner.explain import candidates, reasons
+    from partool.planner.explain.batches import awkward_batch
     from partool.planner.search.solve import solve
     from partool.planner.stopping import decided, forecast
 
@@ -141,13 +142,14 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     told = _told(solution, best, resolved)
     error = told["prediction"].relative_error
     found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
+    found += awkward_batch(problem, best)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
         model=problem.model,
         model_source=resolved.model_source,
         hf=hf_model(spec, problem.described, base_dir),
-        module=module_record(spec, base_dir),
+        module=module_record(spec, problem.described, base_dir),
         generation=resolved.generation,
         weights=_weights(spec, base_dir),
         frozen=tuple(spec.model.frozen),

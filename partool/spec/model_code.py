@@ -1,7 +1,8 @@
-"""Finds and hashes the Python code in a Hugging Face model's folder, and the classes that ``config.json`` names.
+"""Finds and hashes the Python code that builds a user's model.
 
-transformers runs such code with ``trust_remote_code``. Users can allow such code only on partool's command line; a plan
-holds the hash of the code that was allowed, and ranks run no other code.
+For a Hugging Face folder this is the code that transformers runs with ``trust_remote_code``, for a module of the user's
+own the files that importing and running it loads. Users can allow such code only on partool's command line; a plan
+holds the hashes of the code that was allowed, and ranks run no other code.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,34 @@ def module_file(module: str, folder: str) -> Path:
 def module_hash(file: Path) -> str:
     """Return the SHA-256 of a file; raises OSError."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def file_of_module(module: str, file: Path, *, package: bool) -> str:
+    """Return the name of a module's file in a plan, which is the same wherever the module lies: ``net/layers.py``."""
+    path = module.replace(".", "/")
+    return f"{path}/{file.name}" if package else f"{path}{''.join(file.suffixes[-1:])}"
+
+
+def files_hash(files: Mapping[str, str]) -> str:
+    """Return one SHA-256 over the names and the hashes of a user's files."""
+    return hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()
+
+
+def changed_files(files: Mapping[str, str], folder: str) -> list[str]:
+    """Return the names of the user's files that have another content now, without running any code.
+
+    A file that is not found is not among them: a module may be one that only a finder of its package finds.
+    """
+    return [name for name, digest in sorted(files.items()) if hash_now(name, folder) not in (digest, "")]
+
+
+def hash_now(name: str, folder: str) -> str:
+    """Return the SHA-256 of a user's file, given by its name in a plan; empty if it is not found."""
+    module = name.partition(".")[0].removesuffix("/__init__").replace("/", ".")
+    try:
+        return module_hash(module_file(module, folder))
+    except OSError:
+        return ""
 
 
 def _auto_map(folder: Path) -> Any:

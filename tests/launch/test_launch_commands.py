@@ -323,6 +323,47 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path("home").exists()
 
 
+GPUS = make_plan().devices.model_copy(update={"accelerator": "h100-sxm", "backend": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("files", "machine", "refused"),
+    [
+        ((), ("cpu", 0), f"the plan is for {GPUS.per_node} x h100-sxm, and this machine has no accelerator"),
+        (("kfd",), ("mi300x", 8), "and it has mi300x"),
+        (("nvidia0",), ("h100-sxm", GPUS.per_node - 1), f"and this machine has {GPUS.per_node - 1}"),
+        (("nvidia0",), ("h100-sxm", 8), ""),
+        (("nvidia0",), ("h200-sxm", 8), ""),  # another device of the same kind may do
+        (("dxg",), ("cpu", 0), ""),  # Windows below Linux: the driver lists its devices elsewhere
+    ],
+)
+def test_devices_that_are_not_here_are_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[str, ...], machine: tuple[str, int], refused: str
+) -> None:
+    from partool.catalog import machine as here
+
+    dev = tmp_path / "dev"
+    dev.mkdir()
+    for name in files:
+        (dev / name).touch()
+    found = here.Machine(*machine, cores=8, memory_bytes=2**33)
+    monkeypatch.setattr(here, "this_machine", lambda: found)
+    monkeypatch.setattr(here, "DEVICE_FOLDER", dev)
+    started: list[str] = []
+    monkeypatch.setattr(
+        "partool.launch.local.target.LocalTarget.launch", lambda self, run, *_, **__: started.append(run.id) or 0
+    )
+    answer = invoke("launch", plan_file(devices=GPUS))
+    assert answer.exit_code == (3 if refused else 0), answer.stderr
+    assert ("error[PT513]" in answer.stderr) == bool(refused)
+    assert refused in answer.stderr
+    assert Path("home").exists() != bool(refused)
+    assert len(started) == (0 if refused else 1)
+    dry = invoke("launch", plan_file(devices=GPUS), "--dry-run")
+    assert dry.exit_code == 0
+    assert ("launch would refuse this here" in dry.stderr) == bool(refused)
+
+
 @pytest.mark.parametrize(("code", "wanted"), [(0, 0), (75, 75), (78, 78), (1, 5), (-9, 5), (None, 0)])
 def test_exit_codes_of_launch(monkeypatch: pytest.MonkeyPatch, code: int | None, wanted: int) -> None:
     seen: list[Any] = []

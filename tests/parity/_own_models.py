@@ -99,7 +99,7 @@ def own_plan(base: Plan, name: str, mesh: Mesh, **fields: Any) -> Plan:
     kind, config = OWN[name]
     file = Path(__file__)
     module = ModuleModel(
-        module=f"{file.stem}:{kind}", config=config, folder=str(file.parent), code_hash=module_hash(file)
+        module=f"{file.stem}:{kind}", config=config, folder=str(file.parent), files={file.name: module_hash(file)}
     )
     sizes = {"layers": config.get("layers", 3), "vocab": config.get("vocab", 31)}
     model = ModelConfig(hidden=20, ffn_hidden=17, heads=4, kv_heads=2, head_dim=5, position="none", **sizes)

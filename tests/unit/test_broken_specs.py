@@ -80,6 +80,7 @@ def test_weights_that_fit_and_come_later_are_not_refused(tmp_path: Path) -> None
     """A folder of the model's own sizes is sound; one that only the nodes have is a warning."""
     sizes = models.LLAMA | {"num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     model = "{{layers: 2, hidden: 64, heads: 4, ffn_hidden: 192, vocab: 256, weights: {{source: hf, path: {}}}}}"
     assert not result_of(spec(SOUND | CPU | {"model": model.format(".")}), folder=tmp_path).diagnostics
     away = {"model": model.format("/models/there"), "hardware": "{accelerator: h100-sxm, per_node: 1}"}

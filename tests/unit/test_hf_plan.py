@@ -108,6 +108,8 @@ def codes(result: PlanResult) -> set[str]:
 
 
 def test_plans_carry_the_model_and_its_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert codes(planned(monkeypatch, tmp_path, "{tensor: 2}", ", weights: {source: hf}")) == {"PT620"}
+    (tmp_path / "m" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     result = planned(monkeypatch, tmp_path, "{tensor: 2}", ", weights: {source: hf}")
     plan = result.plan
     assert plan is not None

@@ -81,7 +81,7 @@ def named(folder: Path, name: str = "net:Net", **config: Any) -> ModuleModel:
     file = folder / "net.py"
     if not file.exists():
         file.write_text(NET, encoding="utf-8")
-    return ModuleModel(module=name, config=config, folder=str(folder), code_hash=module_hash(file))
+    return ModuleModel(module=name, config=config, folder=str(folder), files={file.name: module_hash(file)})
 
 
 @pytest.fixture(autouse=True)
@@ -233,10 +233,7 @@ def test_plans_hold_the_module_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp
     kept = list((tmp_path / "home" / "models").iterdir())
     assert len(kept) == 1
     assert json.loads(kept[0].read_text())["fields"]["layers"] == 2
-    # A file beside the module may be one that it uses.
-    (tmp_path / "parts.py").write_text("width = 3\n", encoding="utf-8")
-    assert planned(monkeypatch, tmp_path, spec).plan is not None
-    assert len(list((tmp_path / "home" / "models").iterdir())) == 2
+    assert plan.module.files == {"net.py": module_hash(tmp_path / "net.py")}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from planned import plan_of, result_of
 from partool.layout.parameters import count, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
+from partool.planner.explain.batches import beside
 from partool.planner.explain.candidates import fewer_are_faster
 from partool.planner.problem import Problem
 from partool.planner.search.enumeration import build
@@ -392,6 +393,32 @@ def test_host_memory_is_a_limit() -> None:
     found = planner_says(text, ["hardware.host_memory_gib=60"])
     assert found.plan is None
     assert "PT301" in codes(found)
+
+
+def test_a_batch_that_leaves_no_good_layout_is_named() -> None:
+    """The batch beside it saves what the finding says, when it is planned."""
+    text = "model: llama3.2-1b\nhardware: {accelerator: h100-sxm, nodes: 2, per_node: 8}\ndata: python-stdlib\n"
+    text += "training: {global_batch: 127, sequence_length: 2048}\n"
+    prime = planner_says(text)
+    (found,) = [one for one in prime.diagnostics if one.code == "PT463"]
+    assert found.message.startswith("global_batch: 127 divides among 1 of the 16 ranks at most")
+    said = re.match(r"global_batch: 128 would save (\d+)% of the time per token, with ZeRO", found.help)
+    assert said is not None
+    even = planner_says(text, ["training.global_batch=128"])
+    assert "PT463" not in codes(even)
+    assert prime.plan is not None
+    assert even.plan is not None
+    times = [plan.prediction.time.step_time_s / plan.training.global_batch for plan in (prime.plan, even.plan)]
+    assert 1 - times[1] / times[0] >= int(said[1]) / 100 - 0.05
+    assert even.plan.layout.mesh.dp == 16
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "expected"),
+    [(127, 16, [112, 128]), (120, 16, [112, 128]), (128, 16, []), (1024, 4096, []), (3, 16, []), (1000, 1024, [1024])],
+)
+def test_batches_beside_an_awkward_one(batch: int, ranks: int, expected: list[int]) -> None:
+    assert beside(batch, ranks) == expected
 
 
 def test_fewer_devices_that_would_be_faster_are_named() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,11 @@ def test_what_ranks_would_stop_at_is_found(tmp_path: Path, name: str, content: s
         one = found(tmp_path, f"{{source: {source}}}")
         assert [(d.code, d.severity, d.path) for d in one] == [(code, "error", place)]
         assert said in one[0].message
-    assert [d.severity for d in found(tmp_path, "{source: d}", CLUSTER)] == ["warning"]
+    # It is here, so it is known wherever training runs, unless a mount puts other files at its path.
+    assert [d.severity for d in found(tmp_path, "{source: d}", CLUSTER)] == ["error"]
+    mount = f"slurm: {{container: pyxis}}, image: i.sqsh, mounts: [{{source: /elsewhere, target: {tmp_path}}}]"
+    inside = CLUSTER.replace("slurm}", f"slurm, {mount}}}")
+    assert [d.severity for d in found(tmp_path, "{source: d}", inside)] == ["note"]
 
 
 def test_token_files_need_what_lies_beside_them(tmp_path: Path) -> None:
@@ -68,6 +74,62 @@ def test_token_files_need_what_lies_beside_them(tmp_path: Path) -> None:
     for format, beside in (("tokens", "a.json"), ("megatron", "a.idx")):
         (one,) = found(tmp_path, f"{{source: a.jsonl, format: {format}}}")
         assert (one.code, f"has no {beside} beside it" in one.message) == ("PT602", True)
+
+
+SIDECAR = '{"dtype": "uint16", "count": 2, "vocab": 9, "documents": "a.docs"}'
+HEADER = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+INDEX = HEADER + struct.pack("<2i2q3q", 1, 2, 0, 2, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("beside", "content", "tokens", "said"),
+    [
+        ("a.json", SIDECAR, b"\1\0\2", "a.bin has 3 bytes where 4 are expected (2 values of uint16)"),
+        ("a.json", SIDECAR.replace("uint16", "int7"), b"\1\0\2\0", "a.json is not a sidecar of tokens"),
+        ("a.json", "[]", b"\1\0\2\0", "a.json is not a sidecar of tokens"),
+        ("a.json", SIDECAR.replace("2,", "1,", 1), b"\1\0", "a.docs: document offsets must go from 0"),
+        ("a.idx", INDEX, b"\1\0\2\0\3", "a.bin has 5 bytes where 6 are expected (3 values of uint16)"),
+        ("a.idx", INDEX[:-1], b"\1\0\2\0\3\0", "a.idx has 81 bytes where 82 are expected"),
+        ("a.idx", b"no index", b"\1\0\2\0\3\0", "does not begin with MMIDIDX"),
+        ("a.json", SIDECAR, b"\1\0\2\0", ""),
+        ("a.idx", INDEX, b"\1\0\2\0\3\0", ""),
+    ],
+)
+def test_token_files_are_as_long_as_what_lies_beside_them_says(
+    tmp_path: Path, beside: str, content: str | bytes, tokens: bytes, said: str
+) -> None:
+    (tmp_path / beside).write_bytes(content.encode() if isinstance(content, str) else content)
+    (tmp_path / "a.docs").write_bytes(struct.pack("<2q", 0, 2))
+    (tmp_path / "a.bin").write_bytes(tokens)
+    for head in (HERE, CLUSTER):
+        one = found(tmp_path, "a.bin", head)
+        assert [(d.code, d.severity) for d in one] == ([("PT602", "error")] if said else [])
+        assert said in (one[0].message if one else "")
+
+
+def test_text_for_a_tokenizer_is_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"gr\xfcn")
+    (tmp_path / "cut.txt").write_bytes(
+        b"x" * ((1 << 16) - 1) + "grün".encode()[2:]
+    )  # a character across the sample's end
+    vocabulary = {"model": {"vocab": {"a": 0}}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (one,) = found(tmp_path, "{source: a.txt, tokenizer: .}")
+    assert (one.code, "a.txt is not UTF-8" in one.message) == ("PT602", True)
+    assert found(tmp_path, "{source: a.txt}") == []
+    assert found(tmp_path, "{source: cut.txt, tokenizer: .}") == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "d" / "inside").mkdir(parents=True)
+    (tmp_path / "d" / "a.txt").write_text("text", encoding="utf-8")
+    for locked in (tmp_path / "d" / "a.txt", tmp_path / "d" / "inside"):
+        mode = locked.stat().st_mode
+        locked.chmod(0)
+        (one,) = found(tmp_path, "d")
+        locked.chmod(mode)
+        assert (one.code, "Permission denied" in one.message) == ("PT601", True)
 
 
 def test_sound_data_are_none_of_it(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned import spec_of
 
 from partool.catalog.models import resolve_model
 from partool.planner.checks.weights import check_weights
+from partool.planner.resolve import resolve
 from partool.spec.launch import LaunchSpec
 from partool.spec.spec import Spec
 
@@ -21,8 +23,14 @@ MIXTRAL = DENSE | {"model_type": "mixtral"}
 MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 96}
 
 
+def write_weights(folder: Path, name: str = "model.safetensors") -> None:
+    """Write a file of no tensors."""
+    (folder / name).write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
 def findings(config: dict[str, Any], folder: Path, *, upcycle: bool, **model: Any) -> list[tuple[str, str, str]]:
     (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder)
     weights = {"source": "hf", "path": str(folder), "upcycle": upcycle}
     spec = Spec.model_validate(
         {"model": {"config": str(folder), "weights": weights, **model}, "data": "x", "hardware": {"accelerator": "cpu"}}
@@ -57,3 +65,42 @@ def test_weights_of_experts(
     found = findings(config, tmp_path, upcycle=upcycle, **model)
     assert [one[:2] for one in found] == ([(code, at)] if code else [])
     assert says in (found[0][2] if found else "")
+
+
+SPEC = """model: {{layers: 2, hidden: 64, heads: 4, vocab: 256, weights: {{source: {}, path: {}}}}}
+hardware: {{accelerator: {}, per_node: 1}}
+data: python-stdlib
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "said"),
+    [
+        ("hf", {}, "holds neither model.safetensors nor"),
+        ("hf", {"pytorch_model.bin": b"0"}, "holds neither model.safetensors nor"),
+        ("hf", {"model.safetensors": b""}, "its 0 bytes are no safetensors file"),
+        ("hf", {"model.safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, "pointer of Git LFS"),
+        ("hf", {"model.safetensors.index.json": b"{}"}, "no weight_map"),
+        ("hf", {"model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}'}, "gone.safetensors"),
+        ("checkpoint", {"logs": b""}, "holds no checkpoint"),
+    ],
+)
+def test_folders_without_weights_are_refused(tmp_path: Path, source: str, files: dict[str, bytes], said: str) -> None:
+    folder = tmp_path / "w"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    for accelerator in ("cpu", "h100-sxm"):  # the folder is here, so what it holds is known
+        (one,) = resolve(spec_of(SPEC.format(source, "w", accelerator)), tmp_path).diagnostics
+        assert (one.code, one.severity, one.path) == ("PT620", "error", ("model", "weights", "path"))
+        assert said in one.message
+
+
+def test_folders_with_weights_are_none_of_it(tmp_path: Path) -> None:
+    for name in ("run/checkpoints/step-00000010", "step-00000010"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "manifest.json").touch()
+    (tmp_path / "single").mkdir()
+    write_weights(tmp_path / "single")
+    for source, path in (("checkpoint", "run"), ("checkpoint", "step-00000010"), ("hf", "single")):
+        assert resolve(spec_of(SPEC.format(source, path, "cpu")), tmp_path).diagnostics == []

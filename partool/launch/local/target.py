@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from partool.catalog.machine import missing_devices
 from partool.launch import logs
 from partool.launch.checkpoints import checkpoint_folder, complete
 from partool.launch.describe import errors_as_text
@@ -34,6 +35,7 @@ from partool.plan.run import (
     write_status,
 )
 from partool.plan.types import Plan
+from partool.strategies.targets import SCHEDULERS
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _START_TIMEOUT_S = 30.0
@@ -42,11 +44,20 @@ _START_TIMEOUT_S = 30.0
 class LocalTarget:
     """Target for runs on this machine."""
 
-    def check(self) -> None:
-        """Raise LaunchError if torch is missing: training needs it, although partool itself does not."""
+    def check(self, plan: Plan | None = None) -> None:
+        """Raise LaunchError if torch is missing (training needs it, although partool itself does not), or a device."""
         if importlib.util.find_spec("torch") is None:
             message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
             raise LaunchError("PT501", message, fix, exit_code=3)
+        if plan is not None and (reason := self.missing(plan)):
+            fix = f"launch it where the accelerators are, or with --target {' or '.join(SCHEDULERS)}"
+            raise LaunchError("PT513", reason, fix, exit_code=3)
+
+    def missing(self, plan: Plan) -> str:
+        """Return why this machine lacks the devices of a plan; empty if it may have them. Imports no torch."""
+        wanted = plan.devices
+        reason = missing_devices(wanted.backend, 1 if wanted.slice else wanted.per_node)
+        return reason and f"the plan is for {wanted.per_node} x {wanted.accelerator}, and {reason}"
 
     def describe(self, plan: Plan, run: Run | None, *, resume: bool, step: int | None = None) -> str:
         """Return shell commands that show the files, environment and command lines of a launch."""

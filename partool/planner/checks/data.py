@@ -29,7 +29,8 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
 
     Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
     mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container, because the
-    planning machine cannot look into the container.
+    planning machine cannot look into the container. Files that are here and that the ranks could not read are errors,
+    wherever training runs, unless such a mount puts other files at their path.
     """
     data = spec.data
     sources = [data.source] if isinstance(data.source, str) else data.source
@@ -44,7 +45,7 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
             what, help = (path, _HELP) if "://" not in written else (written, _REMOTE)
             found.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
         else:
-            found += _sampled(path, data, severity, place)
+            found += _sampled(path, data, of_what_is_here(spec, launch, path), place)
     made = [_recorded_vocab(data.format, path) for path in absolute]
     vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
     vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
@@ -80,6 +81,11 @@ def lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
     if (source := mounted(launch, path)) is not None:
         return "note", f" on this machine; the ranks see {source} there"
     return "warning", " on this machine"
+
+
+def of_what_is_here(spec: Spec, launch: LaunchSpec, path: str) -> Severity:
+    """Return the severity of a finding about files that exist on this machine: error, or note below a mount."""
+    return "error" if trains_here(spec) or mounted(launch, path) is None else "note"
 
 
 def _exists(pattern: str) -> bool:
@@ -136,7 +142,8 @@ def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, 
         return max([*ids, *added]) + 1, []
     except OSError as error:
         message = f"{file} cannot be read{where}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        message = f"{file} is no tokenizer file{where}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        severity = of_what_is_here(spec, launch, str(file))
+        message = f"{file} is no tokenizer file"
     help = "`bytes`, or a folder with a tokenizer.json"
     return None, [Diagnostic("PT603", message, severity=severity, path=("data", "tokenizer"), help=help)]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from partool.plan.records import DataError, format_of, parquet_texts, text_of
+from partool.plan.records import DataError, check_text, format_of, parquet_texts, text_of
+from partool.plan.token_files import check_megatron, check_tokens
 from partool.spec.training import DataSpec
 
 _FILES = 3
@@ -50,13 +51,17 @@ def sample(source: str, data: DataSpec) -> None:
 def files_of(source: str) -> Iterator[Path]:
     """Yield the files of a source (a file, a folder or a pattern) on this machine, as they are come upon."""
     if os.path.isdir(source):
-        for folder, folders, names in os.walk(source):
+        for folder, folders, names in os.walk(source, onerror=_refuse):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
     elif glob.has_magic(source) and not os.path.exists(source):
         yield from (Path(name) for name in glob.iglob(source, recursive=True) if os.path.isfile(name))
     else:
         yield Path(source)
+
+
+def _refuse(error: OSError) -> None:
+    raise error  # os.walk itself leaves out folders that it cannot read
 
 
 def _read(path: Path, data: DataSpec) -> None:
@@ -67,8 +72,15 @@ def _read(path: Path, data: DataSpec) -> None:
         for _ in islice(parquet_texts(path, data.text_field), _LINES):
             pass
         return
+    if kind in ("tokens", "megatron"):
+        with path.open("rb"):
+            (check_tokens if kind == "tokens" else check_megatron)(path)
+        return
+    decodes = kind == "text" and data.tokenizer != "bytes"
     with path.open("rb") as file:
-        start = file.read(_MOST_BYTES if kind == "jsonl" else 1)
+        start = file.read(_MOST_BYTES if kind == "jsonl" or decodes else 1)
+    if decodes:
+        check_text(start, path)
     if kind != "jsonl":
         return
     # The last line may be incomplete.

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from partool.plan.records import (
-    MEGATRON_DTYPES,
-    MEGATRON_HEADER,
-    MEGATRON_MAGIC,
-    DataError,
-    format_of,
-    stdlib_files,
-)
+from partool.plan.records import DataError, format_of, stdlib_files
+from partool.plan.token_files import read_index, read_sidecar
 from partool.planner.checks.data_sample import files_of
 from partool.spec.training import DataSpec
 
@@ -69,21 +62,12 @@ def _tokens(path: Path, data: DataSpec) -> int:
     try:
         kind = format_of(path, data.format)
         if kind == "tokens":
-            return int(json.loads(path.with_suffix(".json").read_bytes())["count"])
+            return read_sidecar(path).count
         if kind == "megatron":
-            return path.stat().st_size // _megatron_width(path.with_suffix(".idx"))
+            return path.stat().st_size // read_index(path.with_suffix(".idx")).token_bytes
         if kind == "text" and data.tokenizer == "bytes":
             size_bytes = path.stat().st_size
             return size_bytes + (size_bytes > 0)
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
+    except (OSError, DataError) as error:
         raise UncountedError(f"{path.name} cannot be read as data") from error
     raise UncountedError("the text is not tokenised yet; token files (.bin with .json) say their number")
-
-
-def _megatron_width(index: Path) -> int:
-    """Return the bytes of a token; raises ValueError for a file that is no index."""
-    with index.open("rb") as file:
-        head = file.read(MEGATRON_HEADER.size)
-    if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
-        raise ValueError("not a Megatron index")
-    return int(MEGATRON_DTYPES[MEGATRON_HEADER.unpack(head)[2]][-1])

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from partool.catalog.huggingface import read_config
-from partool.diagnostics.record import Diagnostic
+from partool.diagnostics.record import Diagnostic, Severity
 from partool.layout.parameters import frozen_problem
 from partool.layout.tensor.cutting import collapsed_name
-from partool.planner.checks.data import lies
+from partool.plan.weight_files import WeightsError, check_weight_file, holds_checkpoint, weight_files
+from partool.planner.checks.data import lies, of_what_is_here
 from partool.planner.checks.optimizer import parameter_names
 from partool.planner.problem import Problem
 from partool.spec.launch import LaunchSpec
@@ -48,23 +49,42 @@ def check_frozen(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: Path) -> Iterator[Diagnostic]:
-    """Yield a finding if the folder of ``model.weights`` is missing here, or belongs to a model of other sizes.
+    """Yield a finding if the folder of ``model.weights`` is missing or holds no weights, or those of other sizes.
 
-    A missing folder is as severe as a missing data file (:func:`partool.planner.checks.data.lies`). Sizes come from the
-    folder's ``config.json``; ranks compare the weights themselves later.
+    A missing folder is as severe as a missing data file (:func:`partool.planner.checks.data.lies`); a folder that is
+    here and cannot be read is an error. Sizes come from the folder's ``config.json``; ranks compare the weights
+    themselves later.
     """
     weights = spec.model.weights
-    if weights.path is None or weights.source not in _HELP or spec.model.by_others:
+    written = weights.path or (spec.model.hf if weights.source == "hf" else None)
+    if written is None or weights.source not in _HELP:
         return
-    if weights.upcycle:
+    if weights.upcycle and not spec.model.by_others:
         yield from _copies(model)
-    folder = (base_dir / weights.path).expanduser()
+    folder = (base_dir / written).expanduser()
+    path = _PATH if weights.path else _PATH[:-1]
     if not folder.exists():
         severity, where = lies(spec, launch, str(folder))
         message = f"there is no folder {folder}{where}"
-        yield Diagnostic("PT620", message, severity, _PATH, help=_HELP[weights.source])
-    elif weights.source == "hf" and (folder / "config.json").is_file():
+        yield Diagnostic("PT620", message, severity, path, help=_HELP[weights.source])
+        return
+    severity = of_what_is_here(spec, launch, str(folder))
+    yield from _unreadable(folder, weights.source, severity, path)
+    if weights.source == "hf" and (folder / "config.json").is_file() and not spec.model.by_others:
         yield from _sizes(folder, model, weights.upcycle)
+
+
+def _unreadable(folder: Path, source: str, severity: Severity, path: tuple[str, ...]) -> Iterator[Diagnostic]:
+    """Yield a finding if a folder on this machine holds no weights of its kind, or some that cannot be read."""
+    try:
+        if source == "checkpoint" and not holds_checkpoint(folder):
+            yield Diagnostic("PT620", f"{folder} holds no checkpoint", severity, path, help=_HELP[source])
+        for file in weight_files(folder) if source == "hf" else ():
+            check_weight_file(file)
+    except WeightsError as error:
+        yield Diagnostic("PT620", str(error), severity, path, help=error.help or _HELP[source])
+    except OSError as error:
+        yield Diagnostic("PT620", f"{folder} cannot be read: {error.strerror}", severity, path, help=_HELP[source])
 
 
 def _copies(model: ModelConfig) -> Iterator[Diagnostic]:

@@ -13,12 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from partool.plan.records import MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC
+from partool.plan.token_files import HEADER_BYTES, read_index
 from partool.plan.types import Plan
 from partool.spec.training import DataSpec
 from partool_runtime.data._cache import TokenCache, cache_folder
 from partool_runtime.data._files import SourceFile, find_files
-from partool_runtime.data._shards import Corpus, Shard, check_offsets, checksum, map_array, open_tokens
+from partool_runtime.data._shards import (
+    Corpus,
+    Shard,
+    as_configuration,
+    check_offsets,
+    checksum,
+    map_array,
+    open_tokens,
+)
 from partool_runtime.data._split import split
 from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
 from partool_runtime.data.batches import Batches, SampleDeal
@@ -28,11 +36,11 @@ from partool_runtime.errors import ConfigurationError
 def open_megatron(path: Path) -> Shard:
     """Open a ``.bin`` file by its ``.idx`` file; raises ConfigurationError PT602 if they are malformed or disagree."""
     index = path.with_suffix(".idx")
-    dtype, sequences, boundaries = _read_header(index)
-    at = MEGATRON_HEADER.size
+    header = as_configuration(read_index, index)
+    dtype, sequences, at = np.dtype(header.dtype).newbyteorder("<"), header.sequences, HEADER_BYTES
     lengths = map_array(index, np.dtype("<i4"), at, sequences)
     pointers = map_array(index, np.dtype("<i8"), at + 4 * sequences, sequences)
-    documents = map_array(index, np.dtype("<i8"), at + 12 * sequences, boundaries, exact=True)
+    documents = map_array(index, np.dtype("<i8"), at + 12 * sequences, header.boundaries, exact=True)
     check_offsets(documents, sequences, index)
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])
@@ -40,23 +48,6 @@ def open_megatron(path: Path) -> Shard:
         raise ConfigurationError("PT602", f"{index}: sequences do not follow each other without gaps")
     tokens = map_array(path, dtype, 0, int(starts[-1]), exact=True)
     return Shard(tokens, starts[np.asarray(documents)], path)
-
-
-def _read_header(index: Path) -> tuple[np.dtype[np.generic], int, int]:
-    try:
-        with index.open("rb") as file:
-            head = file.read(MEGATRON_HEADER.size)
-    except OSError as error:
-        raise ConfigurationError("PT602", f"{index} cannot be read: {error.strerror}") from error
-    if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
-        raise ConfigurationError("PT602", f"{index} is not a Megatron index (it does not begin with MMIDIDX)")
-    _, version, code, sequences, boundaries = MEGATRON_HEADER.unpack(head)
-    if version != 1:
-        raise ConfigurationError("PT602", f"{index} has version {version}; only version 1 is known")
-    if code not in MEGATRON_DTYPES:
-        known = ", ".join(f"{number} {np.dtype(name).name}" for number, name in MEGATRON_DTYPES.items())
-        raise ConfigurationError("PT602", f"{index} has dtype code {code}; integers are: {known}")
-    return np.dtype(MEGATRON_DTYPES[code]), sequences, boundaries
 
 
 _TOKENISED = ("text", "jsonl", "parquet")

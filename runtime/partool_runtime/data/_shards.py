@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from partool.plan.records import DataError
+from partool.plan.token_files import check_size, read_sidecar
 from partool_runtime.errors import ConfigurationError
 
+Read = TypeVar("Read")
 I64 = npt.NDArray[np.int64]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -103,23 +106,21 @@ def open_tokens(path: Path) -> Shard:
     as little-endian int64. Without ``documents`` all tokens are one document. Raises ConfigurationError PT602 where
     sidecar and files disagree.
     """
-    sidecar = path.with_suffix(".json")
-    try:
-        meta = json.loads(sidecar.read_text(encoding="utf-8"))
-        dtype, count, vocab = _DTYPES[meta["dtype"]], int(meta["count"]), int(meta["vocab"])
-        name = meta.get("documents")
-        left_out, first_left_out = int(meta.get("left_out", 0)), str(meta.get("first_left_out", ""))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigurationError(
-            "PT602",
-            f"{sidecar} is not a sidecar of tokens: {type(error).__name__} {error}",
-            'it holds "dtype" (uint16 or uint32), "count" and "vocab"',
-        ) from error
-    tokens = map_array(path, dtype, 0, count, exact=True)
+    sidecar = as_configuration(read_sidecar, path)
+    count = sidecar.count
+    tokens = map_array(path, _DTYPES[sidecar.dtype], 0, count, exact=True)
     documents = np.array([0, count] if count else [0], dtype=np.int64)
-    if name is not None:
-        documents = _open_documents(sidecar.with_name(str(name)), count)
-    return Shard(tokens, documents, path, vocab, left_out, first_left_out)
+    if sidecar.documents is not None:
+        documents = _open_documents(path.with_name(sidecar.documents), count)
+    return Shard(tokens, documents, path, sidecar.vocab, sidecar.left_out, sidecar.first_left_out)
+
+
+def as_configuration(read: Callable[[Path], Read], path: Path) -> Read:
+    """Return what ``read`` reads from a path; its DataError becomes a ConfigurationError PT602."""
+    try:
+        return read(path)
+    except DataError as error:
+        raise ConfigurationError("PT602", str(error), error.help) from error
 
 
 def _open_documents(path: Path, count: int) -> I64:
@@ -143,12 +144,10 @@ def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exac
 
     Raises ConfigurationError PT602 if the file is shorter or, with ``exact``, longer.
     """
-    need = offset + count * dtype.itemsize
-    size = path.stat().st_size if path.is_file() else 0
-    if count < 0 or size < need or (exact and size != need):
-        raise ConfigurationError(
-            "PT602", f"{path} has {size} bytes where {need} are expected ({count} values of {dtype.name})"
-        )
+    try:
+        check_size(path, count, dtype.itemsize, dtype.name, offset, exact=exact)
+    except DataError as error:
+        raise ConfigurationError("PT602", str(error)) from error
     if count == 0:
         return np.empty(0, dtype=dtype)
     try:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from partool.plan.records import NOT_UTF8
 from partool_runtime.data._documents import DocumentPiece
 from partool_runtime.errors import ConfigurationError
 
@@ -116,7 +117,7 @@ def _decode(piece: DocumentPiece) -> str:
         raise ConfigurationError(
             "PT602",
             f"{piece.origin} is not UTF-8: {error.reason} (byte {error.object[error.start]:#04x})",
-            "convert it to UTF-8, or use data.tokenizer: bytes",
+            NOT_UTF8,
         ) from error
 
 

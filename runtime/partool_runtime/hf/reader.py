@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
+from partool.plan.weight_files import WeightsError, weight_files
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.families import FAMILIES, Family, family_of, place_of
 from partool_runtime.hf.places import ParameterPlace
 from partool_runtime.hf.stored import SCALES, beyond, block_of, dequantized, row_order
 from partool_runtime.pieces import in_matrices
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 class HfFolder:
@@ -216,23 +214,10 @@ def _family(path: Path, settings: Mapping[str, Any]) -> Family:
 
 
 def _files(path: Path) -> list[Path]:
-    index = path / _INDEX
-    if index.exists():
-        content = _json(index)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigurationError("PT620", f"{index}: no weight_map of names to files")
-        files = [path / name for name in sorted(set(weight_map.values()))]
-    elif (path / _SINGLE).exists():
-        files = [path / _SINGLE]
-    else:
-        message = f"{path} holds neither {_SINGLE} nor {_INDEX}"
-        found = sorted(file.name for file in path.iterdir())[:8]
-        raise ConfigurationError("PT620", message, f"It holds {', '.join(found) or 'nothing'}.")
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ConfigurationError("PT620", f"{path}: the index names files that are missing: {', '.join(missing)}")
-    return files
+    try:
+        return weight_files(path)
+    except WeightsError as error:
+        raise ConfigurationError("PT620", str(error), error.help) from error
 
 
 def _open(stack: ExitStack, file: Path) -> Any:

@@ -1,8 +1,7 @@
-"""Imports the user's class of a model and builds it, if the user allowed the file that defines it."""
+"""Imports the user's class of a model and builds it, from files that the user allowed."""
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any, cast
 
@@ -10,20 +9,22 @@ import torch
 from torch import nn
 
 from partool.plan.types import ModuleModel
-from partool.spec.model_code import module_file, module_hash
+from partool.spec.model_code import changed_files
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.building import check_buffers, meta_parameters
+from partool_runtime.usermodel.code import UserCode, installed
 
 _HELP = "Name it as package.module:Class; the package is installed, or lies in the folder of the spec."
 
 
-def build_module(model: ModuleModel) -> nn.Module:
+def build_module(model: ModuleModel, code: UserCode | None = None) -> nn.Module:
     """Return the module with parameters on the meta device.
 
-    Raises ConfigurationError PT655 if it cannot be imported or built, PT591 if its file is not the one that was
-    allowed, PT649 if it keeps state in buffers.
+    ``code`` records the files that are loaded; by default those of ``model`` are the only ones that are allowed. Raises
+    ConfigurationError PT655 if the class cannot be imported or built, PT591 if a file is not one that was allowed,
+    PT649 if the module keeps state in buffers.
     """
-    kind = _class(model)
+    kind = _class(model, code)
     with meta_parameters():
         own = _built(kind, model)
     check_buffers(own)
@@ -51,14 +52,21 @@ def blocks_of(own: nn.Module) -> str:
     return str(max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters())))
 
 
-def _class(model: ModuleModel) -> type[nn.Module]:
+def user_code(model: ModuleModel, *, recorded: bool = False) -> UserCode:
+    """Check each import of the user's code from now on; ``recorded``: allow and record all instead."""
+    package = model.module.partition(":")[0].partition(".")[0]
+    return installed(package, model.folder, None if recorded else model.files)
+
+
+def _class(model: ModuleModel, code: UserCode | None = None) -> type[nn.Module]:
     name, _, kind = model.module.partition(":")
-    if model.folder not in sys.path:
-        sys.path.insert(0, model.folder)
-    try:
-        if module_hash(module_file(name, model.folder)) != model.code_hash:
-            message = f"the file of {name} is not the one that was allowed when the plan was made"
+    if code is None:
+        user_code(model)
+        if changed := changed_files(model.files, model.folder):
+            are = "is not the one that was" if len(changed) == 1 else "are not those that were"
+            message = f"{', '.join(changed)} {are} allowed when the plan was made"
             raise ConfigurationError("PT591", message, "Look at what changed, and plan again with --trust-remote-code.")
+    try:
         found = getattr(import_module(name), kind)
     except ConfigurationError:
         raise

@@ -23,7 +23,7 @@ from partool_runtime.hf.building import say_as_json
 from partool_runtime.hf.graph import attention_in
 from partool_runtime.hf.model import aliases
 from partool_runtime.hf.structure import structure_module
-from partool_runtime.usermodel.building import blocks_of, build_module
+from partool_runtime.usermodel.building import blocks_of, build_module, user_code
 from partool_runtime.usermodel.model import capture_module
 
 _SIZES = "partool reads the sizes of the model from its graph."
@@ -37,7 +37,8 @@ def describe(text: str) -> dict[str, Any]:
     Sizes are read from the graph, so a module whose graph cannot be captured is refused: PT655.
     """
     model = ModuleModel.model_validate_json(text)
-    own = build_module(model)
+    code = user_code(model, recorded=True)
+    own = build_module(model, code)
     blocks = blocks_of(own)
     units = [f"{blocks}.{number}" for number, _ in enumerate(own.get_submodule(blocks).children())]
     try:
@@ -65,6 +66,7 @@ def describe(text: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "graph_problem": problem,
         "graph_attention": attention,
+        "code_files": dict(sorted(code.files.items())),
     }
 
 
