@@ -24,7 +24,7 @@ from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.data import resolve_data
 from partool.planner.checks.engine import settled
 from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
-from partool.planner.checks.launching import check_duration, environment, resolve_launch
+from partool.planner.checks.launching import check_duration, environment, resolve_launch, within_cores
 from partool.planner.checks.offload import with_folder
 from partool.planner.checks.pipeline import read_schedule
 from partool.planner.checks.table import check
@@ -96,7 +96,8 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
         return Resolved(None, found, data)
     described = None if model.described is None else Description.model_validate(model.described)
     stack = ENGINES[spec.engine].code_base(spec.parallel.compile)
-    measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir, stack=stack)
+    devices = within_cores(launching.launch, spec.hardware, hardware.devices)
+    measured = apply_profile(spec.hardware, devices, spec.training.precision, base_dir=base_dir, stack=stack)
     lists, unsound = read_schedule(spec, base_dir)
     narrow = with_folder(spec, base_dir)
     if described is not None:

@@ -61,9 +61,7 @@ def test_offloaded_state_is_copied_too() -> None:
     assert gib_of(plan) in (ceil(expected), ceil(expected * 1.001))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_per_parameter"), [("adamw", 12), ("lion", 8)]
-)
+@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), [("adamw", 12), ("lion", 8)])
 @pytest.mark.parametrize(
     ("preset", "parameters", "overrides"),
     [
