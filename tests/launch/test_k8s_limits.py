@@ -1,4 +1,4 @@
-"""Pods that a namespace never lets start: quotas, limit ranges and the pod security level, in doctor and in dry runs."""
+"""Pods that a namespace never lets start: quotas, limit ranges, pod security level, in doctor and in dry runs."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ launch: {target: slurm, slurm: {partition: main, time: "60", account: plain}}
 """
 ACCOUNTS = ("plain", "gpus GrpTRES=gres/gpu=8", "parent GrpTRES=node=1", "child parent=parent")
 QOS = (
-    "short MaxWall=00:30:00", "narrow MaxTRESPerNode=gres/gpu=4", "few MaxTRESPerJob=cpu=4", "mine MaxTRESPerUser=node=1",
-    "wide GrpTRES=gres/gpu=32", "large MinTRESPerJob=gres/gpu=32", "none GrpJobs=0",
+    "short MaxWall=00:30:00", "narrow MaxTRESPerNode=gres/gpu=4", "few MaxTRESPerJob=cpu=4",
+    "mine MaxTRESPerUser=node=1", "wide GrpTRES=gres/gpu=32", "large MinTRESPerJob=gres/gpu=32", "none GrpJobs=0",
 )  # fmt: skip
 
 

@@ -71,8 +71,8 @@ def _matches(scope: Document, plan: Plan) -> bool:
     k8s = plan.launch.k8s
     own = None if k8s.queue is not None and k8s.kind != "volcano" else k8s.priority
     if operator in ("Exists", "DoesNotExist"):
-        return (own is not None) == (operator == "Exists")
-    return (own in values) == (operator == "In")
+        return bool((own is not None) == (operator == "Exists"))
+    return bool((own in values) == (operator == "In"))
 
 
 def asked(plan: Plan) -> dict[str, float]:
