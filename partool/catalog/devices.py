@@ -212,7 +212,7 @@ def _domain(entry: dict[str, Any], per_node: int) -> int:
 
 
 def fabric_figures(name: str, per_node: int) -> dict[str, Any]:
-    """Return the fields of :class:`Devices` that describe a fabric of the catalog, for nodes of ``per_node`` devices."""
+    """Return fields of :class:`Devices` for a fabric of the catalog, on nodes of ``per_node`` devices."""
     entry = table("fabrics")[name]
     figures = {"fabric_bytes_per_s": _fabric(entry, per_node), "fabric_latency_s": entry["latency_us"] * 1e-6}
     return {"fabric": name, **figures}

@@ -12,6 +12,7 @@ from pathlib import Path
 from partool.catalog.lookup import table
 
 _GIB = 2**30
+_GROUPS = Path("/sys/fs/cgroup")
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 """Folder where AMD's kernel driver lists its devices."""
 
@@ -67,12 +68,21 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def available_cores() -> int:
-    """Return the number of cores (at least 1) in this process's affinity mask, limited by the control group's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0] != "max":
-        cores = min(cores, int(quota[0]) // int(quota[1]))
+def available_cores(groups: Path = _GROUPS) -> int:
+    """Return the number of cores (at least 1) in this process's affinity mask, limited by the control group's quota.
+
+    Containers see all cores of their host and get a quota (``limits.cpu`` of Kubernetes, ``--cpus`` of docker).
+    ``groups`` is where control groups of version 2, or the folders of version 1's controllers, are mounted.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    both = [_read(groups / "cpu.max").split()]
+    both += [
+        [_read(groups / name / file).strip() for file in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        for name in ("cpu", "cpu,cpuacct")
+    ]
+    for quota in both:
+        if len(quota) == 2 and all(part.isdigit() and int(part) for part in quota):  # no quota: "max", or -1
+            cores = min(cores, int(quota[0]) // int(quota[1]))
     return max(1, cores)
 
 
@@ -100,7 +110,7 @@ def cpu_gflops_per_core() -> float:
     return 50.0 if "avx2" in flags else 25.0
 
 
-def _read(path: str) -> str:
+def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from partool.catalog.machine import available_cores
 from partool.plan.record import Record
 from partool.plan.types import Plan
 from partool.process import python_command
@@ -33,6 +34,7 @@ FAILURES_FILE = "failures.count"
 """Name of the file with the number of times that the Slurm script has requeued the job, and the reasons."""
 RESTARTS_FILE = "restarts.count"
 """Name of the file with the id of a Slurm job, and with how many of its restarts the job's script has counted."""
+_THREADS = "OMP_NUM_THREADS"
 LOGS = "logs"
 ERRORS = "errors"
 
@@ -197,19 +199,18 @@ def rank_environment(plan: Plan) -> dict[str, str]:
     not included.
     """
     environment = {"PYTHONUNBUFFERED": "1"}
-    if plan.devices.threads_per_rank:
-        environment["OMP_NUM_THREADS"] = str(plan.devices.threads_per_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // plan.devices.per_node))
+    if plan.devices.threads_per_rank or _THREADS not in os.environ:
+        environment[_THREADS] = str(rank_threads(plan))
     if plan.devices.nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # A host name that does not resolve would otherwise stop gloo on machines without a network.
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         environment.update({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
-    return environment | {variable.name: variable.value for variable in plan.environment} | plan.launch.env
+    # The plan names the threads for renderers; this process may have fewer cores than the plan counts with.
+    planned = {each.name: each.value for each in plan.environment if each.name != _THREADS}
+    return environment | planned | plan.launch.env
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def rank_threads(plan: Plan) -> int:
+    """Return the number of OpenMP threads of a rank: the plan's, within the cores that this process may use."""
+    most = max(1, available_cores() // plan.devices.per_node)
+    return min(plan.devices.threads_per_rank or most, most)

@@ -17,7 +17,7 @@ from partool.planner.checks import adversarial
 from partool.planner.checks.data import resolve_data
 from partool.planner.checks.engine import settled
 from partool.planner.checks.kernels import table_hashes
-from partool.planner.checks.launching import resolve_launch
+from partool.planner.checks.launching import resolve_launch, within_cores
 from partool.planner.checks.offload import with_folder
 from partool.planner.checks.pipeline import read_schedule
 from partool.planner.checks.table import check
@@ -69,7 +69,7 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
         found += reads.kept(hardware.diagnostics)
     if model.config is None or hardware.devices is None:
         return Resolved(None, found, data)
-    measured, more = _measured(spec, hardware.devices, base_dir)
+    measured, more = _measured(spec, within_cores(launching.launch, spec.hardware, hardware.devices), base_dir)
     problem, wrong = _problem(spec, base_dir, model, measured, work or Work())
     found += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
     found += independent(check_weights, spec, launching.launch, problem.model, base_dir)
@@ -116,6 +116,8 @@ _BY_PRECISION = (
     "attention_by_length",
 )  # fmt: skip
 """Fields of the machines that depend on the precision of training."""
+_BY_CORES = ("threads_per_rank", "achievable_flops", "memory_bytes_per_s")
+"""Fields of the machines that depend on the cores that the launch section gives the ranks."""
 
 
 def _origins_of_devices() -> Origins:
@@ -123,7 +125,8 @@ def _origins_of_devices() -> Origins:
     origins: dict[str, tuple[SpecPath, ...]] = {}
     for name in Devices.model_fields:
         of_precision = (("training", "precision"),) if name in _BY_PRECISION else ()
-        origins[name] = (("hardware",), ("limits", "max_devices"), *of_precision)
+        of_cores = (("launch",),) if name in _BY_CORES else ()
+        origins[name] = (("hardware",), ("limits", "max_devices"), *of_precision, *of_cores)
     return origins
 
 

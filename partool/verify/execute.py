@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from partool.catalog.machine import available_cores
 from partool.plan.rank_trace import RankTrace
-from partool.plan.run import usable_cores
 from partool.plan.types import Plan
 from partool.plan.verification import RANK_LIMIT_S
 from partool.process import python_command
@@ -61,7 +61,7 @@ def execute(
     Raises :class:`DryRunError`, also for a rank that takes longer than ``limit_s``. The processes end with this call,
     also where one of them fails, or where the caller is interrupted or terminated.
     """
-    jobs = min(len(ranks), usable_cores())
+    jobs = min(len(ranks), available_cores())
     progress = progress or DryProgress()
     with tempfile.TemporaryDirectory(prefix="partool-") as name, _ending_when_terminated(), ExitStack() as ended:
         folder = Path(name)

@@ -205,7 +205,7 @@ def configure_process(plan: Plan) -> None:
     except TableError as error:
         help = "ranks read the files themselves: they have to be on all machines, at the same place"
         raise ConfigurationError("PT492", f"kernels.tuned: {error}", help) from None
-    if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in plan.launch.env:  # torch has read it
+    if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in os.environ:  # torch has read it
         torch.set_num_threads(plan.devices.threads_per_rank)
     torch.manual_seed(plan.training.seed)
     if plan.training.deterministic:

@@ -28,10 +28,12 @@ CORE = {
     "v1": {
         "configmaps": "ConfigMap",
         "events": "Event",
+        "limitranges": "LimitRange",
         "namespaces": "Namespace",
         "nodes": "Node",
         "persistentvolumeclaims": "PersistentVolumeClaim",
         "pods": "Pod",
+        "resourcequotas": "ResourceQuota",
         "secrets": "Secret",
         "serviceaccounts": "ServiceAccount",
         "services": "Service",

@@ -60,7 +60,8 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
 
 
 def _made(limit_bytes: int) -> MemoryGroup:
-    own = {row[1]: row[2] for row in (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())}
+    rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = {names: path for _, names, path in rows}
     first = next((path for names, path in own.items() if "memory" in names.split(",")), None)
     if first is not None:
         base, version, limit = _ROOT / "memory" / first.lstrip("/"), 1, "memory.limit_in_bytes"

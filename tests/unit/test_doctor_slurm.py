@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from _launch_case import launch_plan
 
 from partool.launch.slurm import doctor as doctor_slurm
 from partool.launch.slurm.doctor import checks, cluster_checks, folder_check, parse_config
+from partool.launch.slurm.doctor_limits import JobRequest, LimitOwner, limit_checks, limits_check, request_of
 from partool.launch.slurm.doctor_plan import nodes_check, parse_nodes, partition_checks, rights_check
 from partool.launch.slurm.text import parse_record
 from partool.launch.target import DoctorFiles
@@ -152,3 +154,89 @@ def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.M
     last = list(checks(None, DoctorFiles()))[-1]
     assert (last.name, last.verdict) == ("controller", "failed")
     assert "Unable to contact slurm controller" in last.text
+
+
+REQUEST = JobRequest(2, {"gres/gpu": 8, "cpu": 64, "mem": 500_000}, wall_s=7200.0)
+
+
+@pytest.mark.parametrize(
+    ("owners", "safe", "words"),
+    [
+        ([("account", {"GrpTRES": "gres/gpu=16,node=2,cpu=128,mem=1000000"})], False, ""),
+        ([("account", {"GrpTRES": "gres/gpu=8"})], False, "GrpTRES of gres/gpu is 8, the job asks for 16"),
+        ([("account", {"GrpTRES": "mem=900G"})], False, "GrpTRES of mem is 921600 MiB, the job asks for 1e+06 MiB"),
+        ([("user", {"MaxTRESPerNode": "gres/gpu=4"})], False, "is 4, the job asks for 8 on each node"),
+        ([("user", {"MaxWall": "1:00:00"})], False, "MaxWall is 60 min, launch.slurm.time is 120 min"),
+        ([("user", {"MaxWall": "1-00:00:00"})], False, ""),
+        ([("user", {"MaxJobs": "0"})], False, "MaxJobs is 0, which allows no job"),
+        ([("user", {"MaxJobs": "1", "MaxSubmit": ""})], False, ""),
+        ([("user", {"MaxTRESMins": "gres/gpu=1000"})], False, "is 1,000, the job asks for 16 x 120 min"),
+        ([("account", {"GrpTRESMins": "gres/gpu=1000"})], False, ""),  # it starts, and is stopped at the budget
+        ([("account", {"GrpTRESMins": "gres/gpu=1000"})], True, "GrpTRESMins of gres/gpu is 1,000"),
+        ([("qos", {"MinTRES": "gres/gpu=32"})], False, "MinTRES of gres/gpu is 32, the job asks for 16"),
+        ([("qos", {"GrpTRES": "gres/gpu=32"}), ("account", {"GrpTRES": "gres/gpu=8"})], False, ""),
+        ([("qos", {"GrpTRES": "cpu=999"}), ("account", {"GrpTRES": "gres/gpu=8"})], False, "account: GrpTRES"),
+        ([("qos", {"MaxJobsPU": "3"}), ("user", {"MaxJobs": "0"})], False, ""),
+        ([("qos", {"MaxTRES": "node=1"}), ("second qos", {"MaxTRES": "node=9"})], False, "qos: MaxTRES of node is 1"),
+        ([("account", {"GrpTRES": "gres/gpu=99"}), ("parent", {"GrpTRES": "gres/gpu=8"})], False, "parent: GrpTRES"),
+        ([("account", {"GrpTRES": "billing=1,license/x=0,energy=1"})], False, ""),  # what is not known is no reason
+    ],
+)
+def test_limits_of_accounts_and_qos(owners: list[tuple[str, dict[str, str]]], safe: bool, words: str) -> None:
+    found = [LimitOwner(title, limits, is_qos="qos" in title) for title, limits in owners]
+    check = limits_check(found, REQUEST, safe=safe)
+    assert check.verdict == ("failed" if words else "ok"), check
+    assert words in check.text
+    assert bool(check.help) == bool(words)
+
+
+def test_a_plans_request() -> None:
+    plan = launch_plan(nodes=2, slurm={"gpu_type": "h100", "time": "1-00:00:00"})
+    asked = request_of(plan, cores=192, memory_mib=2_063_000)
+    assert asked.total == {"node": 2, "gres/gpu": 16, "gres/gpu:h100": 16, "cpu": 384, "mem": 4_126_000}
+    assert asked.wall_s == 86400
+    shared = launch_plan(nodes=2, slurm={"exclusive": False, "gpus": "none", "memory": "100G", "cpus_per_task": 8})
+    assert request_of(shared, cores=192, memory_mib=2_063_000).total == {"node": 2, "cpu": 16, "mem": 204_800}
+    assert request_of(launch_plan(slurm={"exclusive": False}), 192, 1).total == {"node": 2, "gres/gpu": 16}
+
+
+def test_limits_that_are_not_enforced_are_not_looked_up() -> None:
+    [check] = limit_checks(launch_plan(), {"AccountingStorageEnforce": "associations"}, {}, REQUEST)
+    assert check.verdict == "ok"
+    assert "does not enforce" in check.text
+
+
+def test_who_owns_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partition's QOS, the job's, the user's association with the partition, its account, and those above it."""
+    tool = tmp_path / "sacctmgr"
+    tool.write_text(
+        f"""#!{sys.executable}
+import sys
+words = dict(word.partition("=")[::2] for word in sys.argv[4:])
+columns = words["format"].split(",")
+def row(**values): print("|".join(values.get(name, "") for name in columns))
+what = sys.argv[4]  # after --noheader --parsable2 show
+if what == "user": row(DefaultAccount="ml")
+elif what == "qos":
+    assert sys.argv[5] == "ofpartition,day", sys.argv
+    row(Name="day", Flags="DenyOnLimit", MaxWall="1-00:00:00")
+    row(Name="ofpartition", GrpTRES="node=9")
+elif words["user"]:
+    row(Account=words["account"], User="me", QOS="day,normal", DefaultQOS="day", MaxJobs="5")
+    row(Account=words["account"], User="me", Partition="gpu", QOS="day", DefaultQOS="day", MaxJobs="7")
+    row(Account=words["account"], User="me", Partition="other", QOS="day", DefaultQOS="day", MaxJobs="0")
+else:
+    parent = {{"ml": "org", "org": "root"}}.get(words["account"], "")
+    row(Account=words["account"], ParentName=parent, GrpTRES="node=4", MaxJobs="1")
+"""
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("SBATCH_ACCOUNT", "SBATCH_QOS"):
+        monkeypatch.delenv(name, raising=False)
+    config = {"AccountingStorageEnforce": "associations,limits", "ClusterName": "tiger"}
+    partition = {"PartitionName": "gpu", "QoS": "ofpartition"}
+    [check] = limit_checks(launch_plan(), config, partition, REQUEST)
+    assert check.verdict == "ok"
+    titles = ["QOS ofpartition", "QOS day", "me in account ml", "account ml", "account org", "account root"]
+    assert check.text == f"nothing is against the job in {', '.join(titles)}"

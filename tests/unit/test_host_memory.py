@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil, isclose
 
 import pytest
+from often import often
 from planned import plan_of, result_of
 
 from partool.plan.types import Plan
@@ -18,10 +19,12 @@ training: {sequence_length: 4096, global_batch: 64, steps: 1000, precision: bf16
 data: {source: python-stdlib}
 hardware: {accelerator: h100-sxm, nodes: 1, per_node: 8}
 launch: {target: k8s, image: "registry/train:1", k8s: {storage: "pvc:runs"}}
-parallel: {data: {zero: 3}, tensor: {degree: 1}, pipeline: {stages: 1}, sequence: {degree: 1}, recompute: full}
+parallel: {data: {zero: 3}, tensor: {degree: 1}, pipeline: {stages: 1}, sequence: {degree: 1}, recompute: full,
+  micro_batch: 1}
 """
 LLAMA_8B, LLAMA_70B = 8_030_261_248, 70_553_706_496
 """Numbers of parameters by their configurations (https://huggingface.co/meta-llama)."""
+MIXTRAL = 46_702_792_704
 PROCESSES_GIB, SHARED_GIB = 8 * 4, 8 * 8
 
 
@@ -61,21 +64,19 @@ def test_offloaded_state_is_copied_too() -> None:
     assert gib_of(plan) in (ceil(expected), ceil(expected * 1.001))
 
 
+STATES = [
+    ("llama3-8b", LLAMA_8B, "lion", 8, ("parallel.data.zero=1", "parallel.tensor.degree=2")),
+    ("mixtral-8x7b", MIXTRAL, "adamw", 12, ("parallel.expert=8", "hardware.nodes=4")),
+    ("mixtral-8x7b", MIXTRAL, "lion", 8, ("parallel.expert=2", "parallel.tensor.degree=4", "hardware.nodes=4")),
+    ("llama3-8b", LLAMA_8B, "adamw", 12, ("parallel.sequence.degree=2",)),
+]
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "bytes_per_parameter"), [("adamw", 12), ("lion", 8)]
-)
-@pytest.mark.parametrize(
-    ("preset", "parameters", "overrides"),
-    [
-        ("llama3-8b", LLAMA_8B, ()),
-        ("llama3-8b", LLAMA_8B, ("parallel.data.zero=1", "parallel.tensor.degree=2")),
-        ("llama3-8b", LLAMA_8B, ("parallel.sequence.degree=2",)),
-        ("mixtral-8x7b", 46_702_792_704, ("parallel.expert=8", "hardware.nodes=4")),
-        ("mixtral-8x7b", 46_702_792_704, ("parallel.expert=2", "parallel.tensor.degree=4", "hardware.nodes=4")),
-    ],
+    ("preset", "parameters", "optimizer", "bytes_per_parameter", "overrides"), often(STATES, STATES[:2])
 )
 def test_all_ranks_together_write_the_state_once(
-    preset: str, parameters: int, overrides: tuple[str, ...], optimizer: str, bytes_per_parameter: int
+    preset: str, parameters: int, optimizer: str, bytes_per_parameter: int, overrides: tuple[str, ...]
 ) -> None:
     plan = plan_of(SPEC, f"model.preset={preset}", f"optimizer.name={optimizer}", *overrides)
     written = plan.prediction.memory.saved_bytes * plan.layout.mesh.world_size

@@ -17,7 +17,8 @@ training: {sequence_length: 4096, global_batch: 64, steps: 1000, precision: bf16
 data: {source: python-stdlib}
 hardware: {accelerator: h100-sxm, nodes: 2, per_node: 8, fabric: ib-ndr}
 launch: {target: k8s, image: "registry/train:1", k8s: {storage: "pvc:runs"}}
-parallel: {data: {zero: 3}, tensor: {degree: 1}, pipeline: {stages: 1}, sequence: {degree: 1}, recompute: full}
+parallel: {data: {zero: 3}, tensor: {degree: 1}, pipeline: {stages: 1}, sequence: {degree: 1}, recompute: full,
+  micro_batch: 1}
 """
 
 

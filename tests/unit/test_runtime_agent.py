@@ -124,9 +124,9 @@ def test_plans_for_other_nodes(nodes: int, where: AgentPlace, plan_hash: str | N
 def test_the_environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     plan = make_plan(2, env={"A": "launch"}, secrets={"TOKEN": {"file": "/nowhere"}})
-    variables = tuple(Variable(name=name, value="plan", origin="test") for name in ("A", "B", "OMP_NUM_THREADS"))
+    variables = tuple(Variable(name=name, value="plan", origin="test") for name in ("A", "B"))
     environment = rank_environment(plan.model_copy(update={"environment": variables}))
-    assert (environment["A"], environment["B"], environment["OMP_NUM_THREADS"]) == ("launch", "plan", "plan")
+    assert (environment["A"], environment["B"]) == ("launch", "plan")
     assert "TOKEN" not in environment
     several = plan.model_copy(update={"devices": plan.devices.model_copy(update={"nodes": 2})})
     assert "GLOO_SOCKET_IFNAME" in rank_environment(plan)

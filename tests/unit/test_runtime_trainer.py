@@ -236,19 +236,20 @@ def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: called.update(deterministic=on))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-    def plan(env: dict[str, str], tuned: tuple[str, ...] = ()) -> Any:
+    def plan(tuned: tuple[str, ...] = ()) -> Any:
         return SimpleNamespace(
             kernels=SimpleNamespace(mode="auto", tuned=tuned),
             devices=SimpleNamespace(threads_per_rank=3),
-            launch=SimpleNamespace(env=env),
             training=SimpleNamespace(seed=1, deterministic=True),
         )
 
-    trainer.configure_process(plan({}))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    trainer.configure_process(plan())
     assert called == {"threads": 3, "deterministic": True}
     called.clear()
-    trainer.configure_process(plan({"OMP_NUM_THREADS": "2"}))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # as the agent sets it
+    trainer.configure_process(plan())
     assert "threads" not in called
     with pytest.raises(ConfigurationError, match="missing: does not exist") as found:
-        trainer.configure_process(plan({}, ("missing",)))
+        trainer.configure_process(plan(("missing",)))
     assert found.value.code == "PT492"

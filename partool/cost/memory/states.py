@@ -252,7 +252,9 @@ def element_counts(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Elemen
     )
 
 
-def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, everything: Column) -> Column:
+def _gathered(
+    job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, everything: Column
+) -> Column:
     """Return the bytes of gathered parameters.
 
     With ZeRO-3, four sorts of parameters are gathered at once: those in use, those prefetched, those that are kept

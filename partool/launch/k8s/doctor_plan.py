@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from partool.launch.k8s import doctor_limits
 from partool.launch.k8s.client import Client, Document
 from partool.launch.k8s.errors import ApiError
 from partool.launch.k8s.resources import SECRETS, Resource
@@ -29,6 +30,7 @@ def checks(client: Client, plan: Plan) -> Iterator[Check]:
     for label, resource, name in _references(client, plan):
         yield _there(client, label, resource, name)
     yield from _claims(client, plan)
+    yield from doctor_limits.checks(client, plan)
     yield _image(plan)
 
 

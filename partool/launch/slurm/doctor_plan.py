@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partool.launch.slurm.client import call
+from partool.launch.slurm.doctor_limits import limit_checks, request_of, user_name
 from partool.launch.slurm.text import parse_duration, parse_record
 from partool.launch.target import Check
 from partool.plan.types import Plan
@@ -41,8 +42,15 @@ def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
     name = _partition(plan, records)
     command = ["sinfo", "--noheader", "--Node", "--format=%N|%G|%c|%m|%T"]
     answer = call([*command, f"--partition={name}"] if name else command)
-    yield nodes_check(plan, parse_nodes(answer.out))
+    nodes = parse_nodes(answer.out)
+    yield nodes_check(plan, nodes)
     yield _rights(plan, config)
+    if _accounting(config):
+        record = next((record for record in records if record.get("PartitionName") == name), {})
+        fitting = with_devices(plan, nodes)
+        cores = min((node.cores for node in fitting), default=1)
+        memory_mib = min((node.memory_mib for node in fitting), default=0)
+        yield from limit_checks(plan, config, record, request_of(plan, cores, memory_mib))
     yield from _container(plan)
     yield from _on_the_nodes(plan)
 
@@ -104,11 +112,20 @@ def parse_nodes(text: str) -> list[Node]:
     return list(found.values())
 
 
+def with_devices(plan: Plan, nodes: list[Node]) -> list[Node]:
+    """Return the nodes that have the devices that the plan requests per node."""
+    return [node for node in nodes if node.gpus(plan.launch.slurm.gpu_type) >= _devices_per_node(plan)]
+
+
+def _devices_per_node(plan: Plan) -> int:
+    asks = plan.devices.backend != "cpu" and plan.launch.slurm.gpus != "none"
+    return plan.devices.per_node if asks else 0
+
+
 def nodes_check(plan: Plan, nodes: list[Node]) -> Check:
     """Check whether enough nodes have the resources that the plan requests per node."""
     slurm, devices = plan.launch.slurm, plan.devices
-    wanted = devices.per_node if devices.backend != "cpu" and slurm.gpus != "none" else 0
-    with_gpus = [node for node in nodes if node.gpus(slurm.gpu_type) >= wanted]
+    wanted, with_gpus = _devices_per_node(plan), with_devices(plan, nodes)
     kind = f" of type {slurm.gpu_type}" if slurm.gpu_type else ""
     if wanted and len(with_gpus) < devices.nodes:
         have = ", ".join(sorted({node.gres for node in nodes})) or "no nodes"
@@ -128,14 +145,26 @@ def nodes_check(plan: Plan, nodes: list[Node]) -> Check:
 
 def _rights(plan: Plan, config: dict[str, str]) -> Check:
     slurm = plan.launch.slurm
-    kind = config.get("AccountingStorageType", "")
-    if not kind or kind.endswith("/none") or shutil.which("sacctmgr") is None:
+    if not _accounting(config):
         named = [f"{name} {value}" for name in ("account", "qos") if (value := getattr(slurm, name))]
         what = " and ".join(named) or "account and QOS"
         return Check("rights", "skipped", f"{what} cannot be looked up: there is no accounting here")
-    options = ["--noheader", "--parsable2", "show", "associations", f"user={_user()}", "format=account,partition,qos"]
+    options = [
+        "--noheader",
+        "--parsable2",
+        "show",
+        "associations",
+        f"user={user_name()}",
+        "format=account,partition,qos",
+    ]
     rows = [line.split("|") for line in call(["sacctmgr", *options]).out.splitlines() if line.count("|") == 2]
     return rights_check(slurm.account, slurm.qos, rows)
+
+
+def _accounting(config: dict[str, str]) -> bool:
+    """Return whether accounts and QOS can be looked up here."""
+    kind = config.get("AccountingStorageType", "")
+    return bool(kind) and not kind.endswith("/none") and shutil.which("sacctmgr") is not None
 
 
 def rights_check(account: str | None, qos: str | None, rows: list[list[str]]) -> Check:
@@ -173,12 +202,3 @@ def _on_the_nodes(plan: Plan) -> Iterator[Check]:
     if slurm.setup and not Path(slurm.setup).exists():
         text = f"{slurm.setup} is not here; the nodes must have it"
         yield Check("setup", "warning", text, "put it on a file system that all nodes share")
-
-
-def _user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

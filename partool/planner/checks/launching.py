@@ -14,7 +14,7 @@ from partool.plan.types import Variable
 from partool.planner.checks import allocator
 from partool.planner.checks.hardware import check_hardware
 from partool.planner.checks.stopping import check_window
-from partool.spec.hardware import Devices
+from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import ERRORS, check_warnings, contained
 from partool.spec.patterns import is_image_file
@@ -87,6 +87,25 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
     for name in launch.secrets:
         found.pop(name, None)
     return tuple(found[name] for name in sorted(found))
+
+
+def within_cores(launch: LaunchSpec, hardware: HardwareSpec, devices: Devices) -> Devices:
+    """Return the machines with at most as many threads per rank on a CPU as the launch section gives it cores.
+
+    Where the ranks get fewer cores than are priced, the rates that follow from cores are lowered; figures that the spec
+    states stay.
+    """
+    cores = rules_of(launch.target).cores(launch, devices)
+    threads = devices.threads_per_rank
+    if cores is None or not threads or cores >= threads * devices.per_node:
+        return devices
+    share = cores / (threads * devices.per_node)
+    update: dict[str, float] = {"threads_per_rank": max(1, int(cores / devices.per_node))}
+    if hardware.achievable_tflops is None and hardware.peak_tflops is None:
+        update["achievable_flops"] = share * devices.achievable_flops
+    if hardware.memory_gb_per_s is None:
+        update["memory_bytes_per_s"] = share * devices.memory_bytes_per_s
+    return devices.model_copy(update=update)
 
 
 def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False) -> list[Diagnostic]:

@@ -1,4 +1,4 @@
-"""Warns of pods that reach each other over the pod network only, though the plan is priced on the nodes' fast fabric."""
+"""Warns of pods that have the pod network only, though the plan is priced on the nodes' fast fabric."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def check_pod_network(problem: Problem, priced: Priced, launch: LaunchSpec) -> I
         f"takes about {slow} (assumed)"
     )
     if forced:
-        message += f"; NCCL_NET={forced[0].value}, which the preset {forced[0].preset} sets, ends such a run at its start"
+        message += (
+            f"; NCCL_NET={forced[0].value}, which the preset {forced[0].preset} sets, ends such a run at its start"
+        )
     help = (
         "add rdma: {resource: NAME, count: N} with a name that `kubectl describe nodes` lists, and where the site asks "
         "for it host_network: true or the Multus annotation k8s.v1.cni.cncf.io/networks; or state what the pods have: "

@@ -70,9 +70,10 @@ def _too_large(plan: Plan) -> Diagnostic:
 
 def _sizes(plan: Plan) -> str:
     copies, total = copied_bytes(plan, in_background=True), ranks_bytes(plan)
+    ranks, room = (total - copies) / GIB, room_bytes(plan) / GIB
     return (
-        f"copies of the state take {copies / GIB:.3g} GiB of a node's memory and the ranks {(total - copies) / GIB:.3g} "
-        f"GiB, of which {room_bytes(plan) / GIB:.3g} GiB may be used"
+        f"copies of the state take {copies / GIB:.3g} GiB of a node's memory beside {ranks:.3g} GiB of the ranks, and "
+        f"{room:.3g} GiB may be used"
     )
 
 

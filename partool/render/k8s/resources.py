@@ -8,11 +8,9 @@ from typing import Any
 from partool.plan.host_memory import ranks_bytes
 from partool.plan.types import Plan
 from partool.spec.patterns import within
-from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity, shared_memory
+from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, cpu_limit, quantity, shared_memory
 
 _GIB = 1 << 30
-_CORES_KEPT = 2
-"""Cores left to the kubelet and the other daemons that run on every node."""
 _ROOM = 1.1
 _SCRATCH_GIB = 20
 """GiB for the container's log, compilers' caches and token caches (assumed; public clouds' nodes have 40 or more)."""
@@ -59,7 +57,7 @@ def resources(plan: Plan) -> dict[str, Any]:
 
     Devices and adapters are written as limits only: Kubernetes uses the same values as requests.
     """
-    base = {"cpu": _cpu(plan), "memory": memory(plan)}
+    base = {"cpu": cpu_limit(plan.launch, plan.devices), "memory": memory(plan)}
     limits = dict(base)
     device = device_resource(plan)
     if device is not None:
@@ -70,16 +68,11 @@ def resources(plan: Plan) -> dict[str, Any]:
     return {"requests": {**base, "ephemeral-storage": ephemeral_storage(plan)}, "limits": limits}
 
 
-def _cpu(plan: Plan) -> str:
-    """Return the container's number of cores: all but two of the host's, or one per rank if the host is unknown."""
-    cores = plan.devices.host_cores - _CORES_KEPT
-    return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
-
-
 def memory(plan: Plan) -> str:
     """Return the container's memory in whole GiB, rounded up: the ranks' host memory and /dev/shm, plus 10 %.
 
-    The ranks' memory includes the copies that they make while they save. On a host with devices, the result is at most 90 % of the host's memory: a pod that requests all fits no node.
+    The ranks' memory includes the copies that they make while they save. On a host with devices, the result is at most
+    90 % of the host's memory: a pod that requests all fits no node.
     For ranks on a CPU there is no such bound, since the plan's host is then the machine that made the plan.
     """
     if plan.launch.k8s.memory is not None:
@@ -89,4 +82,3 @@ def memory(plan: Plan) -> str:
     if host is not None and plan.devices.backend != "cpu":
         gib = max(1, min(gib, int(host * 0.9 / _GIB)))
     return f"{gib}Gi"
-

@@ -72,8 +72,8 @@ class TargetRules:
         """
         return None
 
-    def cores(self, launch: LaunchSpec) -> float | None:
-        """Return the number of a node's cores that the section gives the ranks; None if it does not limit them."""
+    def cores(self, launch: LaunchSpec, devices: Devices) -> float | None:
+        """Return the number of cores that the ranks of a node get; None if the section does not limit them."""
         return None
 
     def longest_window_s(self, launch: LaunchSpec) -> int | None:

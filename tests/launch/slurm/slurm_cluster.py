@@ -48,20 +48,34 @@ def unavailable() -> str:
     return "" if answer.returncode == 0 else f"no namespaces here: {answer.stderr.strip()}"
 
 
+def without_accounting() -> str:
+    """Return why there can be no accounting here; else nothing. :func:`unavailable` comes first."""
+    missing = [name for name in ("slurmdbd", "mariadbd", "mariadb", "mariadb-install-db") if shutil.which(name) is None]
+    return f"no accounting: {', '.join(missing)} not installed" if missing else ""
+
+
 class Cluster:
     """``nodes`` machines with ``cpus`` cores and ``gpus`` pretended GPUs each; ``with`` starts and stops it.
 
-    ``signal_at_preemption``: jobs that are preempted get the signal they asked for, not only SIGTERM.
+    ``signal_at_preemption``: jobs that are preempted get the signal they asked for, not only SIGTERM. ``accounting``:
+    there is a database with accounts and limits, which are enforced (see :func:`without_accounting`).
     """
 
     _count = 0
 
-    def __init__(self, nodes: int = 3, cpus: int = 4, gpus: int = 8, signal_at_preemption: bool = True) -> None:
+    def __init__(
+        self,
+        nodes: int = 3,
+        cpus: int = 4,
+        gpus: int = 8,
+        signal_at_preemption: bool = True,
+        accounting: bool = False,
+    ) -> None:
         self.names = [f"node{index}" for index in range(1, nodes + 1)]
         self._prefix = f"pt{os.getpid()}-{Cluster._count}"
         Cluster._count += 1
         self._preemption = "preempt_send_user_signal" if signal_at_preemption else "(null)"
-        self._cpus, self._gpus = cpus, gpus
+        self._cpus, self._gpus, self._accounting = cpus, gpus, accounting
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.folder = Path()
         self.bin = Path()
@@ -122,6 +136,8 @@ class Cluster:
         self._write_clients()
         self._connect()
         self._start_munge()
+        if self._accounting:
+            self._start_accounting()
         configuration = str(self.folder / "etc/slurm.conf")
         self._spawn("slurmctld", "hub", ["slurmctld", "-D", "-f", configuration])
         for name in self.names:
@@ -142,6 +158,10 @@ class Cluster:
         words = {"DIR": str(self.folder), "NET": _NET, "NODES": nodes, "CPUS": str(self._cpus)}
         words |= {"GPUS": str(self._gpus), "FILES": f"[0-{self._gpus - 1}]"}
         words["PREEMPTION"] = self._preemption
+        words["ACCOUNTING"] = "none"
+        if self._accounting:
+            lines = (f"Host={_NET}.254", f"Pass={self.folder}/munge/munge.sock", "TRES=gres/gpu", "Enforce=limits,qos")
+            words["ACCOUNTING"] = "\n".join(["slurmdbd", *(f"AccountingStorage{line}" for line in lines)])
         for name in ("slurm.conf", "gres.conf"):
             text = (_HERE / f"{name}.in").read_text(encoding="utf-8")
             for word, value in words.items():
@@ -192,6 +212,38 @@ exec nsenter --net=/run/netns/{self._prefix}-hub -- {shutil.which(name)} "$@"
         while not (folder / "munge.sock").exists():
             assert time.monotonic() < end, (self.folder / "log/munged.out").read_text()
             time.sleep(0.02)
+
+    def _start_accounting(self) -> None:
+        """Start a database without a network, and the daemon that keeps accounts in it."""
+        folder, data = self.folder / "db", self.folder / "db/data"
+        folder.mkdir()
+        quiet = {"check": True, "capture_output": True, "timeout": 60 * PATIENCE}
+        subprocess.run(["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root", "--skip-test-db",
+                        "--auth-root-authentication-method=normal"], **quiet)  # type: ignore[call-overload]  # fmt: skip
+        small = ["--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M", "--innodb-flush-log-at-trx-commit=0"]
+        self._processes["mariadbd"] = self._popen(
+            ["mariadbd", "--no-defaults", f"--datadir={data}", f"--socket={folder}/my.sock", "--skip-networking",
+             f"--pid-file={folder}/my.pid", "--user=root", *small], "mariadbd",
+        )  # fmt: skip
+        self._until("mariadb", "--no-defaults", "-S", f"{folder}/my.sock", "-e", "create database slurm_acct_db")
+        settings = {
+            "AuthType": "auth/munge", "AuthInfo": f"socket={self.folder}/munge/munge.sock", "DbdHost": "hub",
+            "DbdAddr": f"{_NET}.254", "SlurmUser": "root", "StorageType": "accounting_storage/mysql",
+            "StorageHost": "localhost", "StorageUser": "root", "StorageLoc": "slurm_acct_db",
+            "LogFile": f"{self.folder}/log/slurmdbd.log", "PidFile": f"{self.folder}/state/slurmdbd.pid",
+        }  # fmt: skip
+        file = self.folder / "etc/slurmdbd.conf"
+        file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()), encoding="utf-8")
+        file.chmod(0o600)
+        self._spawn("slurmdbd", "hub", ["env", f"MYSQL_UNIX_PORT={folder}/my.sock", "slurmdbd", "-D"])
+        self._until(str(self.bin / "sacctmgr"), "-i", "add", "cluster", "partool")
+
+    def _until(self, *command: str) -> None:
+        """Repeat a command until it succeeds."""
+        end = time.monotonic() + _START_TIMEOUT_S
+        while (done := subprocess.run(command, capture_output=True, text=True, timeout=_START_TIMEOUT_S)).returncode:
+            assert time.monotonic() < end, f"{command}: {done.stdout} {done.stderr}"
+            time.sleep(0.2)
 
     def _spawn(self, name: str, namespace: str, command: list[str]) -> None:
         """Start a daemon as the first process of a machine of its own: all others there end with it."""

@@ -26,6 +26,8 @@ _LEAST_SHARED_BYTES = 1 << 30
 _SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
 """GiB of /dev/shm per rank, for NCCL's rings and the data loaders' queues; gloo needs no /dev/shm."""
 _PATH = ("launch", "k8s")
+_CORES_KEPT = 2
+"""Cores left to the kubelet and the other daemons that run on every node."""
 _NETWORKS = {"k8s.v1.cni.cncf.io/networks", "networking.gke.io/interfaces"}
 """Annotations that attach more networks to a pod: Multus (https://github.com/k8snetworkplumbingwg/multus-cni), and
 GKE's multi-networking."""
@@ -52,6 +54,18 @@ def quantity(text: str) -> float:
 def shared_memory(launch: LaunchSpec, devices: Devices) -> str:
     """Return the size of /dev/shm as a Kubernetes quantity."""
     return launch.k8s.shared_memory or f"{_SHARED_GIB[devices.backend] * devices.per_node}Gi"
+
+
+def cpu_limit(launch: LaunchSpec, devices: Devices) -> str:
+    """Return the container's number of cores as a Kubernetes quantity.
+
+    By default these are all but two of the host's or, if the host is unknown, one for each thread of the ranks.
+    """
+    if launch.k8s.cpu is not None:
+        return launch.k8s.cpu
+    if devices.host_cores:
+        return str(max(devices.host_cores - _CORES_KEPT, 1))
+    return str(devices.per_node * max(devices.threads_per_rank, 1))
 
 
 class K8sRules(TargetRules):
@@ -114,9 +128,9 @@ class K8sRules(TargetRules):
         attached = k8s.rdma is not None or k8s.host_network or bool(_NETWORKS & k8s.annotations.keys())
         return None if attached else _PATH
 
-    def cores(self, launch: LaunchSpec) -> float | None:
-        """Return the cores of ``launch.k8s.cpu``, which may be a fraction; None if the field is not set."""
-        return None if launch.k8s.cpu is None else quantity(launch.k8s.cpu)
+    def cores(self, launch: LaunchSpec, devices: Devices) -> float:
+        """Return the container's limit, which may be a fraction."""
+        return quantity(cpu_limit(launch, devices))
 
     def contained(self, launch: LaunchSpec) -> bool:
         """Return True: pods are containers."""

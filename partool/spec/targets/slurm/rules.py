@@ -151,10 +151,11 @@ class SlurmRules(TargetRules):
 
     def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
         """Return (keys of the field, value, bytes) of ``launch.slurm.memory``; None if a job gets all of its nodes."""
-        memory = launch.slurm.memory
-        return None if memory is None or not memory_bytes(memory) else ((*_PATH, "memory"), memory, memory_bytes(memory))
+        memory = launch.slurm.memory or "0"
+        limit_bytes = memory_bytes(memory)
+        return ((*_PATH, "memory"), memory, limit_bytes) if limit_bytes else None
 
-    def cores(self, launch: LaunchSpec) -> float | None:
+    def cores(self, launch: LaunchSpec, devices: Devices) -> float | None:
         """Return ``launch.slurm.cpus_per_task``, the cores of a node's one task; None if it is not set."""
         return launch.slurm.cpus_per_task
 
