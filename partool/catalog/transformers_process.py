@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
 _GRAPH = "partool_runtime.hf.graph"
 _MODULE_OF_USER = "partool_runtime.usermodel.structure"
-_FORMAT = "4"
+_FORMAT = "5"
 """Version of the answer's format; changing it makes cached answers invalid."""
 _NEEDED = ("torch", "transformers")
 _CODE_ALLOWED: ContextVar[bool] = ContextVar("code_allowed", default=False)
@@ -66,20 +66,22 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
     return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
 
-def describe_graph(folder: Path) -> dict[str, Any]:
+def describe_graph(folder: Path, sequence_length: int) -> dict[str, Any]:
     """Return ``partool_runtime.hf.graph``'s description of the graph of a folder's model.
 
-    :func:`describe` must have described the model before. Raises :class:`DescriptionError`.
+    The graph depends on the length of sequences where the model's code branches on it, as for windows. :func:`describe`
+    must have described the model before. Raises :class:`DescriptionError`.
     """
     code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
     key = _key((folder / "config.json").read_bytes(), code)
-    return _known(f"{key}-graph", _GRAPH, str(folder.absolute()), code)
+    return _known(f"{key}-graph-{sequence_length}", _GRAPH, str(folder.absolute()), code, str(sequence_length))
 
 
-def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
+def describe_module(model: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
     """Return ``partool_runtime.usermodel.structure``'s description of a user's module, given as a ``ModuleModel``.
 
-    Raises :class:`DescriptionError`, also if the user has not allowed the code.
+    The description is for sequences of ``sequence_length`` tokens. Raises :class:`DescriptionError`, also if the user
+    has not allowed the code.
     """
     if not code_allowed():
         message = f"the model is built by your code {model['module']}, which is not run"
@@ -88,7 +90,8 @@ def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
     # The class may use files beside its own, so a change of one of them makes the answer invalid.
     beside = sorted(module_file(model["module"].partition(":")[0], model["folder"]).parent.glob("*.py"))
     content = b"\0".join([text.encode(), *(path.read_bytes() for path in beside)])
-    return _known(_key(content, _MODULE_OF_USER), _MODULE_OF_USER, text)
+    key = f"{_key(content, _MODULE_OF_USER)}-{sequence_length}"
+    return _known(key, _MODULE_OF_USER, text, str(sequence_length))
 
 
 def _known(key: str, module: str, *arguments: str) -> dict[str, Any]:

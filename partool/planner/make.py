@@ -89,7 +89,7 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
     """
     launching = resolve_launch(spec.launch, base_dir)
     data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
-    model = resolve_model(spec.model, base_dir, tokenizer_vocab)
+    model = resolve_model(spec.model, base_dir, tokenizer_vocab, sequence_length=spec.training.sequence_length)
     hardware = resolve_hardware(spec.hardware, spec.training.precision, spec.limits.max_devices)
     found = [*found, *model.diagnostics, *hardware.diagnostics]
     if model.config is None or hardware.devices is None:

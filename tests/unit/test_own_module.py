@@ -19,9 +19,9 @@ from partool.spec import load_text
 from partool.spec.model_code import module_file, module_hash
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.loss import loss, loss_of_logits
+from partool_runtime.usermodel import structure
 from partool_runtime.usermodel.building import build_module, built_weights
 from partool_runtime.usermodel.model import ModuleDecoder
-from partool_runtime.usermodel.structure import describe
 
 NET = """
 import torch
@@ -84,6 +84,10 @@ def named(folder: Path, name: str = "net:Net", **config: Any) -> ModuleModel:
     return ModuleModel(module=name, config=config, folder=str(folder), code_hash=module_hash(file))
 
 
+def describe(model: ModuleModel, length: int = 16) -> dict[str, Any]:
+    return structure.describe(model.model_dump_json(), length)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
@@ -93,7 +97,7 @@ def _fresh_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_are_read_from_the_graph(tmp_path: Path) -> None:
-    found = describe(named(tmp_path).model_dump_json())
+    found = describe(named(tmp_path))
     assert found["graph_problem"] == ""
     assert found["fields"] == {
         "layers": 3, "hidden": 64, "ffn_hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocab": 300,
@@ -120,7 +124,7 @@ def test_the_decoder_and_the_module_are_one(tmp_path: Path) -> None:
     from partool.spec.model import ModelConfig
 
     record = named(tmp_path, layers=2)
-    config = ModelConfig.model_validate(describe(record.model_dump_json())["fields"])
+    config = ModelConfig.model_validate(describe(record)["fields"])
     model = ModuleDecoder(record, config, seed=1).to_empty(device="cpu")
     weights = built_weights(record, 1)
     with torch.no_grad():
@@ -163,14 +167,14 @@ def test_the_loss_of_logits_is_the_loss() -> None:
 )
 def test_what_is_refused(tmp_path: Path, name: str, config: dict[str, Any], code: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why) as raised:
-        describe(named(tmp_path, name, **config).model_dump_json())
+        describe(named(tmp_path, name, **config))
     assert raised.value.code == code
 
 
 def test_a_module_that_mixes_tokens_trains_on_whole_sequences_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = describe(named(tmp_path, "net:Sums").model_dump_json())
+    found = describe(named(tmp_path, "net:Sums"))
     assert re.search(r"cumsum works along the tokens.*net\.py:", found["graph_problem"])
     alone = planned(monkeypatch, tmp_path, 'model: {module: "net:Sums"}\n')
     assert alone.plan is not None, alone.diagnostics
@@ -206,9 +210,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, *, allowed
     """Plan a spec with the file's module, as the runtime describes it in this process."""
     named(folder)
 
-    def answer(module: str, *arguments: str) -> dict[str, Any]:
+    def answer(module: str, model: str, length: str) -> dict[str, Any]:
         assert module == "partool_runtime.usermodel.structure"
-        return describe(*arguments)
+        return structure.describe(model, int(length))
 
     monkeypatch.setenv("PARTOOL_HOME", str(folder / "home"))
     monkeypatch.setattr(transformers_process, "_answer", answer)
@@ -290,5 +294,5 @@ def test_errors_of_the_process_keep_their_code(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(transformers_process, "code_allowed", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *given, **named: done)
     with pytest.raises(transformers_process.DescriptionError, match="cannot be built") as raised:
-        transformers_process.describe_module(named(tmp_path).model_dump(mode="json"))
+        transformers_process.describe_module(named(tmp_path).model_dump(mode="json"), 16)
     assert raised.value.code == "PT655"
