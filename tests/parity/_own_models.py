@@ -72,7 +72,7 @@ class Odd(nn.Module):
 
 
 class Tied(Odd):
-    """Layers that share a matrix, a vector beside it, and a whole module; one layer has nothing of its own."""
+    """Layers that share a matrix, a vector and a module; one has no parameter of its own, one shares with the root."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(layers=4, **given)
@@ -80,6 +80,7 @@ class Tied(Odd):
         second.q.weight = third.q.weight = first.q.weight
         third.gain = second.gain
         third.down = second.down
+        third.norm.bias = self.norm.bias
         for name, parameter in first.named_parameters():
             owner, _, own = name.rpartition(".")
             last.get_submodule(owner).register_parameter(own, parameter)

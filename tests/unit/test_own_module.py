@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from partool.catalog import transformers_process
+from partool.layout.tensor.structure import Structure
 from partool.plan.types import ModuleModel
 from partool.planner import make_plan
 from partool.planner.make import PlanResult
@@ -55,6 +56,20 @@ class Buffered(Net):
     def __init__(self, **given):
         super().__init__(**given)
         self.register_buffer("seen", torch.zeros(3))
+
+class Twice(Net):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.layers.append(self.layers[0])
+
+class Tied(Net):
+    def __init__(self, **given):
+        super().__init__(**given)
+        first, *others = self.layers
+        for layer in others:
+            layer.up.weight = first.up.weight
+            layer.down = first.down
+        first.norm.bias = self.norm.bias
 
 class Flat(nn.Module):
     def __init__(self):
@@ -161,6 +176,7 @@ def test_the_loss_of_logits_is_the_loss() -> None:
         ("net:Net", {"depth": 3}, "PT655", "unexpected keyword argument 'depth'"),
         ("net:Buffered", {}, "PT649", "seen"),
         ("net:Flat", {}, "PT655", "no nn.ModuleList"),
+        ("net:Twice", {}, "PT655", r"Twice: layers\.0 and layers\.3 are one module"),
         ("net:Branches", {}, "PT655", "Data-dependent"),
         ("net:Net", {"layers": 0}, "PT655", "no nn.ModuleList"),
     ],
@@ -183,6 +199,22 @@ def test_a_module_that_mixes_tokens_trains_on_whole_sequences_only(
     (error,) = [each for each in shared.diagnostics if each.severity == "error"]
     assert error.code == "PT483"
     assert "cumsum works along the tokens" in error.message
+
+
+def test_shared_parameters_are_counted_where_they_are_gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    elements = Structure.model_validate(describe(named(tmp_path, "net:Tied"))["structure"]).shared_elements()
+    assert elements == 64 * 256 + 256 * 64 + 64
+    assert Structure.model_validate(describe(named(tmp_path))["structure"]).shared_elements() == 0
+    spec = 'model: {module: "net:Tied"}\nparallel: {data: {shard: 2, zero: 3}}\n'
+    plan = planned(monkeypatch, tmp_path, spec).plan
+    assert plan is not None
+    monkeypatch.setattr(Structure, "shared_elements", lambda self: 0)
+    apart = planned(monkeypatch, tmp_path, spec).plan
+    assert apart is not None
+    ours, theirs = (each.prediction.memory.terms_bytes for each in (plan, apart))
+    # Below ZeRO-3 all parameters are gathered; with it, those of one layer in use, and always the shared ones.
+    assert ours["gathered"] - theirs["gathered"] == pytest.approx(4 * elements / 3, rel=0.01)
+    assert ours["parameters"] == pytest.approx(theirs["parameters"], rel=1e-3)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def shard(model: WholeModel, *, layout: Layout, precision: Precision, ranks: Ran
     policy = _policy(precision, narrow=travels_narrow(layout))
     sums = _host_sums(layout, ranks)
     leaves = _leaves(model, layout, everywhere=True)
-    groups = _own_groups(model.groups())
-    shared = _shared_parameters(groups)
+    every = model.groups()
+    groups, shared = _own_groups(every), _shared_parameters(every)
     sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared)
     layers = [sharding.layer(group) for group in groups if _parameters(group) - shared]
     # The root holds the modules that run last, whose parameters the backward pass needs at once.
@@ -142,7 +142,10 @@ class _Sharding:
     def root(self, module: nn.Module, layers: Sequence[Layer]) -> FSDPModule:
         """Shard a module's remaining parameters, which stay gathered between forward and backward pass."""
         self._inner([module])
-        with _among_own(module, self.shared):
+        inside = {
+            parameter for unit in module.modules() if isinstance(unit, FSDPModule) for parameter in unit.parameters()
+        }
+        with _among_own(module, self.shared & inside):
             root = self._unit([module], release=False)
         for each in module.modules():
             if isinstance(each, FSDPModule):
