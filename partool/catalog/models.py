@@ -18,7 +18,9 @@ from partool.catalog.transformers_process import DescriptionError, describe, des
 from partool.diagnostics.record import Diagnostic
 from partool.spec.model import LayerPattern, Mla, ModelConfig, ModelSpec
 from partool.spec.model_code import files_hash, module_file
+from partool.spec.training import TrainingSpec
 
+_SEQUENCE_LENGTH: int = TrainingSpec.model_fields["sequence_length"].default
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _NOT_FIELDS = {"preset", "config", "hf", "module", "weights", "frozen", "attention"}
 
@@ -38,15 +40,18 @@ class ResolvedModel:
     """Settings for generating text, as fields of the plan's ``Generation``; None without ``model.config``."""
 
 
-def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
+def resolve_model(
+    spec: ModelSpec, base_dir: Path, vocab: int | None = None, *, sequence_length: int = _SEQUENCE_LENGTH
+) -> ResolvedModel:
     """Return the model with every field decided, and findings.
 
-    ``vocab`` is the tokenizer's number of tokens, used if neither spec, preset nor file gives ``vocab``.
+    ``vocab`` is the tokenizer's number of tokens, used if neither spec, preset nor file gives ``vocab``. A module of
+    the user's own is described for sequences of ``sequence_length`` tokens.
     """
     if spec.hf is not None:
         return _of_transformers(spec, base_dir / spec.hf)
     if spec.module is not None:
-        return _of_module(spec, spec.module, base_dir)
+        return _of_module(spec, spec.module, base_dir, sequence_length)
     base, source, findings, inputs = _base(spec, base_dir)
     if base is None:
         return ResolvedModel(None, source, tuple(findings), inputs)
@@ -110,7 +115,7 @@ def module_model(spec: ModelSpec, base_dir: Path) -> dict[str, Any]:
     return {"module": spec.module or "", "config": config, "folder": str(base_dir.absolute())}
 
 
-def _of_module(spec: ModelSpec, name: str, base_dir: Path) -> ResolvedModel:
+def _of_module(spec: ModelSpec, name: str, base_dir: Path, sequence_length: int) -> ResolvedModel:
     """Return the user's own module, with the fields that the cost model needs, which its graph shows."""
     path = ("model", "module")
     given = [n for n in type(spec).model_fields if n not in _NOT_FIELDS and getattr(spec, n) is not None]
@@ -121,7 +126,7 @@ def _of_module(spec: ModelSpec, name: str, base_dir: Path) -> ResolvedModel:
     try:
         model = module_model(spec, base_dir)
         module_file(name.partition(":")[0], model["folder"])  # says which part of the name is not found
-        described = describe_module(model)
+        described = describe_module(model, sequence_length)
     except OSError as error:
         help = "install the package, or put the file beside the spec"
         return ResolvedModel(None, "", (Diagnostic("PT655", str(error), path=path, help=help),))

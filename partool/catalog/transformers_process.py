@@ -66,27 +66,30 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
     return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
 
-def describe_graph(folder: Path) -> dict[str, Any]:
+def describe_graph(folder: Path, sequence_length: int) -> dict[str, Any]:
     """Return ``partool_runtime.hf.graph``'s description of the graph of a folder's model.
 
-    :func:`describe` must have described the model before. Raises :class:`DescriptionError`.
+    The graph depends on the length of sequences where the model's code branches on it, as for windows. :func:`describe`
+    must have described the model before. Raises :class:`DescriptionError`.
     """
     code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
     key = _key((folder / "config.json").read_bytes(), code)
-    return _known(f"{key}-graph", _GRAPH, str(folder.absolute()), code)
+    return _known(f"{key}-graph-{sequence_length}", _GRAPH, str(folder.absolute()), code, str(sequence_length))
 
 
-def describe_module(model: Mapping[str, Any]) -> dict[str, Any]:
+def describe_module(model: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
     """Return ``partool_runtime.usermodel.structure``'s description of a user's module, given as a ``ModuleModel``.
 
-    Raises :class:`DescriptionError`, also if the user has not allowed the code.
+    The description is for sequences of ``sequence_length`` tokens. Raises :class:`DescriptionError`, also if the user
+    has not allowed the code.
     """
     if not code_allowed():
         message = f"the model is built by your code {model['module']}, which is not run"
         raise DescriptionError(message, "give --trust-remote-code on the command line if you trust it", "PT590")
     text = json.dumps(model, sort_keys=True)
-    key = _key(text.encode(), _MODULE_OF_USER)
-    return _known(key, _MODULE_OF_USER, text, sound=lambda kept: not _changed(kept, model["folder"]))
+    key = f"{_key(text.encode(), _MODULE_OF_USER)}-{sequence_length}"
+    arguments = (text, str(sequence_length))
+    return _known(key, _MODULE_OF_USER, *arguments, sound=lambda kept: not _changed(kept, model["folder"]))
 
 
 def _changed(kept: Mapping[str, Any], folder: str) -> bool:

@@ -162,6 +162,9 @@ class TrainingJob:
     """None if data-parallel ranks average gradients in every step."""
     adapt: Adapt | None = None
     """Parameters whose steps the optimizer scales by norms of whole parameters (LAMB); None if it scales none so."""
+    shared_elements: int = 0
+    """Elements of parameters that several layers have in common. They are gathered with the head, for the whole of both
+    passes; layers are priced with equal parts of them."""
     perturbed: float = 0.0
     """Share of the steps whose micro-batches run once more before, to find perturbations of embeddings."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)

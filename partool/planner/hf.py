@@ -63,7 +63,7 @@ def with_graph(spec: Spec, described: Description, base_dir: Path) -> Descriptio
     if sequence.degree == 1 or not may or spec.model.hf is None or watching():
         return described  # a stand-in for the method must not start what takes seconds
     try:
-        found = describe_graph(base_dir / spec.model.hf)
+        found = describe_graph(base_dir / spec.model.hf, spec.training.sequence_length)
     except DescriptionError as error:
         found = {"problem": str(error), "attention": []}
     return described.model_copy(

@@ -61,7 +61,7 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
         data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
         found = reads.kept(found)
     with reading() as reads:
-        model = resolve_model(spec.model, base_dir, tokenizer_vocab)
+        model = resolve_model(spec.model, base_dir, tokenizer_vocab, sequence_length=spec.training.sequence_length)
         found += reads.kept(model.diagnostics)
     precision = spec.training.precision
     with reading() as reads:

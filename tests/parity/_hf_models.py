@@ -84,7 +84,7 @@ def write_model(model_type: str, folder: Path) -> Path:
     import transformers
 
     path = folder / model_type
-    family = re.sub("_(deep|dropout|single|long)$", "", model_type)
+    family = re.sub("(_(deep|dropout|single|long|wide|wider))+$", "", model_type)
     config = transformers.CONFIG_MAPPING[family](**COMMON | MODELS[model_type])
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)

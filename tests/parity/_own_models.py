@@ -71,7 +71,26 @@ class Odd(nn.Module):
         return self.norm(x) @ self.embed.weight.T
 
 
-OWN: dict[str, tuple[str, dict[str, Any]]] = {"odd": ("Odd", {}), "bytes": ("Odd", {"vocab": 257, "layers": 2})}
+class Tied(Odd):
+    """Layers that share a matrix, a vector and a module; one has no parameter of its own, one shares with the root."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(layers=4, **given)
+        first, second, third, last = (layer for layer in self.layers if isinstance(layer, Layer))
+        second.q.weight = third.q.weight = first.q.weight
+        third.gain = second.gain
+        third.down = second.down
+        third.norm.bias = self.norm.bias
+        for name, parameter in first.named_parameters():
+            owner, _, own = name.rpartition(".")
+            last.get_submodule(owner).register_parameter(own, parameter)
+
+
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd": ("Odd", {}),
+    "bytes": ("Odd", {"vocab": 257, "layers": 2}),
+    "tied": ("Tied", {}),
+}
 """Class and keywords of each model."""
 
 
@@ -83,14 +102,14 @@ def own_model(name: str, weights: Path | None = None) -> nn.Module:
     torch.manual_seed(3)
     model: nn.Module = globals()[kind](**config).double()
     if weights is not None:
-        model.load_state_dict(load_file(weights / "model.safetensors"))
+        model.load_state_dict(load_file(weights / "model.safetensors"), strict=kind != "Tied")
     return model
 
 
 def write_own(name: str, folder: Path) -> None:
     """Write a model's weights."""
     (folder / name).mkdir(parents=True, exist_ok=True)
-    state = {key: value.contiguous() for key, value in own_model(name).state_dict().items()}
+    state = {key: value.detach().contiguous() for key, value in own_model(name).named_parameters()}
     save_file(state, folder / name / "model.safetensors")
 
 
@@ -101,7 +120,7 @@ def own_plan(base: Plan, name: str, mesh: Mesh, **fields: Any) -> Plan:
     module = ModuleModel(
         module=f"{file.stem}:{kind}", config=config, folder=str(file.parent), files={file.name: module_hash(file)}
     )
-    sizes = {"layers": config.get("layers", 3), "vocab": config.get("vocab", 31)}
+    sizes = {"layers": config.get("layers", 4 if kind == "Tied" else 3), "vocab": config.get("vocab", 31)}
     model = ModelConfig(hidden=20, ffn_hidden=17, heads=4, kv_heads=2, head_dim=5, position="none", **sizes)
     plain = {"mesh": mesh, "recompute": ("none",) * model.layers, "micro_batch": 2}
     plain |= {"stages": ((0, model.layers),), "accumulation": 4 // 2 // mesh.dp}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _sequence_hf_worker import Case, check_case, ways, written
+from _sequence_hf_worker import WIDE, Case, check_case, ways, written
 
 torch.compiler.list_backends()  # loads what every trace needs, before ranks are copied: it takes a second
 
@@ -33,13 +33,20 @@ def cases(world: int) -> list[Case]:
     found = [Case(name, "compiled", cp=world) for name in FAMILIES]
     found += [Case(name, "compiled", cp=world, steps=0) for name in GRADIENTS_ALONE.get(world, ())]
     if world == 1:
-        return [Case("odd", cp=1)]
+        return [Case("odd", cp=1), Case("tied", cp=1)]
     if world == 2:
         for policy in ("full", "selective", "attention", "keep_attention"):
             found.append(Case("llama", "compiled", cp=2, fields=ways(recompute=(policy,) * 2), steps=0))
         for policy in ("full", "selective", "attention", "keep_attention"):
             found.append(Case("odd", "compiled", cp=2, fields=ways(recompute=(policy,) * 3), steps=0))
         found += [Case("llama", "compiled", cp=2, documents=True), Case("gpt2", "compiled", cp=2, documents=True)]
+        found += [Case(f"{name}_{wide}", "compiled", cp=2, steps=0) for name in WIDE for wide in ("wide", "wider")]
+        found.append(Case("mistral_wide", "compiled", cp=2, documents=True))
+        found += [Case("tied", cp=1, dp=2, fields=ways(zero=zero, recompute=("full",) * 4)) for zero in range(4)]
+        found += [Case("tied", "compiled", cp=2, fields=ways(zero=3, recompute=("keep_attention",) * 4))]
+    if world == 3:
+        found += [Case("tied", "compiled", cp=3, fields=ways(zero=zero)) for zero in (1, 3)]
+        found += [Case(f"{name}_wide", "compiled", cp=3) for name in WIDE]
     if world == 4:
         found += [Case("odd", "compiled", cp=2, dp=2, fields=ways(zero=zero)) for zero in (0, 3)]
         found += [Case("qwen2", "compiled", cp=2, dp=2, fields=ways(zero=zero)) for zero in range(4)]

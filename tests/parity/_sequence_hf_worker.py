@@ -80,7 +80,11 @@ FURTHER: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+WIDE = ("mistral", "qwen2_deep", "gemma3_text_deep", "gemma2", "gpt_oss")
+FURTHER |= {f"{name}_wide": {**(MODELS | FURTHER)[name], "sliding_window": LENGTH - 1} for name in WIDE}
+FURTHER |= {f"{name}_wider": {**(MODELS | FURTHER)[name], "sliding_window": LENGTH + 1} for name in WIDE}
 MODELS |= FURTHER
+"""Models by name; windows of ``_wide`` ones are a little shorter than sequences, those of ``_wider`` ones longer."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def captured(model: nn.Module) -> Captured:
-    return capture_module(model, dtype=torch.float32, training=False)
+def captured(model: nn.Module, length: int = LENGTH) -> Captured:
+    return capture_module(model, dtype=torch.float32, length=length, training=False)
 
 
 def as_values(heads: tuple[torch.Tensor, ...], *_: Any) -> torch.Tensor:
@@ -85,8 +86,8 @@ def shared(
     return share(captured(model) if whole is None else whole, sharing), found
 
 
-def looked_at(model: nn.Module) -> None:
-    whole = captured(model)
+def looked_at(model: nn.Module, length: int = LENGTH) -> None:
+    whole = captured(model, length)
     check_tokenwise(whole)
     shared(model, whole=whole)
 
@@ -194,9 +195,23 @@ REFUSED: dict[str, tuple[Attend, Mix, str]] = {
 def test_models_that_cannot_be_shared_are_refused(name: str) -> None:
     attend, mix, why = REFUSED[name]
     with pytest.raises(CaptureError, match=why) as raised:
-        looked_at(Model(attend, mix))
+        looked_at(Model(attend, mix), length=11)
     if name in ("cumsum", "mean", "branch", "written out"):
         assert "test_graph.py" in str(raised.value), "the message names the line"
+
+
+def test_a_graph_is_of_the_branch_of_its_length() -> None:
+    def mix(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[1] >= LENGTH else x
+
+    model = Model(mix=mix)
+    for length, factors in ((LENGTH, 2), (LENGTH - 1, 0)):
+        whole = captured(model, length)
+        assert sum(node.target is operator.mul for node in whole.graph.nodes) == factors
+        assert (whole.wrong_guard(2, LENGTH) == "") == (length == LENGTH)
+        if length != LENGTH:
+            with pytest.raises(CaptureError, match="branches on sizes"):
+                shared(model, whole=whole)
 
 
 def test_code_that_keeps_tokens_apart_is_accepted() -> None:
@@ -225,7 +240,12 @@ RULES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | str | None]
     "gap": (lambda d: (d >= 0) & (d != 2), "not causal"),
     "slope": (lambda d: torch.where(d >= 0, -0.5 * d, -torch.inf), "no mask of zeros|mul makes it"),
     "growing": (lambda d: (d >= 0) & (d < (d.shape[-1] + 1) // 2), "window|not causal"),
-    "too long": (lambda d: (d >= 0) & (d < 40_000), "too long"),
+    "very long window": (lambda d: (d >= 0) & (d <= 40_000), 40_001),
+    "longer than the sequence": (lambda d: (d >= 0) & (d < 100_000), None),
+    "window of two integers": (lambda d: (d >= 0) & (d + 5_000 < 9_000), "none of the integers"),
+    "difference of two integers": (lambda d: (d >= 0) & (d + 4_000 < 5_000), "none of the integers"),
+    "two windows": (lambda d: (d >= 0) & (d < 9_000) & (d < 20_000), 9_000),
+    "gap far away": (lambda d: (d >= 0) & (d < 20_000) & (d != 9_000), "not causal"),
 }
 """Masks from distances of queries and keys, and the window that partool finds in them, or what it says."""
 

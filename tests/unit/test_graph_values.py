@@ -39,7 +39,7 @@ def gradients(model: nn.Module, out: torch.Tensor, weights: torch.Tensor) -> dic
 def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, batch: int = 2) -> None:
     """Compare the outputs of three ranks, and the sums of their gradients, with the whole model's."""
     model = model.double().train()
-    graph = capture_module(model, dtype=torch.float64, training=True, batch=batch)
+    graph = capture_module(model, dtype=torch.float64, length=BOUNDS[-1], training=True, batch=batch)
     check_tokenwise(graph)
     length = BOUNDS[-1]
     tokens = torch.arange(batch * length).reshape(batch, length) % 11
@@ -104,6 +104,8 @@ KEPT: dict[str, Mix] = {
     "in place": in_place,
     "tokens first": tokens_first,
     "merged": lambda layer, x: layer.out(x.view(-1, WIDTH)).view(*x.shape[:-1], -1),
+    "branch of an odd length": lambda layer, x: x * 2 if x.shape[1] % 2 else x,
+    "branch of a short length": lambda layer, x: x * 2 if x.shape[1] < 12 else x,
 }
 """Code whose shares are parts of the whole."""
 
@@ -155,8 +157,7 @@ class Through(torch.autograd.Function):
 REFUSED: dict[str, tuple[Attend, Mix, str]] = {
     "reinterpreted": (causal, reinterpreted, "takes tokens apart in another order"),
     "another order": (causal, other_order, "takes tokens apart in another order"),
-    "branch": (causal, lambda layer, x: x * 2 if x.shape[1] % 2 else x, "branches on sizes"),
-    "long branch": (causal, lambda layer, x: x * 2 if x.shape[1] < 12 else x, "branches on sizes"),
+    "branch of one length": (causal, lambda layer, x: x * 2 if x.shape[1] == WIDTH else x, "branches on sizes"),
     "fill": (causal, lambda layer, x: x * x.new_full((*x.shape[:2], 1), x.shape[1]), "fills a tensor"),
     "drawn": (causal, lambda layer, x: x * (torch.rand(x.shape[0], 1, 1, dtype=x.dtype) > 0.5), "random numbers"),
     "own backward": (causal, lambda layer, x: Through.apply(x), "backward pass of its own"),

@@ -238,6 +238,9 @@ def test_the_plan_counts_steps_bytes_and_state(tmp_path: Path) -> None:
     assert plan.prediction.time.traffic_bytes["gradient_sync"] == total // 200
     assert plan.layout.data.zero == 0
     assert any("send one bit per parameter" in reason for reason in plan.reasons)
+    assert not any(reason.startswith("Scales") for reason in plan.reasons)
+    tensor = planned(tmp_path, "parallel.tensor.degree=2", "hardware.per_node=4")
+    assert any(reason.startswith("Scales: one per 2,048 elements of the part") for reason in tensor.reasons)
     adamw = planned(tmp_path, "optimizer.name=adamw")
     assert adamw.prediction.time.exchanges == {}
     terms = plan.prediction.memory.terms_bytes

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from partool.catalog import transformers_process
+from partool.layout.tensor.structure import Structure
 from partool.plan.types import ModuleModel
 from partool.planner import make_plan
 from partool.planner.make import PlanResult
@@ -19,9 +20,9 @@ from partool.spec import load_text
 from partool.spec.model_code import module_file, module_hash
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.loss import loss, loss_of_logits
+from partool_runtime.usermodel import structure
 from partool_runtime.usermodel.building import build_module, built_weights
 from partool_runtime.usermodel.model import ModuleDecoder
-from partool_runtime.usermodel.structure import describe
 
 NET = """
 import torch
@@ -56,6 +57,20 @@ class Buffered(Net):
         super().__init__(**given)
         self.register_buffer("seen", torch.zeros(3))
 
+class Twice(Net):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.layers.append(self.layers[0])
+
+class Tied(Net):
+    def __init__(self, **given):
+        super().__init__(**given)
+        first, *others = self.layers
+        for layer in others:
+            layer.up.weight = first.up.weight
+            layer.down = first.down
+        first.norm.bias = self.norm.bias
+
 class Flat(nn.Module):
     def __init__(self):
         super().__init__()
@@ -84,6 +99,10 @@ def named(folder: Path, name: str = "net:Net", **config: Any) -> ModuleModel:
     return ModuleModel(module=name, config=config, folder=str(folder), files={file.name: module_hash(file)})
 
 
+def describe(model: ModuleModel, length: int = 16) -> dict[str, Any]:
+    return structure.describe(model.model_dump_json(), length)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
@@ -93,7 +112,7 @@ def _fresh_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_are_read_from_the_graph(tmp_path: Path) -> None:
-    found = describe(named(tmp_path).model_dump_json())
+    found = describe(named(tmp_path))
     assert found["graph_problem"] == ""
     assert found["fields"] == {
         "layers": 3, "hidden": 64, "ffn_hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocab": 300,
@@ -120,7 +139,7 @@ def test_the_decoder_and_the_module_are_one(tmp_path: Path) -> None:
     from partool.spec.model import ModelConfig
 
     record = named(tmp_path, layers=2)
-    config = ModelConfig.model_validate(describe(record.model_dump_json())["fields"])
+    config = ModelConfig.model_validate(describe(record)["fields"])
     model = ModuleDecoder(record, config, seed=1).to_empty(device="cpu")
     weights = built_weights(record, 1)
     with torch.no_grad():
@@ -157,20 +176,21 @@ def test_the_loss_of_logits_is_the_loss() -> None:
         ("net:Net", {"depth": 3}, "PT655", "unexpected keyword argument 'depth'"),
         ("net:Buffered", {}, "PT649", "seen"),
         ("net:Flat", {}, "PT655", "no nn.ModuleList"),
+        ("net:Twice", {}, "PT655", r"Twice: layers\.0 and layers\.3 are one module"),
         ("net:Branches", {}, "PT655", "Data-dependent"),
         ("net:Net", {"layers": 0}, "PT655", "no nn.ModuleList"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, name: str, config: dict[str, Any], code: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why) as raised:
-        describe(named(tmp_path, name, **config).model_dump_json())
+        describe(named(tmp_path, name, **config))
     assert raised.value.code == code
 
 
 def test_a_module_that_mixes_tokens_trains_on_whole_sequences_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = describe(named(tmp_path, "net:Sums").model_dump_json())
+    found = describe(named(tmp_path, "net:Sums"))
     assert re.search(r"cumsum works along the tokens.*net\.py:", found["graph_problem"])
     alone = planned(monkeypatch, tmp_path, 'model: {module: "net:Sums"}\n')
     assert alone.plan is not None, alone.diagnostics
@@ -179,6 +199,22 @@ def test_a_module_that_mixes_tokens_trains_on_whole_sequences_only(
     (error,) = [each for each in shared.diagnostics if each.severity == "error"]
     assert error.code == "PT483"
     assert "cumsum works along the tokens" in error.message
+
+
+def test_shared_parameters_are_counted_where_they_are_gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    elements = Structure.model_validate(describe(named(tmp_path, "net:Tied"))["structure"]).shared_elements()
+    assert elements == 64 * 256 + 256 * 64 + 64
+    assert Structure.model_validate(describe(named(tmp_path))["structure"]).shared_elements() == 0
+    spec = 'model: {module: "net:Tied"}\nparallel: {data: {shard: 2, zero: 3}}\n'
+    plan = planned(monkeypatch, tmp_path, spec).plan
+    assert plan is not None
+    monkeypatch.setattr(Structure, "shared_elements", lambda self: 0)
+    apart = planned(monkeypatch, tmp_path, spec).plan
+    assert apart is not None
+    ours, theirs = (each.prediction.memory.terms_bytes for each in (plan, apart))
+    # Below ZeRO-3 all parameters are gathered; with it, those of one layer in use, and always the shared ones.
+    assert ours["gathered"] - theirs["gathered"] == pytest.approx(4 * elements / 3, rel=0.01)
+    assert ours["parameters"] == pytest.approx(theirs["parameters"], rel=1e-3)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -206,9 +242,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, *, allowed
     """Plan a spec with the file's module, as the runtime describes it in this process."""
     named(folder)
 
-    def answer(module: str, *arguments: str) -> dict[str, Any]:
+    def answer(module: str, model: str, length: str) -> dict[str, Any]:
         assert module == "partool_runtime.usermodel.structure"
-        return describe(*arguments)
+        return structure.describe(model, int(length))
 
     monkeypatch.setenv("PARTOOL_HOME", str(folder / "home"))
     monkeypatch.setattr(transformers_process, "_answer", answer)
@@ -287,5 +323,5 @@ def test_errors_of_the_process_keep_their_code(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(transformers_process, "code_allowed", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *given, **named: done)
     with pytest.raises(transformers_process.DescriptionError, match="cannot be built") as raised:
-        transformers_process.describe_module(named(tmp_path).model_dump(mode="json"))
+        transformers_process.describe_module(named(tmp_path).model_dump(mode="json"), 16)
     assert raised.value.code == "PT655"

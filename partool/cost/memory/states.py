@@ -215,6 +215,7 @@ def element_counts(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Elemen
     layers: list[Column] = []
     for kind in (DENSE, MOE):
         (one, experts), count = shares.layers[kind], held.layers[kind]
+        one = one - job.shared_elements / job.model.layers
         common, expert = common + one * count, expert + experts * count
         trained = trained + groups.trained_layers[kind] * one * count
         trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
@@ -226,6 +227,7 @@ def element_counts(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Elemen
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
         embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
+    head = head + job.shared_elements
     # A tied matrix is held by the first and by the last stage.
     tied = job.model.tied_embeddings
     extra = embedding * held.last * (1 - held.first) if tied else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -63,3 +64,13 @@ class Structure(BaseModel):
                 if full not in self.tied:
                     found[full] = shape
         return found
+
+    def shared_elements(self) -> int:
+        """Return the number of elements of the parameters that several layers, and no other modules, have in common."""
+        layers: dict[str, set[str]] = {}
+        for name in (*self.shapes(), *self.tied):
+            place = name.removeprefix(f"{self.blocks}.").partition(".")[0] if name.startswith(f"{self.blocks}.") else ""
+            layers.setdefault(self.tied.get(name, name), set()).add(place)
+        return sum(
+            prod(shape) for name, shape in self.shapes().items() if len(layers[name]) > 1 and "" not in layers[name]
+        )

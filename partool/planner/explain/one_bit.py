@@ -9,6 +9,7 @@ import numpy as np
 
 from partool.cost import collective
 from partool.cost.traffic.total import exchanges
+from partool.layout.one_bit import CHUNK
 from partool.layout.parameters import count, parameters
 from partool.planner.explain.summary import summary
 from partool.planner.problem import Problem
@@ -38,6 +39,11 @@ def _kinds(best: Priced) -> Iterator[str]:
         f"{bits.steps:,} send one bit per parameter ({bits.sent_bytes / _MIB:,.1f} MiB), {local.steps:,} send nothing; "
         "times and bytes per step are means over the run."
     )
+    if best.layout.mesh.tp > 1:
+        yield (
+            f"Scales: one per {CHUNK:,} elements of the part of a matrix that a tensor rank holds. With another tensor "
+            f"degree than {best.layout.mesh.tp} the scales are others, and losses differ a little."
+        )
 
 
 def _gain(problem: Problem, best: Priced) -> Iterator[str]:

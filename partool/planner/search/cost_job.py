@@ -50,6 +50,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
             problem.spec.optimizer, training, problem.spec.checkpoint, problem.spec.data.validation
         ),
         adapt=adapted(problem.spec.optimizer),
+        shared_elements=0 if problem.described is None else problem.described.structure.shared_elements(),
         perturbed=training.adversarial.share(training.steps),
         offload=problem.offload,
     )

@@ -7,6 +7,7 @@ the tokens ``[B, S]`` are symbols in the graph, so that each tensor's shape show
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -20,12 +21,22 @@ from torch import fx, nn
 from partool_runtime.graph.nodes import expression, value_of
 from partool_runtime.torch_internals.tracing import one_node, trace, without_memory
 
-_BATCH, _LENGTH = 3, 11
-"""Sizes of the example. Where code branches on them, :meth:`Captured.wrong_guard` tells for which the graph holds."""
+_BATCH = 3
+"""Sequences of the example. Where code branches on sizes, :meth:`Captured.wrong_guard` tells for which the graph holds.
+"""
+_SHORT = 11
+"""Shortest length of a second example."""
 
 
 class CaptureError(Exception):
     """The forward pass cannot be captured as one graph; the text names the reason and the line of the model's code."""
+
+
+class OneLengthError(CaptureError):
+    """The code needs the length of the example to equal a certain number."""
+
+    def __init__(self) -> None:
+        super().__init__("its code works for one length of sequences only")
 
 
 class Captured(NamedTuple):
@@ -60,6 +71,7 @@ def capture(
     module: nn.Module,
     *,
     dtype: torch.dtype,
+    length: int,
     inputs: Mapping[str, str],
     fixed: Mapping[str, Any],
     training: bool,
@@ -69,25 +81,59 @@ def capture(
 ) -> Captured:
     """Return the graph of ``module``'s forward pass with parameters of type ``dtype``, for CPUs.
 
-    With a ``batch`` of 1 the graph is one of 1 sequence: torch treats this size otherwise than all larger ones, which
-    share a graph. ``inputs`` maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's
-    arguments; ``fixed`` are further arguments; ``before`` changes the copy of the module that is traced. The first
-    tensor that the module returns is the graph's result. ``opaque`` are names of experts, which map every token by
-    itself: each stays one node, as its code may depend on the data. Raises :class:`CaptureError`.
+    Where code branches on the number of tokens, such as for sequences that are longer than a window, the graph holds
+    the branch of ``length`` tokens. The example has no memory, so its length costs nothing. With a ``batch`` of 1 the
+    graph is one of 1 sequence: torch treats this size otherwise than all larger ones, which share a graph. ``inputs``
+    maps ``tokens`` and, if the module takes positions, ``positions`` to names of the module's arguments; ``fixed`` are
+    further arguments; ``before`` changes the copy of the module that is traced. The first tensor that the module
+    returns is the graph's result. ``opaque`` are names of experts, which map every token by itself: each stays one
+    node, as its code may depend on the data. Raises :class:`CaptureError`.
     """
+    traced = partial(
+        _traced, module, dtype=dtype, inputs=inputs, fixed=fixed, training=training, opaque=opaque, before=before
+    )
+    sequences = min(batch, _BATCH)
+    try:
+        return traced((sequences, length))
+    except OneLengthError as error:
+        # The length may equal a size of the model by chance.
+        try:
+            return traced((sequences, _other_length(length)))
+        except CaptureError:
+            raise error from error.__cause__
+
+
+def _other_length(length: int) -> int:
+    """Return the largest prime below a length, which hardly any size of a model equals; at least :data:`_SHORT`."""
+    primes = (each for each in range(length - 1, _SHORT, -1) if all(each % n for n in range(2, math.isqrt(each) + 1)))
+    return next(primes, _SHORT)
+
+
+def _traced(
+    module: nn.Module,
+    sizes: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    inputs: Mapping[str, str],
+    fixed: Mapping[str, Any],
+    training: bool,
+    opaque: Collection[str],
+    before: Callable[[nn.Module], None],
+) -> Captured:
+    """Return the graph of a forward pass on an example of ``sizes``, the numbers of sequences and of tokens."""
     mode = without_memory()
     clone = _without_memory(module, mode, dtype, opaque).train(training)
     before(clone)
     with mode:
-        given = {name: torch.zeros(min(batch, _BATCH), _LENGTH, dtype=torch.long) for name in inputs}
+        given = {name: torch.zeros(sizes, dtype=torch.long) for name in inputs}
     arguments = {inputs[name]: tensor for name, tensor in given.items()}
-    free = (1,) if batch == 1 else (0, 1)
+    free = (1,) if sizes[0] == 1 else (0, 1)
     try:
         graph, examples = trace(
             _First(clone).train(training), {**arguments, **fixed}, dict.fromkeys(arguments, free), mode
         )
     except Exception as error:  # a model's own code may raise anything
-        raise CaptureError(_reason(error)) from error
+        raise _problem(error) from error
     return _named(graph, examples, clone, given)
 
 
@@ -171,19 +217,19 @@ def _named(graph: fx.GraphModule, examples: list[Any], clone: nn.Module, given: 
         raise CaptureError("its forward pass does not read the tokens")
     batch, length = value_of(inputs["tokens"]).shape
     if not isinstance(length, torch.SymInt) or not isinstance(expression(length), sympy.Symbol):
-        raise CaptureError("its code works for one length of sequences only")
+        raise OneLengthError
     guards = tuple(guard.expr for guard in length.node.shape_env.guards)
     symbols = inputs.get("positions"), names, expression(batch), expression(length), guards
     return Captured(graph.graph, inputs["tokens"], *symbols)
 
 
-def _reason(error: Exception) -> str:
-    """Return the first line of Dynamo's message, and the line of the model's code that it names."""
+def _problem(error: Exception) -> CaptureError:
+    """Return an error with the first line of Dynamo's message, and the line of the model's code that it names."""
     text = str(error)
     if "onstraint" in text and "iolat" in text:
-        return "its code works for one length of sequences only"
+        return OneLengthError()
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     places = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)', text)
     explained = re.search(r"Explanation: (.*)", text)
     why = f"{first}: {explained[1].strip()}" if explained else first
-    return f"{why} ({places[-1][0]}:{places[-1][1]}: {places[-1][2].strip()})" if places else why
+    return CaptureError(f"{why} ({places[-1][0]}:{places[-1][1]}: {places[-1][2].strip()})" if places else why)

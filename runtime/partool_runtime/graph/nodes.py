@@ -15,10 +15,19 @@ def value_of(node: Any) -> Any:
     return node.meta.get("example_value")
 
 
-def computed(node: fx.Node, find: Callable[[fx.Node], Any]) -> Any:
-    """Return the result of a node, given a function that returns the values of the nodes that it reads."""
-    args = cast("tuple[Any, ...]", fx.node.map_arg(node.args, find))
-    kwargs = cast("dict[str, Any]", fx.node.map_arg(node.kwargs, find))
+def computed(
+    node: fx.Node, find: Callable[[fx.Node], Any], constant: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Return the result of a node, given a function that returns the values of the nodes that it reads.
+
+    ``constant`` returns what stands for a constant among the node's arguments.
+    """
+
+    def value(argument: Any) -> Any:
+        return find(argument) if isinstance(argument, fx.Node) else constant(argument)
+
+    args = cast("tuple[Any, ...]", fx.node.map_aggregate(node.args, value))
+    kwargs = cast("dict[str, Any]", fx.node.map_aggregate(node.kwargs, value))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return cast("Callable[..., Any]", node.target)(*args, **kwargs)

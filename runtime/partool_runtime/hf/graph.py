@@ -1,6 +1,7 @@
 """Captures the base model of a transformers model as a graph, with attention as nodes that partool knows.
 
-``python -P -m partool_runtime.hf.graph DIR [HASH]`` prints the attention of a folder's model for the planner, as JSON.
+``python -P -m partool_runtime.hf.graph DIR HASH TOKENS`` prints the attention of a folder's model for the planner, as
+JSON.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -30,9 +32,12 @@ _NAME = "partool_graph"
 
 
 def capture_base(
-    base: nn.Module, *, dtype: torch.dtype, training: bool, documents: bool = False, batch: int = 2
+    base: nn.Module, *, dtype: torch.dtype, length: int, training: bool, documents: bool = False, batch: int = 2
 ) -> Captured:
-    """Return the graph of a base model; with ``documents`` it takes positions. Raises :class:`CaptureError`."""
+    """Return the graph of a base model for ``length`` tokens; with ``documents`` it takes positions.
+
+    Raises :class:`CaptureError`.
+    """
     inputs = {"tokens": "input_ids"}
     if documents:
         if "position_ids" not in inspect.signature(type(base).forward).parameters:
@@ -43,6 +48,7 @@ def capture_base(
     return capture(
         base,
         dtype=dtype,
+        length=length,
         inputs=inputs,
         fixed=fixed,
         training=training,
@@ -93,42 +99,42 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     return out.transpose(1, 2).contiguous(), None
 
 
-_LONG, _EXAMPLE = 2**17, 11
-"""Tokens of the sequence for which masks are described, longer than usual windows; and those of the example."""
-
-
-def describe(path: Path | str, code: str = "") -> dict[str, Any]:
+def describe(path: Path | str, code: str, length: int) -> dict[str, Any]:
     """Return ``problem``, why ranks cannot share the model's graph (empty if they can), and its ``attention``.
 
-    Raises ConfigurationError PT643, PT590, PT591.
+    Both are of sequences of ``length`` tokens. Raises ConfigurationError PT643, PT590, PT591.
     """
     causal = build_causal(Path(path), code)
     base = causal.get_submodule(base_name(causal))
     layers = causal.config.num_hidden_layers  # type: ignore[union-attr]
     units = [f"{blocks_name(base, cast(int, layers))}.{number}" for number in range(cast(int, layers))]
     try:
-        problem, attention = attention_in(capture_base(base, dtype=torch.float32, training=True), base, units)
+        of_length = partial(capture_base, base, dtype=torch.float32, length=length)
+        problem, attention = attention_in(of_length(training=True), length, base, units)
         if not problem and draws_random(causal):
-            problem, _ = attention_in(capture_base(base, dtype=torch.float32, training=False), base, units)
+            problem, _ = attention_in(of_length(training=False), length, base, units)
     except CaptureError as error:
         problem, attention = str(error), []
     return {"problem": problem, "attention": attention}
 
 
-def attention_in(captured: Captured, root: nn.Module, units: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
+def attention_in(
+    captured: Captured, length: int, root: nn.Module, units: Sequence[str]
+) -> tuple[str, list[dict[str, Any]]]:
     """Return why ranks cannot share a graph (empty if they can), and the fields of each attention node in it.
 
-    The fields are those of :class:`partool.planner.described.FoundAttention`. ``units`` are the names of the layers.
+    Sequences have ``length`` tokens. The fields are those of :class:`partool.planner.described.FoundAttention`.
+    ``units`` are the names of the layers.
     """
     found: list[dict[str, Any]] = []
     try:
         nodes = [(node, seen) for node in captured.graph.nodes if (seen := attention_node(node)) is not None]
         buffers = dict(root.named_buffers())
-        found = [_fields(node, seen, captured, buffers) for node, seen in nodes]
+        found = [_fields(node, seen, captured, buffers, length) for node, seen in nodes]
         check_tokenwise(captured)
         batch = captured.batch if isinstance(captured.batch, int) else 2
         sharing = Sharing(
-            batch, _EXAMPLE, (0, _EXAMPLE // 2), lambda node: (_unused, True), root.get_submodule, torch.device("cpu")
+            batch, length, (0, (length + 1) // 2), lambda node: (_unused, True), root.get_submodule, torch.device("cpu")
         )
         cut(share(captured, sharing).graph, root, units)
     except CaptureError as error:
@@ -136,9 +142,11 @@ def attention_in(captured: Captured, root: nn.Module, units: Sequence[str]) -> t
     return "", found
 
 
-def _fields(node: fx.Node, seen: AttentionNode, captured: Captured, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _fields(
+    node: fx.Node, seen: AttentionNode, captured: Captured, buffers: dict[str, torch.Tensor], length: int
+) -> dict[str, Any]:
     query, key, _ = (value_of(each).shape for each in seen.heads)
-    rule: int | str | None = rule_of(seen.mask, captured, buffers, _LONG) if seen.mask is not None else None
+    rule: int | str | None = rule_of(seen.mask, captured, buffers, length) if seen.mask is not None else None
     sees = "all earlier tokens" if rule is None else f"the last {rule} tokens" if isinstance(rule, int) else "a mask"
     if seen.mask is None and not seen.causal:
         sees = "all tokens"
@@ -153,4 +161,4 @@ def _unused(*arguments: Any) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(say_as_json(describe, sys.argv[1:]))
+    sys.exit(say_as_json(lambda path, code, length: describe(path, code, int(length)), sys.argv[1:]))

@@ -189,9 +189,9 @@ class HfDecoder(HfPart):
             return graph_hidden(self.base, cast(Contexts, self.contexts), tokens_BS, documents_BL)
         return base_hidden(self.base, self.contexts, documents_BL, input_ids=tokens_BS)
 
-    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool, batch: int) -> Captured:
-        """Return the graph of the base model; raises CaptureError."""
-        return capture_base(self.base, dtype=dtype, training=training, documents=documents, batch=batch)
+    def capture(self, *, dtype: torch.dtype, length: int, training: bool, documents: bool, batch: int) -> Captured:
+        """Return the graph of the base model for ``length`` tokens; raises CaptureError."""
+        return capture_base(self.base, dtype=dtype, length=length, training=training, documents=documents, batch=batch)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return all logits, ``[B, S, V]``; only for tests and small batches."""

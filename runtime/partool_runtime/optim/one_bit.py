@@ -4,7 +4,11 @@ Lu et al., arXiv 2202.06009, algorithm 1. Steps that average gradients in full p
 a rank's move is its momentum times the learning rate, summed since the last exchange; the moves are averaged with one
 bit per element, and all ranks go on from the weights of the last exchange. Where it differs from the paper and from
 DeepSpeed: bias correction counts the updates of each moment, weight decay acts on the weights and never enters the
-moves, and weights whose variance is zero do not move, which needs no mask.
+moves, and weights whose variance is zero do not move, which needs no mask. A step that updates the variance is a whole
+step of AdamW, as in DeepSpeed; the paper's sends one bit as well, and divides by the variance before the update.
+
+A scale is of consecutive elements of a tensor as the rank holds it. Tensor ranks hold parts of matrices, so results
+depend on the tensor degree.
 
 With LAMB's steps in place of AdamW's it is 1-bit LAMB (Li et al., arXiv 2104.06069) in the same scheme: full steps are
 LAMB's, and all others scale a parameter's moves by the mean of the ratios of full steps, which all ranks have alike.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -77,8 +79,10 @@ def shard(model: WholeModel, *, layout: Layout, precision: Precision, ranks: Ran
     policy = _policy(precision, narrow=travels_narrow(layout))
     sums = _host_sums(layout, ranks)
     leaves = _leaves(model, layout, everywhere=True)
-    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks))
-    layers = [sharding.layer(group) for group in _own_groups(model.groups())]
+    every = model.groups()
+    groups, shared = _own_groups(every), _shared_parameters(every)
+    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared)
+    layers = [sharding.layer(group) for group in groups if _parameters(group) - shared]
     # The root holds the modules that run last, whose parameters the backward pass needs at once.
     root = sharding.root(model, layers)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -126,16 +130,23 @@ class _Sharding:
     """Object that sums gradients over CPU ranks; None where FSDP2 sums gradients."""
     experts: DeviceMesh | None = None
     """The ranks with the same experts; None if experts are sharded as the rest of their layer is."""
+    shared: frozenset[nn.Parameter] = frozenset()
+    """Parameters that several groups have in common. They belong to the root, which stays gathered while all of these
+    groups run: a parameter is managed by one unit, which is released after its own forward pass."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and each leaf within it as a separate unit."""
         inner = self._inner(group)
-        return [self._unit(group, release=self.layout.data.zero == 3), *inner]
+        return [self._unit(group, release=self.layout.data.zero == 3, apart=self.shared), *inner]
 
     def root(self, module: nn.Module, layers: Sequence[Layer]) -> FSDPModule:
         """Shard a module's remaining parameters, which stay gathered between forward and backward pass."""
         self._inner([module])
-        root = self._unit([module], release=False)
+        inside = {
+            parameter for unit in module.modules() if isinstance(unit, FSDPModule) for parameter in unit.parameters()
+        }
+        with _among_own(module, self.shared & inside):
+            root = self._unit([module], release=False)
         for each in module.modules():
             if isinstance(each, FSDPModule):
                 self._sum(each)
@@ -194,7 +205,7 @@ class _Sharding:
         if self.experts is not None:
             leaves |= {id(module): module for module in within if isinstance(module, Experts)}
         return [
-            self._unit([module], release=self.layout.data.zero == 3)
+            self._unit([module], release=self.layout.data.zero == 3, apart=self.shared)
             for module in within
             if id(module) in leaves and not isinstance(module, FSDPModule)
         ]
@@ -202,7 +213,10 @@ class _Sharding:
     def _mesh_of(self, module: object) -> DeviceMesh:
         return self.experts if self.experts is not None and isinstance(module, Experts) else self.mesh
 
-    def _unit(self, group: Sequence[nn.Module], *, release: bool) -> FSDPModule:
+    def _unit(
+        self, group: Sequence[nn.Module], *, release: bool, apart: frozenset[nn.Parameter] = frozenset()
+    ) -> FSDPModule:
+        """Make a group of modules a unit, without the parameters ``apart``."""
         leaf = any(module is each for module in group for each in self.leaves.values())
         if leaf:
             join_graph(group[0])
@@ -210,13 +224,13 @@ class _Sharding:
         empty = {p for module in group for p in module.parameters() if p.numel() == 0}
         # Selection biases stay in float32 on all ranks, which change them alike.
         routers = [each for module in group for each in module.modules() if isinstance(each, Router)]
-        apart = empty | {router.bias for router in routers if router.bias is not None}
+        ignored = apart | empty | {router.bias for router in routers if router.bias is not None}
         unit = fully_shard(
             list(group),
             mesh=self._mesh_of(group[0]),
             reshard_after_forward=release,
             mp_policy=self.policy,
-            ignored_params=apart or None,
+            ignored_params=set(ignored) or None,
         )[0]
         if leaf:
             fill_missing(unit)
@@ -311,13 +325,41 @@ def travels_narrow(layout: Layout) -> bool:
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
     """Return the groups to gather separately. The last group and groups sharing its parameters stay in the root."""
-    with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
+    with_root = _parameters(groups[-1])
     own = []
     for group in groups[:-1]:
-        parameters = {id(parameter) for module in group for parameter in module.parameters()}
+        parameters = _parameters(group)
         if parameters and not parameters & with_root:
             own.append(list(group))
     return own
+
+
+def _parameters(group: Sequence[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in group for parameter in module.parameters()}
+
+
+def _shared_parameters(groups: Sequence[Sequence[nn.Module]]) -> frozenset[nn.Parameter]:
+    """Return the parameters that more than one group has."""
+    users = Counter(parameter for group in groups for parameter in _parameters(group))
+    return frozenset(parameter for parameter, count in users.items() if count > 1)
+
+
+@contextmanager
+def _among_own(module: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Let a module have parameters of its children as its own within the context, too.
+
+    FSDP2 gives a unit the parameters that its modules have outside of inner units, and sets gathered ones wherever they
+    are used.
+    """
+    holder = nn.ParameterList(parameters)
+    module.add_module(_HOLDER, holder)
+    try:
+        yield
+    finally:
+        delattr(module, _HOLDER)
+
+
+_HOLDER = "_shared_parameters"
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

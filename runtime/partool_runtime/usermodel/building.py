@@ -14,6 +14,10 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.building import check_buffers, meta_parameters
 from partool_runtime.usermodel.code import UserCode, installed
 
+_ONE_MODULE = (
+    "Put a module of its own into the list for each layer, and let layers share parameters instead: "
+    "layers[1].up.weight = layers[0].up.weight."
+)
 _HELP = "Name it as package.module:Class; the package is installed, or lies in the folder of the spec."
 
 
@@ -49,7 +53,13 @@ def blocks_of(own: nn.Module) -> str:
     if not lists:
         message = f"{type(own).__name__} has no nn.ModuleList of layers, which are sharded and recomputed one by one"
         raise ConfigurationError("PT655", message, "Put its layers into an nn.ModuleList.")
-    return str(max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters())))
+    name = str(max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters())))
+    first: dict[int, int] = {}
+    for number, layer in enumerate(lists[name]):
+        if (before := first.setdefault(id(layer), number)) != number:
+            message = f"{type(own).__name__}: {name}.{before} and {name}.{number} are one module"
+            raise ConfigurationError("PT655", message, _ONE_MODULE)
+    return name
 
 
 def user_code(model: ModuleModel, *, recorded: bool = False) -> UserCode:

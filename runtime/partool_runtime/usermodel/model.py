@@ -77,11 +77,11 @@ class ModuleDecoder(HfPart):
         tie(self, self.aliases)
         return self
 
-    def capture(self, *, dtype: torch.dtype, training: bool, documents: bool, batch: int) -> Captured:
-        """Return the graph of the forward pass; raises CaptureError."""
+    def capture(self, *, dtype: torch.dtype, length: int, training: bool, documents: bool, batch: int) -> Captured:
+        """Return the graph of the forward pass of ``length`` tokens; raises CaptureError."""
         if documents:
             raise CaptureError("it takes no positions, which start anew in each document")
-        return capture_module(self.base, dtype=dtype, training=training, batch=batch)
+        return capture_module(self.base, dtype=dtype, length=length, training=training, batch=batch)
 
     def forward(
         self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, documents_BL: torch.Tensor | None = None
@@ -110,10 +110,10 @@ class ModuleDecoder(HfPart):
         return values
 
 
-def capture_module(own: nn.Module, *, dtype: torch.dtype, training: bool, batch: int = 2) -> Captured:
-    """Return the graph of a module that maps tokens to logits; raises CaptureError."""
+def capture_module(own: nn.Module, *, dtype: torch.dtype, length: int, training: bool, batch: int = 2) -> Captured:
+    """Return the graph of a module that maps ``length`` tokens to logits; raises CaptureError."""
     inputs = {"tokens": tokens_argument(own)}
-    return capture(own, dtype=dtype, inputs=inputs, fixed={}, training=training, batch=batch)
+    return capture(own, dtype=dtype, length=length, inputs=inputs, fixed={}, training=training, batch=batch)
 
 
 def tokens_argument(own: nn.Module) -> str:

@@ -1,12 +1,13 @@
-"""``python -P -m partool_runtime.usermodel.structure MODEL`` prints facts about a user's module for the planner.
+"""``python -P -m partool_runtime.usermodel.structure MODEL TOKENS`` prints facts about a user's module for the planner.
 
-MODEL is a :class:`partool.plan.types.ModuleModel` as JSON. The program is a process of its own, so that the planner
-needs no torch and does not run the user's code. The module is built without memory.
+MODEL is a :class:`partool.plan.types.ModuleModel` as JSON, TOKENS the length of a sequence. The program is a process of
+its own, so that the planner needs no torch and does not run the user's code. The module is built without memory.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ _LONGEST = 2**20
 """Positions of a model that has no table of them."""
 
 
-def describe(text: str) -> dict[str, Any]:
+def describe(text: str, length: int) -> dict[str, Any]:
     """Return a description with the entries of :func:`partool_runtime.hf.structure.describe` and of its graph.
 
-    Sizes are read from the graph, so a module whose graph cannot be captured is refused: PT655.
+    The graph is that of sequences of ``length`` tokens. Sizes are read from it, so a module whose graph cannot be
+    captured is refused: PT655.
     """
     model = ModuleModel.model_validate_json(text)
     code = user_code(model, recorded=True)
@@ -42,10 +44,11 @@ def describe(text: str) -> dict[str, Any]:
     blocks = blocks_of(own)
     units = [f"{blocks}.{number}" for number, _ in enumerate(own.get_submodule(blocks).children())]
     try:
-        captured = capture_module(own, dtype=torch.float32, training=True)
-        problem, attention = attention_in(captured, own, units)
+        of_length = partial(capture_module, own, dtype=torch.float32, length=length)
+        captured = of_length(training=True)
+        problem, attention = attention_in(captured, length, own, units)
         if not problem:
-            problem, _ = attention_in(capture_module(own, dtype=torch.float32, training=False), own, units)
+            problem, _ = attention_in(of_length(training=False), length, own, units)
     except CaptureError as error:
         raise ConfigurationError("PT655", f"{model.module}: {error}", _SIZES) from error
     if not attention:
@@ -128,7 +131,7 @@ _PLAIN = 6
 
 def main(arguments: list[str]) -> int:
     """Print the description of a module as JSON, or an error."""
-    return say_as_json(describe, arguments)
+    return say_as_json(lambda model, length: describe(model, int(length)), arguments)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def share_graph(model: HfDecoder | ModuleDecoder, plan: Plan, team: SequenceTeam
             for training in (True, False) if model.draws else (True,):
                 captured = model.capture(
                     dtype=COMPUTE_DTYPE[plan.training.precision],
+                    length=team.length,
                     training=training,
                     documents=plan.data.attend == "document",
                     batch=plan.layout.micro_batch,
