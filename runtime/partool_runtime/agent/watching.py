@@ -78,7 +78,9 @@ class RankWatch:
             return f"PT556: {text}, after step {elsewhere.step}", True
         seen = stall.progress
         doing = "in training" if seen.phase == "training" else f"while {seen.phase}"
-        text = f"rank {stall.rank}{self._where} made no progress for {stall.idle_s:.0f} s, {doing} after step {seen.step}"
+        text = (
+            f"rank {stall.rank}{self._where} made no progress for {stall.idle_s:.0f} s, {doing} after step {seen.step}"
+        )
         if stall.state == STOPPED:
             text += "; its process is stopped (SIGSTOP)"
         return f"PT556: {text}", False
