@@ -36,7 +36,7 @@ _RECORD = struct.Struct("=QqqdQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RankProgress:
     """How far a rank has come."""
 
     beats: int = 0
@@ -107,7 +107,7 @@ SILENT = Pulse()
 """The pulse of a rank without an agent."""
 
 
-def read(page: mmap.mmap) -> Progress:
+def read(page: mmap.mmap) -> RankProgress:
     """Return what a rank has told last."""
     phase, step, done, step_at, beats = _RECORD.unpack_from(page)
-    return Progress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, done, step_at)
+    return RankProgress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, done, step_at)

@@ -13,7 +13,7 @@ from partool_runtime.agent.pulses import Pulses
 from partool_runtime.agent.stacks import process_state, stacks_folder, write_stacks
 from partool_runtime.agent.standing import Standing
 from partool_runtime.agent.watchdog import STOPPED, Stall, Watchdog
-from partool_runtime.pulse import Progress
+from partool_runtime.pulse import RankProgress
 
 _NOTE_S = 2.0
 """Seconds between two writes of the note about the last step."""
@@ -96,7 +96,7 @@ class RankWatch:
         """Release what is shared with the ranks."""
         self.pulses.close()
 
-    def _note(self, seen: Progress, now: float) -> None:
+    def _note(self, seen: RankProgress, now: float) -> None:
         before = self._noted
         if not self._notes or (before is not None and now < self._noted_at + _NOTE_S):
             return
