@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from partool.plan.progress import RunProgress, read_progress, seconds_since, write_progress
 from partool_runtime.agent.pulses import Pulses
@@ -22,7 +23,8 @@ from partool_runtime.agent.watchdog import (
     Stall,
     Watchdog,
 )
-from partool_runtime.pulse import PHASES, VARIABLE, Phase, RankProgress, Pulse
+from partool_runtime.pulse import PHASES, VARIABLE, Phase, Pulse, RankProgress
+from partool_runtime.torch_internals.compiling import watch_compilation
 
 PREDICTED_S = 2.0
 
@@ -255,6 +257,26 @@ def test_a_rank_without_an_agent_has_nobody_to_tell() -> None:
     pulse = Pulse.from_environment({})
     pulse.stepped(1)
     pulse.beat()
+
+
+@pytest.mark.long
+def test_compilations_are_told_whenever_they_happen() -> None:
+    """A second compilation in mid-run, too; afterwards the phase before it comes back."""
+    told: list[str] = []
+
+    class Recording(Pulse):
+        def enter(self, phase: Phase) -> None:
+            told.append(phase)
+            super().enter(phase)
+
+    pulse = Recording()
+    watch_compilation(pulse)
+    pulse.enter("training")
+    double = torch.compile(lambda values: values * 2, backend="eager", dynamic=False)
+    for length, phases in ((3, ["training", "compiling", "training"]), (3, []), (4, ["compiling", "training"])):
+        double(torch.ones(length))
+        assert told == phases
+        told.clear()
 
 
 def test_the_note_about_progress_survives_damage(tmp_path: Path) -> None:
