@@ -30,8 +30,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     thin(items, config.args)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    if PATIENCE == 1.0:
-        return
     for item in items:
         own = item.get_closest_marker("timeout")
         seconds = float(own.args[0] if own is not None else config.getini("timeout"))

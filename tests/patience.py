@@ -4,5 +4,10 @@ from __future__ import annotations
 
 import os
 
-PATIENCE = 3.0 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1 else 1.0
-"""Factor of all limits: tests that run side by side share the cores."""
+_SHARED = 3.0
+"""Tests run side by side, or beside another user of the cores."""
+_LOAD = os.getloadavg()[0] / (os.cpu_count() or 1)
+"""Processes that want a core, for each core, as the tests begin."""
+
+PATIENCE = max(_SHARED, 1.0 + _LOAD)
+"""Factor of all limits. Only tests that fail wait so long."""

@@ -26,8 +26,8 @@ _USUAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.S
 def pytest_configure() -> None:
     """Give processes that tests start the default actions of the signals that tests send.
 
-    ``nohup`` ignores SIGHUP, a shell's ``&`` SIGINT and SIGQUIT, and processes inherit what is ignored. A handler is not
-    inherited: this process goes on ignoring the signal, others do not.
+    ``nohup`` ignores SIGHUP, a shell's ``&`` SIGINT and SIGQUIT, and processes inherit what is ignored. A handler is
+    not inherited: this process goes on ignoring the signal, others do not.
     """
     for number in _USUAL:
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -63,8 +63,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT555",
         "A watchdog that ends healthy ranks",
-        "Ranks may wait for a slow disk, a full network or another user of their cores. A limit below three steps, by the "
-        "predicted time at its upper error bar, would end them for that.",
+        "Ranks may wait for a slow disk, a full network or another user of their cores. A limit below three steps, by "
+        "the predicted time at its upper error bar, would end them for that.",
         _LONG_STEP + _ONE_GPU + "launch: {watchdog: 5}\n",
         _LONG_STEP + _ONE_GPU + "launch: {watchdog: 600}\n",
     ),

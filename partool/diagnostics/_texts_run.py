@@ -368,8 +368,8 @@ RULES: tuple[Rule, ...] = (
         "PT659",
         "A damaged checkpoint is skipped",
         "A file of the newest checkpoint has another size or checksum than when it was written. A run that a scheduler "
-        "or the agent starts again goes on from the newest intact checkpoint, and the damaged one is renamed and kept. A "
-        "run that somebody resumes ends with PT611 instead, so that they can decide.",
+        "or the agent starts again goes on from the newest intact checkpoint, and the damaged one is renamed and kept. "
+        "A run that somebody resumes ends with PT611 instead, so that they can decide.",
         "resume: {fallback: true}   # and a disk that loses bytes",
         "resume: {fallback: false}   # no run goes on from an older checkpoint by itself",
     ),

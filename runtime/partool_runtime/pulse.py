@@ -1,9 +1,9 @@
 """What a rank tells its agent about its progress, through a page of memory that both share.
 
-The agent makes a small file for each rank, on a file system in memory where there is one. The rank maps the file's first
-page and removes the file's name. Telling costs no system call and never blocks, so that neither a full disk nor a slow
-file server looks like a hang. After the page the file has room for the stacks of all threads, which the rank writes
-when it gets ``SIGQUIT``, even if it waits in compiled code.
+The agent makes a small file for each rank, on a file system in memory where there is one. The rank maps the file's
+first page and removes the file's name. Telling costs no system call and never blocks, so that neither a full disk nor a
+slow file server looks like a hang. After the page the file has room for the stacks of all threads, which the rank
+writes when it gets ``SIGQUIT``, even if it waits in compiled code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RECORD = struct.Struct("=QqqdQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RankProgress:
     """How far a rank has come."""
 
     beats: int = 0
@@ -68,7 +68,7 @@ class Pulse:
         path = (os.environ if environment is None else environment).get(VARIABLE)
         if path is None:
             return cls()
-        file = Path(path).open("r+b", buffering=0)
+        file = Path(path).open("r+b", buffering=0)  # noqa: SIM115 - open as long as the process lives
         with contextlib.suppress(OSError):
             os.unlink(path)
         pulse = cls(file)
@@ -80,9 +80,7 @@ class Pulse:
     def beat(self) -> None:
         """Tell that something was done."""
         self._beats += 1
-        _RECORD.pack_into(
-            self._page, 0, PHASES.index(self._phase), self._step, self._done, self._step_at, self._beats
-        )
+        _RECORD.pack_into(self._page, 0, PHASES.index(self._phase), self._step, self._done, self._step_at, self._beats)
 
     def enter(self, phase: Phase) -> None:
         """Tell that a phase begins."""
@@ -91,7 +89,7 @@ class Pulse:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Return a context manager that tells the beginning of a phase, and at its end the return to the phase before."""
+        """Return a context manager that tells the beginning of a phase, and then the return to the phase before."""
         before = self._phase
         self.enter(phase)
         try:
@@ -109,7 +107,7 @@ SILENT = Pulse()
 """The pulse of a rank without an agent."""
 
 
-def read(page: mmap.mmap) -> Progress:
+def read(page: mmap.mmap) -> RankProgress:
     """Return what a rank has told last."""
     phase, step, done, step_at, beats = _RECORD.unpack_from(page)
-    return Progress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, done, step_at)
+    return RankProgress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, done, step_at)

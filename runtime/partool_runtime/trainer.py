@@ -94,7 +94,7 @@ class _Run:
     saver: Saver
     recorder: Recorder
     stop: StopRequest
-    pulse: Pulse
+    pulse: Pulse = SILENT
     reports_loads: bool = False
     """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
 

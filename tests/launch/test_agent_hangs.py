@@ -60,9 +60,7 @@ def test_a_hung_rank_is_named_unless_nobody_watches(tmp_path: Path) -> None:
     assert off.survivors() == []
 
 
-@pytest.mark.parametrize(
-    ("saved", "cancelled"), often([(True, False), (False, False), (True, True)], [(True, False)])
-)
+@pytest.mark.parametrize(("saved", "cancelled"), often([(True, False), (False, False), (True, True)], [(True, False)]))
 def test_a_rank_that_does_not_end_after_the_last_step(tmp_path: Path, saved: bool, cancelled: bool) -> None:
     """The run is done if the last step is saved, even if it is cancelled meanwhile; otherwise it has failed."""
     run = AgentRun(tmp_path, {"1": "late"}, make_plan(shutdown_timeout_s=1))

@@ -51,9 +51,7 @@ class NodeRun(AgentRun):
         self.agents: dict[int, Agent] = {}
         self.port = free_port()
 
-    def start_nodes(
-        self, *nodes: int, other_plan: Plan | None = None, fresh: bool = False, **timing: float
-    ) -> NodeRun:
+    def start_nodes(self, *nodes: int, other_plan: Plan | None = None, fresh: bool = False, **timing: float) -> NodeRun:
         """Start the agents of these nodes; the last node may have a different plan; ``fresh`` ones load torch.
 
         ``timing`` replaces values of ``TIMING``.

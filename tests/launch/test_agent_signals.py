@@ -115,11 +115,9 @@ def test_terminal(tmp_path: Path) -> None:
     time.sleep(0.5)
     assert hasty.process.poll() is None
     assert hasty.run.status.state == "running"
-    before = time.monotonic()
     hasty.press_ctrl_c()
     assert patient.finish() == 75
     assert hasty.finish() == 1
-    assert time.monotonic() - before < 10  # far less than the 60 s allowed for a checkpoint
     assert "interrupted a second time" in hasty.text
     assert "there is no checkpoint: a new start begins anew" in hasty.text
     assert "restarts: 1" not in hasty.text  # a run that the user ended must not restart by itself

@@ -16,6 +16,7 @@ from patience import PATIENCE
 from torch.distributed.checkpoint import FileSystemReader
 
 from partool.layout.checkpoint import checkpoint_bytes
+from partool.plan.progress import read_progress
 from partool.plan.run import agent_command, read_status
 from partool.spec.training import CheckpointSpec
 
@@ -47,12 +48,19 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "partool", "launch", "--resume", str(folder), "--step", str(EVERY)]
     launcher = _start(folder, *launch)
     _kill_when(folder, 2, lambda: _step(folder, attempt=2) > EVERY)
-    _kill_when(folder, 3, (own / "step-00000060").is_dir)
+    _kill_when(folder, 3, (own / "step-00000060").is_dir, lambda: _damage(own / "step-00000060"))
     assert _end(launcher) == 0
-    assert [_start_event(folder, attempt)["resumed_from"] for attempt in range(1, 5)] == [0, 30, 30, 60]
+    assert [_start_event(folder, attempt)["resumed_from"] for attempt in range(1, 5)] == [0, 30, 30, 30]
+    said = (folder / "agent.txt").read_text()
+    assert "PT659: the checkpoint of step 60 is skipped and kept as step-00000060.aside" in said
+    progress = read_progress(folder)
+    assert progress is not None
+    assert progress.attempt == 4
+    assert progress.step > EVERY
     assert read_status(folder).attempt == 4
     assert processes_of(tmp_path) == []
-    assert _names(own) == sorted(["step-00000030", "step-00000060", "step-00000080", f"step-{stopped_at:08}.aside"])
+    complete = [f"step-{step:08}" for step in (30, 60, 80)]
+    assert _names(own) == sorted([*complete, "step-00000060.aside", f"step-{stopped_at:08}.aside"])
     assert _names(shared) == ["broken", "other"]
     assert list(foreign.iterdir()) == []
     tensors = FileSystemReader(own / "step-00000080").read_metadata().state_dict_metadata.values()
@@ -70,10 +78,20 @@ def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 
 
-def _kill_when(folder: Path, attempt: int, condition: Callable[[], bool]) -> None:
-    """Kill rank 1 of an attempt as soon as the condition holds and the attempt has done a step."""
+def _kill_when(
+    folder: Path, attempt: int, condition: Callable[[], bool], first: Callable[[], None] = lambda: None
+) -> None:
+    """Call ``first`` and kill rank 1 of an attempt, once the condition holds and the attempt has done a step."""
     wait_until(lambda: condition() and _step(folder, attempt) > 0, f"the moment to kill attempt {attempt}")
+    first()
     os.kill(_rank_pid(folder, 1), signal.SIGKILL)
+
+
+def _damage(checkpoint: Path) -> None:
+    file = checkpoint / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
 
 
 def _names(folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from partool.plan.progress import RunProgress, read_progress, seconds_since, write_progress
 from partool_runtime.agent.pulses import Pulses
@@ -22,25 +23,26 @@ from partool_runtime.agent.watchdog import (
     Stall,
     Watchdog,
 )
-from partool_runtime.pulse import PHASES, VARIABLE, Phase, Progress, Pulse
+from partool_runtime.pulse import PHASES, VARIABLE, Phase, Pulse, RankProgress
+from partool_runtime.torch_internals.compiling import watch_compilation
 
 PREDICTED_S = 2.0
 
 
 @dataclass
 class Ranks:
-    """Ranks whose time passes as a test says; the agent looks ten times a step, and in a pause once a second."""
+    """Ranks whose time passes as a test says; the agent looks ten times a step and at least once a second."""
 
     setting: Setting = "auto"
     predicted_s: float = PREDICTED_S
     count: int = 2
     now: float = 0.0
     stopped: set[int] = field(default_factory=set)
-    progress: dict[int, Progress] = field(default_factory=dict)
+    progress: dict[int, RankProgress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.watchdog = Watchdog(self.setting, self.predicted_s)
-        self.progress = {rank: Progress(1, "training") for rank in range(self.count)}
+        self.progress = {rank: RankProgress(1, "training") for rank in range(self.count)}
         self.look()
 
     def look(self) -> Stall | None:
@@ -55,11 +57,11 @@ class Ranks:
             now = replace(now, step=now.step + 1, done=now.done + 1, step_at=self.now)
         self.progress[rank] = now
 
-    def pause(self, seconds: float) -> Stall | None:
-        """Let time pass without progress; return the first stall that the agent finds."""
+    def pause(self, seconds: float, look_s: float = 1.0) -> Stall | None:
+        """Let time pass without progress, with a look every ``look_s``; return the first stall that the agent finds."""
         end = self.now + seconds
         while self.now < end:
-            self.now = min(end, self.now + min(1.0, seconds / 10))
+            self.now = min(end, self.now + min(look_s, seconds / 10))
             if stall := self.look():
                 return stall
         return None
@@ -72,10 +74,10 @@ class Ranks:
                 self.tell(rank, step=True)
             assert self.look() is None
 
-    def until_found(self) -> tuple[Stall, float]:
+    def until_found(self, look_s: float = 1.0) -> tuple[Stall, float]:
         """Return the stall that the agent finds, and the seconds until then."""
         begin = self.now
-        stall = self.pause(1e5)
+        stall = self.pause(1e5, look_s)
         assert stall is not None
         return stall, self.now - begin
 
@@ -90,7 +92,7 @@ def test_stalls_compiles_and_saves_are_no_hang(step_s: float) -> None:
         phase: Phase = ("compiling", "saving", "validating")[block % 3]
         for rank in ranks.progress:
             ranks.tell(rank, phase)
-        assert ranks.pause(1800.0) is None
+        assert ranks.pause(1800.0, 60.0) is None
         for rank in ranks.progress:
             ranks.tell(rank)
 
@@ -151,8 +153,8 @@ def test_other_phases_are_patient_and_bounded(phase: Phase) -> None:
     ranks.steps(10, 1.0)
     for rank in ranks.progress:
         ranks.tell(rank, phase)
-    assert ranks.pause(3599.0) is None
-    assert ranks.until_found()[0].progress.phase == phase
+    assert ranks.pause(3599.0, 60.0) is None
+    assert ranks.until_found(60.0)[0].progress.phase == phase
 
 
 def test_a_number_of_seconds_is_the_limit_in_steps() -> None:
@@ -169,7 +171,7 @@ def test_off_finds_nothing() -> None:
     ranks = Ranks(setting="off")
     ranks.steps(3, 1.0)
     ranks.stopped = {0}
-    assert ranks.pause(1e5) is None
+    assert ranks.pause(1e5, 60.0) is None
 
 
 def test_the_rank_that_holds_the_others_up_comes_first() -> None:
@@ -255,6 +257,26 @@ def test_a_rank_without_an_agent_has_nobody_to_tell() -> None:
     pulse = Pulse.from_environment({})
     pulse.stepped(1)
     pulse.beat()
+
+
+@pytest.mark.long
+def test_compilations_are_told_whenever_they_happen() -> None:
+    """A second compilation in mid-run, too; afterwards the phase before it comes back."""
+    told: list[str] = []
+
+    class Recording(Pulse):
+        def enter(self, phase: Phase) -> None:
+            told.append(phase)
+            super().enter(phase)
+
+    pulse = Recording()
+    watch_compilation(pulse)
+    pulse.enter("training")
+    double = torch.compile(lambda values: values * 2, backend="eager", dynamic=False)
+    for length, phases in ((3, ["training", "compiling", "training"]), (3, []), (4, ["compiling", "training"])):
+        double(torch.ones(length))
+        assert told == phases
+        told.clear()
 
 
 def test_the_note_about_progress_survives_damage(tmp_path: Path) -> None:

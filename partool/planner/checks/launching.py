@@ -188,11 +188,11 @@ _LEAST_STEPS = 3
 
 def check_watchdog(launch: LaunchSpec, upper_step_s: float) -> list[Diagnostic]:
     """Return a warning if the watchdog would end healthy ranks; ``upper_step_s`` is the step at its upper error bar."""
-    limit = launch.watchdog
-    if not isinstance(limit, int) or limit >= _LEAST_STEPS * upper_step_s:
+    limit, least_s = launch.watchdog, _LEAST_STEPS * upper_step_s
+    if not isinstance(limit, int) or limit >= least_s:
         return []
-    message = f"watchdog: {limit} s is shorter than {_LEAST_STEPS} steps, which take up to {_LEAST_STEPS * upper_step_s:.0f} s"
-    help = f"use {math.ceil(_LEAST_STEPS * upper_step_s) + 60} or more, or auto, which follows the steps that are measured"
+    message = f"watchdog: {limit} s is shorter than {_LEAST_STEPS} steps, which take up to {least_s:.0f} s"
+    help = f"use {math.ceil(least_s) + 60} or more, or auto, which follows the steps that are measured"
     return [Diagnostic("PT555", message, severity="warning", path=("launch", "watchdog"), help=help)]
 
 

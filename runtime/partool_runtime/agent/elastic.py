@@ -252,7 +252,9 @@ class _Agent(LocalElasticAgent):
         processes = self._processes()
         codes = {worker.global_rank: processes[worker.local_rank].poll() for worker in worker_group.workers}
         supervision = self._supervision
-        alive = {w.global_rank: processes[w.local_rank].pid for w in worker_group.workers if codes[w.global_rank] is None}
+        alive = {
+            w.global_rank: processes[w.local_rank].pid for w in worker_group.workers if codes[w.global_rank] is None
+        }
         self._look_at_progress(alive)
         self._hooks.look()
         begun = not supervision.asked or self._logs.begun

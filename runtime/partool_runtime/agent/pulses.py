@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from partool_runtime.pulse import PAGE_BYTES, Progress, read
+from partool_runtime.pulse import PAGE_BYTES, RankProgress, read
 
 _MEMORY = Path("/dev/shm")
 _LONGEST_STACK_BYTES = 1 << 20
@@ -27,7 +27,7 @@ class RankPulse:
         self._file.truncate(PAGE_BYTES)
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
 
-    def progress(self) -> Progress:
+    def progress(self) -> RankProgress:
         """Return how far the rank has come."""
         return read(self._page)
 
@@ -57,7 +57,7 @@ class Pulses:
         self._ranks[rank] = RankPulse()
         return self._ranks[rank].path
 
-    def progress(self) -> dict[int, Progress]:
+    def progress(self) -> dict[int, RankProgress]:
         """Return how far each rank has come, by rank."""
         return {rank: pulse.progress() for rank, pulse in self._ranks.items()}
 

@@ -65,7 +65,7 @@ class RankLogs(LogsSpecs):
         return str(self._run_dir / LOGS)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose this attempt's files; pass number of the attempt, bindings and pulses to the ranks (called by torch)."""
+        """Choose this attempt's files; give the ranks its number, their bindings and pulses (called by torch)."""
         self._end_all()
         stdouts, stderrs = {}, {}
         self._starting = []

@@ -72,6 +72,8 @@ def _late(supervision: Supervision, where: str) -> Summary:
     if not supervision.late:
         return Summary("", "")
     reason = f"{_ranks(supervision.late)}{where} did not end after the last step and had to be killed"
+    if supervision.stalled:
+        reason += f" ({supervision.stalled})"
     return Summary(reason, f"partool: {reason}; the last step is saved", short=reason)
 
 

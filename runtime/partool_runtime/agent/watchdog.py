@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partool_runtime.pulse import Phase, Progress
+from partool_runtime.pulse import Phase, RankProgress
 
 Setting = Literal["auto", "off"] | int
 
@@ -36,10 +36,9 @@ _SUSPECT_S = 1.0
 class _Watched:
     """What is known of a rank."""
 
-    progress: Progress
+    progress: RankProgress
     at: float
     """Time of the last progress."""
-    phase_at: float
     interrupted: bool = True
     """True if something other than training happened since the last step ended."""
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_STEPS))
@@ -52,7 +51,7 @@ class Stall:
 
     rank: int
     idle_s: float
-    progress: Progress
+    progress: RankProgress
     state: str
     """State of its process in proc(5); empty where it cannot be read."""
 
@@ -72,7 +71,7 @@ class Watchdog:
         self._predicted_s = predicted_s
         self._ranks: dict[int, _Watched] = {}
 
-    def observe(self, progress: Mapping[int, Progress], now: float, state_of: Callable[[int], str]) -> Stall | None:
+    def observe(self, progress: Mapping[int, RankProgress], now: float, state_of: Callable[[int], str]) -> Stall | None:
         """Take the progress of the ranks that run, and return the rank that holds the others up if one is stalled.
 
         ``state_of`` returns the state of a rank's process.
@@ -102,9 +101,9 @@ class Watchdog:
         """Return the upper bar of a step's time."""
         return max(self._predicted_s, *(_upper(each.steps_s) for each in self._ranks.values()), 0.0)
 
-    def _take(self, rank: int, seen: Progress, now: float) -> None:
+    def _take(self, rank: int, seen: RankProgress, now: float) -> None:
         if rank not in self._ranks:
-            self._ranks[rank] = _Watched(seen, now, now)
+            self._ranks[rank] = _Watched(seen, now)
             return
         watched, before = self._ranks[rank], self._ranks[rank].progress
         if seen.beats == before.beats:

@@ -13,7 +13,7 @@ from partool_runtime.agent.pulses import Pulses
 from partool_runtime.agent.stacks import process_state, stacks_folder, write_stacks
 from partool_runtime.agent.standing import Standing
 from partool_runtime.agent.watchdog import STOPPED, Stall, Watchdog
-from partool_runtime.pulse import Progress
+from partool_runtime.pulse import RankProgress
 
 _NOTE_S = 2.0
 """Seconds between two writes of the note about the last step."""
@@ -78,7 +78,9 @@ class RankWatch:
             return f"PT556: {text}, after step {elsewhere.step}", True
         seen = stall.progress
         doing = "in training" if seen.phase == "training" else f"while {seen.phase}"
-        text = f"rank {stall.rank}{self._where} made no progress for {stall.idle_s:.0f} s, {doing} after step {seen.step}"
+        text = (
+            f"rank {stall.rank}{self._where} made no progress for {stall.idle_s:.0f} s, {doing} after step {seen.step}"
+        )
         if stall.state == STOPPED:
             text += "; its process is stopped (SIGSTOP)"
         return f"PT556: {text}", False
@@ -94,7 +96,7 @@ class RankWatch:
         """Release what is shared with the ranks."""
         self.pulses.close()
 
-    def _note(self, seen: Progress, now: float) -> None:
+    def _note(self, seen: RankProgress, now: float) -> None:
         before = self._noted
         if not self._notes or (before is not None and now < self._noted_at + _NOTE_S):
             return

@@ -63,9 +63,9 @@ def load_folder(
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` names the run in errors, which with None give no advice about older checkpoints. With ``cast``, all values may have been saved in other types than in ``state``;
-    without ``cast``, only moments may. ``accept`` is called with the checkpoint's ``extra`` before anything is filled,
-    and raises an error if the checkpoint must not be loaded.
+    ``run`` names the run in errors, which with None give no advice about older checkpoints. With ``cast``, all values
+    may have been saved in other types than in ``state``; without ``cast``, only moments may. ``accept`` is called with
+    the checkpoint's ``extra`` before anything is filled, and raises an error if the checkpoint must not be loaded.
 
     The ranks may hold different names. Together they may leave out whole groups of names (a group is the text before
     the first dot), but not parts of a group.
