@@ -27,7 +27,7 @@ from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
-from partool_runtime.stop import StopRequest
+from partool_runtime.stop import STOP_SIGNALS, StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
@@ -93,12 +93,13 @@ class _Run:
         for step in range(first, steps):
             with recorder.timer("data"):
                 batch = self.data.step(step)
-            result = self.stepper.step(step, batch, recorder.timer, self.stop.flags)
+            result = self.stepper.step(step, batch, recorder.timer, self._flags)
             done = step + 1
             with recorder.timer("overhead"):
                 # In a local step ranks agree on nothing: stop requests and checkpoints wait for the next exchange.
-                stopping = not result.local and self.stop.heard(result.flags, done)
-                due = not result.local and self.saver.due(done)
+                asked, passed = result.flags[: len(STOP_SIGNALS)], result.flags[len(STOP_SIGNALS) :]
+                stopping = not result.local and self.stop.heard(asked, done)
+                due = not result.local and self.saver.due(done, passed)
                 if stopping or done == steps or due:
                     self.saver.save(done, wait=stopping)
             self._record(done, result)
@@ -109,6 +110,10 @@ class _Run:
                 self.saver.save(done, wait=True)
                 return done
         return steps
+
+    def _flags(self) -> list[float]:
+        """Return what this rank adds to the sums of a step: its stop request, and whether a checkpoint is due."""
+        return [*self.stop.flags(), *self.saver.flags()]
 
     def _validate(self, done: int) -> bool:
         """Report the loss on held-out data; return False on all ranks if a stop request ended the validation early."""
