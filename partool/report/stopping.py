@@ -15,7 +15,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "Saves", _saves(plan)
     given_s, needed_s = plan.launch.window_s, plan.stopping.needed_s
     enough = "" if given_s >= needed_s else f", and may take {needed_s} s"
-    sooner = f"machines that end sooner (spot: 15 to 120 s) lose {worst_loss(plan.checkpoint.every)}"
+    sooner = f"a shorter notice (spot) loses {worst_loss(plan.checkpoint.every)}"
     yield "Stop", f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
 
 
@@ -28,4 +28,4 @@ def _saves(plan: Plan) -> str:
     if asked:
         return text
     hours = LONG_RUN_S / 3600
-    return f"{text} (auto: the run is predicted to last {'up to' if every == 0 else 'more than'} {hours:g} h)"
+    return f"{text} (auto: {'at most' if every == 0 else 'over'} {hours:g} h as predicted)"
