@@ -93,14 +93,12 @@ def forecast(plan: Plan) -> Forecast:
 
 
 def in_words(plan: Plan, stopping: Stopping) -> str:
-    """Return the parts of the time that a stop needs: ``a step 97 s, a checkpoint of 107 GiB per node 115 s``..."""
+    """Return the parts of the time that a stop needs: ``a step 97 s, a checkpoint of 107 GiB per node 2 × 115 s``..."""
     steps = "a step" if stopping.steps == 1 else f"{stopping.steps} steps"
     rate = plan.devices.storage_bytes_per_s / 1e9
     size = f"{_size(stopping.checkpoint_bytes)} per node"
-    write = f"a checkpoint of {size} {_s(stopping.write_s)} at {rate:g} GB/s"
-    if stopping.writes > 1:
-        write += ", after one in the background"
-    return f"{steps} {_s(stopping.step_s)}, {write}"
+    times = "" if stopping.writes == 1 else f"{stopping.writes} × "  # one may be in the background
+    return f"{steps} {_s(stopping.step_s)}, a checkpoint of {size} {times}{_s(stopping.write_s)} at {rate:g} GB/s"
 
 
 def worst_loss(every: int | str) -> str:

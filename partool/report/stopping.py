@@ -12,7 +12,7 @@ def stop_text(plan: Plan) -> str:
         return ""
     given_s, needed_s = plan.launch.window_s, plan.stopping.needed_s
     enough = "" if given_s >= needed_s else f", and may take {needed_s} s"
-    sooner = f"machines that end sooner (spot: 15 to 120 s) lose {worst_loss(plan.checkpoint.every)}"
+    sooner = f"a shorter notice (spot) loses {worst_loss(plan.checkpoint.every)}"
     return f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
 
 
@@ -28,4 +28,4 @@ def saves_text(plan: Plan) -> str:
         text += f", the last {keep} kept" if keep > 1 else ""
     if asked or plan.stopping is None:
         return text
-    return f"{text} (auto: the run takes {'up to' if every == 0 else 'more than'} {LONG_RUN_S / 3600:g} h)"
+    return f"{text} (auto: {'at most' if every == 0 else 'over'} {LONG_RUN_S / 3600:g} h as predicted)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.types import Optimizer
-from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.pieces import Value, placed
 from partool_runtime.precision import LossScaler
 from partool_runtime.stepping import Stepper
@@ -110,27 +110,31 @@ class Saver:
             )
             raise ConfigurationError("PT679", message, help)
 
-    def due(self, step: int) -> bool:
+    def flags(self) -> list[float]:
+        """Return 1 on rank 0 if the time between checkpoints has passed, else 0; nothing if steps are counted instead.
+
+        The ranks add up their flags within a step, and pass the sums to :meth:`due`.
+        """
+        if not self._every_s:
+            return []
+        return [float(self._ranks.rank == 0 and time.monotonic() - self._saved_at_s >= self._every_s)]
+
+    def due(self, step: int, flags: Sequence[float] = ()) -> bool:
         """Return whether to save the state after ``step`` steps, the same on all ranks; call this after each step.
+
+        ``flags`` are the sums of all ranks' :meth:`flags` within that step.
 
         While steps are skipped nothing is saved, as the weights may be the cause; a due checkpoint is saved after the
         next step that is not skipped.
         """
-        due = self._is_time(step) or self._owed
+        counted = self._every_steps > 0 and step % self._every_steps == 0
+        due = counted or any(flags) or self._owed
         if self._stepper.nonfinite_in_row:
             self._owed = due
             return False
         if self._saved_step >= 0:
             self._proven = self._saved_step
         return due
-
-    def _is_time(self, step: int) -> bool:
-        if self._every_steps:
-            return step % self._every_steps == 0
-        if not self._every_s:
-            return False
-        passed = self._ranks.rank == 0 and time.monotonic() - self._saved_at_s >= self._every_s
-        return maximum_over(int(passed), self._ranks.world, self._ranks.device) == 1
 
     def save(self, step: int, *, wait: bool = False) -> None:
         """Save the state after ``step`` steps unless it is saved already; ``wait`` waits for the end of the write.

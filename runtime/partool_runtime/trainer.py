@@ -29,7 +29,7 @@ from partool_runtime.pulse import SILENT, Pulse
 from partool_runtime.resuming import falls_back
 from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
-from partool_runtime.stop import StopRequest
+from partool_runtime.stop import STOP_SIGNALS, StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals.compiling import watch_compilation
 from partool_runtime.torch_internals.tensors import local, local_bytes
@@ -106,12 +106,13 @@ class _Run:
         for step in range(first, steps):
             with recorder.timer("data"):
                 batch = self.data.step(step)
-            result = self.stepper.step(step, batch, recorder.timer, self.stop.flags)
+            result = self.stepper.step(step, batch, recorder.timer, self._flags)
             done = step + 1
             with recorder.timer("overhead"):
                 # In a local step ranks agree on nothing: stop requests and checkpoints wait for the next exchange.
-                stopping = not result.local and self.stop.heard(result.flags, done)
-                due = not result.local and self.saver.due(done)
+                asked, passed = result.flags[: len(STOP_SIGNALS)], result.flags[len(STOP_SIGNALS) :]
+                stopping = not result.local and self.stop.heard(asked, done)
+                due = not result.local and self.saver.due(done, passed)
                 if stopping or done == steps or due:
                     self._save(done, wait=stopping)
             self._record(done, result)
@@ -126,6 +127,10 @@ class _Run:
     def _save(self, done: int, *, wait: bool) -> None:
         with self.pulse.during("saving"):
             self.saver.save(done, wait=wait)
+
+    def _flags(self) -> list[float]:
+        """Return what this rank adds to the sums of a step: its stop request, and whether a checkpoint is due."""
+        return [*self.stop.flags(), *self.saver.flags()]
 
     def _validate(self, done: int) -> bool:
         """Report the loss on held-out data; return False on all ranks if a stop request ended the validation early."""

@@ -10,6 +10,7 @@ from _launch_case import launch_plan
 
 from partool.launch.slurm import doctor as doctor_slurm
 from partool.launch.slurm.doctor import checks, cluster_checks, folder_check, parse_config
+from partool.launch.slurm.doctor_grace import grace_checks
 from partool.launch.slurm.doctor_limits import JobRequest, LimitOwner, limit_checks, limits_check, request_of
 from partool.launch.slurm.doctor_plan import nodes_check, parse_nodes, partition_checks, rights_check
 from partool.launch.slurm.text import parse_record
@@ -240,3 +241,35 @@ else:
     assert check.verdict == "ok"
     titles = ["QOS ofpartition", "QOS day", "me in account ml", "account ml", "account org", "account root"]
     assert check.text == f"nothing is against the job in {', '.join(titles)}"
+
+
+@pytest.mark.parametrize(
+    ("grace", "verdict", "text"),
+    [
+        ("PreemptMode=REQUEUE GraceTime=0", "warning", "a preempted job has 30 s (KillWait), and a stop may take 65 s"),
+        (
+            "PreemptMode=REQUEUE GraceTime=60",
+            "warning",
+            "a preempted job has 60 s (GraceTime), and a stop may take 65 s",
+        ),
+        (
+            "PreemptMode=REQUEUE GraceTime=90",
+            "ok",
+            "a preempted job has 90 s (GraceTime), a step and its checkpoint may",
+        ),
+        ("PreemptMode=OFF GraceTime=0", "", ""),
+    ],
+)
+def test_the_time_of_a_preempted_job(grace: str, verdict: str, text: str) -> None:
+    plan = launch_plan()  # steps of 1 s, ± 100 %
+    devices = plan.devices.model_copy(update={"storage_bytes_per_s": 8 * 2**30 / 62.5})
+    memory = plan.prediction.memory.model_copy(update={"terms_bytes": {"parameters": 2**30}})
+    prediction = plan.prediction.model_copy(update={"memory": memory})
+    plan = plan.model_copy(update={"devices": devices, "prediction": prediction})
+    [record] = parse_record(f"PartitionName=low {grace}")
+    config = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+    found = list(grace_checks(plan, config, record))
+    assert [each.verdict for each in found] == [verdict] * bool(verdict)
+    assert all(each.text.startswith(text) for each in found)
+    assert all("all steps of the attempt" in each.help for each in found if verdict == "warning")
+    assert not list(grace_checks(plan, config | {"PreemptType": "preempt/none"}, record))

@@ -82,9 +82,9 @@ def test_the_window_of_a_large_plan(large: Plan) -> None:
     assert large.launch.shutdown_timeout_s == 330
     assert "shutdown_timeout_s" not in large.spec["launch"]
     assert "checkpoint" not in large.spec
-    assert saves_text(large) == "every 30min, the last 3 kept (auto: the run takes more than 1 h)"
-    assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 115 s at 1 GB/s" in stop_text(large)
-    assert "(spot: 15 to 120 s) lose up to 30min of training" in stop_text(large)
+    assert saves_text(large) == "every 30min, the last 3 kept (auto: over 1 h as predicted)"
+    assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 2 × 115 s at 1 GB/s" in stop_text(large)
+    assert "a shorter notice (spot) loses up to 30min of training" in stop_text(large)
 
 
 def test_rendered_jobs_give_a_stop_the_planned_time(large: Plan) -> None:
@@ -107,7 +107,7 @@ def test_requeues_are_said_to_go_on_from_what_is_saved(large: Plan) -> None:
     window, limit = found(short)
     assert (window.code, window.severity, window.path) == ("PT340", "warning", ("launch", "shutdown_timeout_s"))
     assert "shutdown_timeout_s: 60 is shorter" in window.message
-    assert "a step 98 s, a checkpoint of 107 GiB per node 115 s" in window.message
+    assert "a step 98 s, a checkpoint of 107 GiB per node 2 × 115 s" in window.message
     assert "330 or more" in window.help
     assert "up to 30min of training" in window.help
     assert "goes on from its last checkpoint" in limit.help

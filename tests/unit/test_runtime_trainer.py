@@ -89,7 +89,9 @@ class Fakes:
             event=lambda kind, **data: self.log.append(kind),
             validation=lambda step, loss, tokens: self.log.append(f"validated {step}"),
         )
-        saver: Any = SimpleNamespace(due=lambda done: False, save=self.save, finished_write=lambda: None)
+        saver: Any = SimpleNamespace(
+            due=lambda done, flags: False, flags=list, save=self.save, finished_write=lambda: None
+        )
         stepper: Any = SimpleNamespace(step=self.step, validate=self.validate)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
         return trainer._Run(plan, stepper, data, saver, recorder, self.stop).steps(first)
@@ -158,14 +160,19 @@ def test_scale_at_its_floor_is_resumed_and_other_precisions_are_not() -> None:
 
 def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = saving.Saver.__new__(saving.Saver)
-    group: Any = SimpleNamespace(size=lambda: 1)
-    saver._ranks = SimpleNamespace(rank=0, world=group, device=torch.device("cpu"))  # type: ignore[assignment]
+    saver._ranks = SimpleNamespace(rank=0)  # type: ignore[assignment]
     saver._every_steps, saver._every_s, saver._saved_at_s = 0, 60.0, 100.0
     saver._stepper, saver._saved_step, saver._owed = SimpleNamespace(nonfinite_in_row=0), -1, False  # type: ignore[assignment]
     monkeypatch.setattr(saving.time, "monotonic", lambda: 159.0)
-    assert not saver.due(7)
+    assert saver.flags() == [0.0]
+    assert not saver.due(7, saver.flags())
     monkeypatch.setattr(saving.time, "monotonic", lambda: 160.0)
-    assert saver.due(7)
+    assert saver.due(7, saver.flags())
+    saver._ranks = SimpleNamespace(rank=1)  # type: ignore[assignment]
+    assert saver.flags() == [0.0]  # the clock of rank 0 decides
+    assert saver.due(7, [1.0])
+    saver._every_s = 0.0
+    assert saver.flags() == []
 
 
 def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:

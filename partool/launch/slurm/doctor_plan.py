@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partool.launch.slurm.client import call
+from partool.launch.slurm.doctor_grace import grace_checks
 from partool.launch.slurm.doctor_limits import limit_checks, request_of, user_name
 from partool.launch.slurm.text import parse_duration, parse_record
 from partool.launch.target import Check
@@ -40,6 +41,7 @@ def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
     records = parse_record(call(["scontrol", "--all", "show", "partition", "--oneliner"]).out)
     yield from partition_checks(plan, records)
     name = _partition(plan, records)
+    yield from grace_checks(plan, config, next((each for each in records if each.get("PartitionName") == name), {}))
     command = ["sinfo", "--noheader", "--Node", "--format=%N|%G|%c|%m|%T"]
     answer = call([*command, f"--partition={name}"] if name else command)
     nodes = parse_nodes(answer.out)

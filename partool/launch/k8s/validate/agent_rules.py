@@ -13,6 +13,7 @@ from partool.launch.k8s.validate.manifest import DocumentPart, Manifest, Pods, d
 from partool.plan.run import PLAN_FILE
 from partool.render.k8s.objects import HASH_ANNOTATION
 from partool.render.k8s.resources import DEVICES, resource_name
+from partool.spec.launch import SHORTEST_WINDOW_S
 
 _AGENT = "partool_runtime.agent"
 _SET: dict[str, set[str | None]] = {
@@ -27,6 +28,7 @@ _SET: dict[str, set[str | None]] = {
 def grace(manifest: Manifest) -> Iterator[FieldFault]:
     """Find pods that are killed before the agent's shutdown timeout is over (default grace period: 30 seconds)."""
     timeout_s = dig(plan_of(manifest), "launch", "shutdown_timeout_s")
+    timeout_s = SHORTEST_WINDOW_S if timeout_s == "auto" else timeout_s
     if not isinstance(timeout_s, int):
         return
     for pods in manifest.pods:
