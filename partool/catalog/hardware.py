@@ -8,7 +8,7 @@ from typing import Any
 
 from partool.catalog.devices import CPU_SPEED, accelerator, cpu, own_entry, part_of
 from partool.catalog.lookup import did_you_mean, table
-from partool.catalog.machine import this_machine
+from partool.catalog.machine import catalog_name, this_machine
 from partool.catalog.slices import check_slice, sliced
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
@@ -44,7 +44,9 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     if entry is None:
         if any(getattr(spec, field) is None for field in _OWN):
             known = [*table("accelerators"), "cpu", "auto"]
-            help_text = f"{did_you_mean(name, known)} Or write {', '.join(_OWN)} for a device of your own."
+            here = catalog_name(name)
+            near = did_you_mean(name, known) if here == name else f"in the catalog this device is {here}."
+            help_text = f"{near} Or write {', '.join(_OWN)} for a device of your own."
             finding = Diagnostic("PT260", f"the catalog has no accelerator {name!r}", path=_PATH, help=help_text)
             return ResolvedHardware(None, (finding,), local)
         entry = own_entry(spec)

@@ -60,6 +60,7 @@ _MUST_BE: dict[str, Any] = {
 }  # fmt: skip
 
 _THROUGH_TRANSFORMERS = "write model: {hf: FOLDER}, and leave parallel.expert at 1: transformers builds the model"
+_NO_FILE = "give the path of a config.json; that of a model on a hub: hf download NAME config.json --local-dir DIR"
 _UNQUANTIZED = "take the folder of the model before it was quantized"
 
 
@@ -73,7 +74,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
         return (
             None,
             b"",
-            [_error("PT251", f"{file} cannot be read: {error.strerror}", "give the path of a config.json")],
+            [_error("PT251", f"{file} cannot be read: {error.strerror}", _NO_FILE)],
         )
     except ValueError as error:
         return None, b"", [_error("PT251", f"{file} is not JSON: {error}", "give the path of a config.json")]
@@ -94,7 +95,9 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported."""
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
-        known = f"known types: {', '.join(sorted(_DEFAULTS))}; or write the fields"
+        known = (
+            f"known types: {', '.join(sorted(_DEFAULTS))}; or write model: {{hf: FOLDER}}, with the folder of this file"
+        )
         help = _THROUGH_TRANSFORMERS if kind == "gpt_oss" else known
         return None, [_error("PT252", f"model_type {kind!r} is not known", help)]
     config = {

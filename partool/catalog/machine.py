@@ -35,7 +35,7 @@ def this_machine() -> Machine:
     cores, memory = available_cores(), host_memory_bytes()
     names = _nvidia_names()
     if names:
-        return Machine(_catalog_name(names[0]), len(names), cores, memory)
+        return Machine(catalog_name(names[0]), len(names), cores, memory)
     targets = _amd_targets()
     if targets:
         return Machine(_amd_name(*targets[0]), len(targets), cores, memory)
@@ -135,7 +135,7 @@ def _nvidia_smi() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
-def _catalog_name(driver_name: str) -> str:
+def catalog_name(driver_name: str) -> str:
     """Return the name of the catalog entry for a device name from the driver, or that device name if there is no entry.
 
     Only whole words match, because GB200 contains B200.

@@ -139,14 +139,22 @@ def _of_module(spec: ModelSpec, name: str, base_dir: Path, sequence_length: int)
     )
 
 
+def _other_model(name: str, presets: Mapping[str, Any], base_dir: Path) -> str:
+    """Return help for a name that is no preset: the path of a model, or a name on a hub, stands at another key."""
+    if name.endswith(".json"):
+        return f"for the configuration in a file, write model: {{config: {name}}}"
+    if name.startswith((".", "/", "~")) or (base_dir / name).is_dir():
+        return f"for the model in a folder, write model: {{hf: {name}}}"
+    help = did_you_mean(name.rpartition("/")[2], presets)
+    return f"{help} Or download it, and write model: {{hf: FOLDER}}" if "/" in name else help
+
+
 def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, list[Diagnostic], dict[str, str]]:
     if spec.preset is not None:
         presets = table("models")
         if spec.preset not in presets:
             text = f"there is no model preset {spec.preset!r}"
-            help = did_you_mean(spec.preset.rpartition("/")[2], presets)
-            if "/" in spec.preset:  # a name on a hub
-                help += " Or download it, and write model: {hf: FOLDER}"
+            help = _other_model(spec.preset, presets, base_dir)
             finding = Diagnostic("PT250", text, path=("model", "preset"), help=help)
             return None, "", [finding], {}
         entry = presets[spec.preset]

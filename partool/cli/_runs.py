@@ -12,6 +12,7 @@ from partool.cli._fail import fail
 from partool.launch.store import Run, RunNotFoundError, RunStore
 from partool.launch.target import LaunchError, LogLine
 from partool.plan.outline import outline
+from partool.plan.record import DamagedRecordError, damage
 from partool.plan.terminal import of_ranks
 
 
@@ -30,9 +31,19 @@ def reaching(run: Run) -> Iterator[None]:
         yield
     except LaunchError as error:
         fail(error.code, error.message, error.help, error.exit_code)
-    except ValidationError:
-        message = f"the record of how {run.id} was submitted cannot be read"
+    except (ValidationError, DamagedRecordError) as error:
+        problem = str(error) if isinstance(error, DamagedRecordError) else damage(error)
+        message = f"the record of how {run.id} was submitted cannot be read: {problem}"
         fail("PT586", message, f"see {run.path / 'submission.json'}", 1)
+
+
+@contextmanager
+def reading_records() -> Iterator[None]:
+    """Return a context manager that ends the command if a file of the run holds something else than partool writes."""
+    try:
+        yield
+    except DamagedRecordError as error:
+        fail("PT586", str(error), "restore the file, or move it away to see the rest", 1)
 
 
 def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:

@@ -35,6 +35,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name of a command → (module with its function ``command``, one line of help)."""
 
+_JSON = {
+    **dict.fromkeys(
+        ("plan", "report", "status", "list", "doctor", "calibrate", "tune", "schedule"), "write --output json; "
+    ),
+    "schema": "it prints JSON without an option; ",
+    "top": "partool status RUN --output json; ",
+    "render": "partool plan SPEC --out FILE writes the plan as JSON; ",
+    "launch": "partool status RUN --output json, once it is launched; ",
+    "logs": "the run's folder has them in events/rank-N.jsonl; ",
+    "import": "partool plan SPEC --output json, once the spec is written; ",
+}
+"""Name of a command → what to do in place of the option ``--json``, which other tools have."""
 _USAGE = 2
 _BROKEN_PIPE = 141
 
@@ -113,6 +125,8 @@ def _usage(name: str, error: Exception) -> str | None:
         text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
         text = text[:1].lower() + text[1:]
     first = "partool init writes a spec to start from; " if "SPEC" in text else ""
+    if getattr(error, "option_name", "") == "--json":
+        text, first = "no such option: --json", _JSON.get(name, "this command has no JSON form; ")
     return f"error: {text}\n  help: {first}partool {name} --help says more\n"
 
 

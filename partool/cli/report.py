@@ -11,7 +11,7 @@ import typer
 from partool.cli._fail import fail
 from partool.cli._files import printing, write_or_exit
 from partool.cli._load import read_plan_or_exit, refuse_foreign
-from partool.cli._runs import find_run_or_exit
+from partool.cli._runs import find_run_or_exit, reading_records
 from partool.plan.run import STATUS_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -39,13 +39,13 @@ def command(
     refuse_foreign(Path(run))
     found = find_run_or_exit(run)
     plan = read_plan_or_exit(found.plan_file)
-    comparison, note = _comparison(found, plan, pipeline, step)
+    with reading_records():
+        comparison, note = _comparison(found, plan, pipeline, step)
+        summary, loads = read_summary(found.path), expert_loads(found.path)
     asked = step is not None or pipeline > 0 or timeline is not None
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
-    summary = read_summary(found.path)
     status = found.status() if (found.path / STATUS_FILE).is_file() else None  # may be elsewhere for a cluster's run
-    loads = expert_loads(found.path)
     if html is not None:
         from partool.report.html_run import render_run_html
 
@@ -78,5 +78,5 @@ def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[
 
     try:
         return compare(run.path, plan, pipeline, step), ""
-    except (NothingExecutedError, ValueError) as error:
+    except NothingExecutedError as error:
         return None, str(error)

@@ -131,11 +131,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT586",
-        "The record of a submission cannot be read",
-        "submission.json in the run's folder holds the scheduler's name for the run; nothing can be queried without "
-        "it.",
+        "A record of a run cannot be read",
+        "A file in the run's folder is not as partool writes it; the message names the file, the line of a "
+        "log, and the field. submission.json holds the scheduler's name for the run, and nothing can be queried "
+        "without it; summary.json and events are what reports show.",
         "edit .partool/runs/mine-1a2b3c4d/submission.json",
-        "restore the file, or look the job up by its name, which is the run's id",
+        "restore the file; of a lost submission, the job has the run's id as its name",
     ),
     _rule(
         "PT587",

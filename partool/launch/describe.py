@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from partool.launch.store import Run
+from partool.plan.event_log import parse_event
 from partool.plan.outline import outline
 from partool.plan.progress import read_progress, seconds_since
+from partool.plan.record import Noted, UnixTime
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
 from partool.spec.numbers import duration
 
 _TAIL_BYTES = 1 << 16
-_LATEST_S = 253402300799.0
-"""Unix time at the end of the year 9999: later times have no date."""
 
 
 def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
@@ -48,7 +45,7 @@ def as_text(run: Run, status: RunStatus) -> str:
         lines.append(f"  {how} after {took}, {status.attempt} attempt(s)")
     if step := last_step(run):
         total = _steps(run)
-        loss = "not finite" if step["loss"] is None else f"{step['loss']:.4f}"
+        loss = "not finite" if step.get("loss") is None else f"{step['loss']:.4f}"
         lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
     if ago := step_age(run, status):
         lines.append(f"  {ago}")
@@ -95,13 +92,9 @@ def last_step(run: Run) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     for line in reversed(lines):
-        try:
-            event = json.loads(line)
-        except ValueError:  # the first line may be cut off, the last line incomplete
-            continue
-        if event.get("kind") == "step":
-            data: dict[str, Any] = event["data"]
-            return data
+        event = parse_event(line)  # the first line may be cut off, the last line incomplete
+        if event is not None and event["kind"] == "step":
+            return event["data"]
     return None
 
 
@@ -127,14 +120,12 @@ def errors_as_text(run_dir: Path) -> str:
     return "\n".join(texts)
 
 
-class _ErrorRecord(BaseModel):
+class _ErrorRecord(Noted):
     """The parts of a record of ``errors/`` that are shown: :class:`partool_runtime.agent.error_files.ErrorRecord`."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     rank: int
     attempt: int
-    time: Annotated[float, Field(ge=0, le=_LATEST_S)]
+    time: UnixTime
     type: str
     message: str
     traceback: str

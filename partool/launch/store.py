@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from partool.plan.record import Record
+from partool.plan.record import Record, UnixTime, damage
 from partool.plan.run import (
     PLAN_FILE,
     SPEC_FILE,
@@ -41,7 +41,7 @@ class Submission(Record):
     """Contents of ``submission.json``: the data by which a run can be found at its scheduler."""
 
     target: Annotated[str, OneOf(SCHEDULERS)]
-    submitted: float
+    submitted: UnixTime
     """Unix time of the submission."""
     main: str
     """Name of the submitted file, in the run's folder."""
@@ -89,8 +89,10 @@ class Run:
         """
         try:
             status = read_status(self.path)
-        except (OSError, ValueError):  # errors of pydantic and of UTF-8 are ValueErrors
+        except OSError:
             return RunStatus(state="failed", created=0.0, reason="no readable status.json")
+        except ValueError as error:  # errors of pydantic and of UTF-8 are ValueErrors
+            return RunStatus(state="failed", created=0.0, reason=f"no readable status.json: {damage(error)}")
         if not status.active or status.pid is None or status.host != socket.gethostname():
             return status
         if process_start(status.pid) == status.process_start:

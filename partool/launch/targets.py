@@ -9,6 +9,7 @@ from typing import cast
 from partool.launch.doctor import checks as of_this_machine
 from partool.launch.store import Run
 from partool.launch.target import Check, ClusterTarget, DoctorFiles, LaunchError, Target
+from partool.plan.record import DamagedRecordError, damage
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.strategies.targets import HERE, SCHEDULERS
@@ -46,8 +47,9 @@ def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
     for run in runs:
         try:
             submission = run.submission()
-        except ValueError:
-            found[run.id] = run.status().model_copy(update={"reason": "no readable submission.json"})
+        except ValueError as error:
+            reason = f"no readable submission.json: {damage(error)}"
+            found[run.id] = run.status().model_copy(update={"reason": reason})
             continue
         by_target.setdefault(HERE if submission is None else submission.target, []).append(run)
     for name, some in by_target.items():
@@ -66,5 +68,14 @@ def _statuses(name: str, runs: list[Run]) -> dict[str, RunStatus]:
     try:
         return ended | cluster(name).statuses(open_runs)
     except LaunchError as error:
-        unknown = {"state": "unknown", "reason": error.message}
-        return ended | {run.id: run.status().model_copy(update=unknown) for run in open_runs}
+        return ended | {run.id: _unknown(run, error.message) for run in open_runs}
+    except DamagedRecordError as error:
+        if len(open_runs) == 1:
+            return ended | {open_runs[0].id: _unknown(open_runs[0], str(error))}
+        for run in open_runs:  # one by one: the others can be asked about
+            ended |= _statuses(name, [run])
+        return ended
+
+
+def _unknown(run: Run, reason: str) -> RunStatus:
+    return run.status().model_copy(update={"state": "unknown", "reason": reason})

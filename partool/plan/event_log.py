@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
+
+from partool.plan.event_data import check_event
+from partool.plan.record import DamagedRecordError, parse_json
 
 EVENT_VERSION = 1
 
@@ -48,31 +50,51 @@ def event_log(run_dir: Path, rank: int) -> Path:
 
 
 def parse_event(line: bytes | str) -> Event | None:
-    """Return the event in a line; None if the line is incomplete, is no event, or is of another version."""
+    """Return the event in a line; None if the line is incomplete, is no event, is damaged or is of another version."""
     try:
-        value: Any = json.loads(line)
+        return _event(line)
+    except DamagedRecordError:
+        return None
+
+
+def _event(line: bytes | str) -> Event | None:
+    """Return the event in a line; None if the line is incomplete, is no event, or is of another version.
+
+    Raises :class:`DamagedRecordError` for an event whose fields are not as a rank writes them.
+    """
+    try:
+        value: Any = parse_json(line)
     except ValueError:  # malformed JSON or UTF-8
         return None
     if not isinstance(value, dict) or value.keys() < _KEYS or value["v"] != EVENT_VERSION:
         return None
+    check_event(value)
     return cast(Event, value)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield a log's events in order; incomplete lines are skipped, a missing file yields no events."""
+    """Yield a log's events in order; incomplete lines are skipped, a missing file yields no events.
+
+    Raises :class:`DamagedRecordError` for an event that no rank has written.
+    """
     try:
         with path.open("rb") as file:
-            for line in file:
-                if (event := parse_event(line)) is not None:
+            for number, line in enumerate(file, 1):
+                try:
+                    event = _event(line)
+                except DamagedRecordError as error:
+                    raise DamagedRecordError(f"{path}, line {number}: {error}") from None
+                if event is not None:
                     yield event
     except FileNotFoundError:
         return
 
 
-def read_new_events(path: Path, offset: int) -> tuple[list[Event], int]:
+def read_new_events(path: Path, offset: int, *, strict: bool = False) -> tuple[list[Event], int]:
     """Return the events after a byte offset, and the offset to continue from; an unfinished line is left for later.
 
-    A file that has become shorter than ``offset`` is read from its start.
+    A file that has become shorter than ``offset`` is read from its start. Damaged events are left out or, with
+    ``strict``, raise :class:`DamagedRecordError`.
     """
     try:
         with path.open("rb") as file:
@@ -82,14 +104,32 @@ def read_new_events(path: Path, offset: int) -> tuple[list[Event], int]:
     except FileNotFoundError:
         return [], 0
     whole = data.rfind(b"\n") + 1
-    events = [event for line in data[:whole].splitlines() if (event := parse_event(line)) is not None]
+    events = []
+    for number, line in enumerate(data[:whole].split(b"\n")):
+        try:
+            event = _event(line)
+        except DamagedRecordError as error:
+            if strict:
+                raise DamagedRecordError(f"{path}, line {_line(path, start) + number}: {error}") from None
+            continue
+        if event is not None:
+            events.append(event)
     return events, start + whole
 
 
-def last_events(path: Path, max_bytes: int = 1 << 18) -> list[Event]:
-    """Return the events in the last ``max_bytes`` of a log; none if the file is missing."""
+def _line(path: Path, offset: int) -> int:
+    """Return the number of the line that holds a byte of a file, from 1."""
+    with path.open("rb") as file:
+        return 1 + file.read(offset).count(b"\n")
+
+
+def last_events(path: Path, max_bytes: int = 1 << 18, *, strict: bool = False) -> list[Event]:
+    """Return the events in the last ``max_bytes`` of a log; none if the file is missing.
+
+    ``strict`` is as in :func:`read_new_events`.
+    """
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         return []
-    return read_new_events(path, max(0, size - max_bytes))[0]
+    return read_new_events(path, max(0, size - max_bytes), strict=strict)[0]

@@ -12,10 +12,12 @@ import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from partool.catalog.machine import available_cores
-from partool.plan.record import Record
+from partool.plan.record import Record, UnixTime
 from partool.plan.types import Plan
 from partool.process import python_command
 
@@ -53,20 +55,20 @@ class RunStatus(Record):
     """Content of ``status.json``; the launcher writes the first version, the agent all others."""
 
     state: State
-    created: float
+    created: UnixTime
     """Unix time at which the run's folder was made."""
-    attempt: int = 0
+    attempt: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Number of times the ranks were started, over restarts and resumes; the current attempt counts while the ranks
     run."""
-    pid: int | None = None
+    pid: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Process id of the agent (of the launcher while starting)."""
     process_start: str = ""
     """Start time of the process ``pid``, from :func:`process_start`; it distinguishes a recycled pid."""
     host: str = ""
-    started: float | None = None
+    started: UnixTime | None = None
     """Unix time at which the latest agent began."""
-    ended: float | None = None
-    exit_code: int | None = None
+    ended: UnixTime | None = None
+    exit_code: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     reason: str = ""
     """Reason why the run ended, in one line."""
 

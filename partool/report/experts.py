@@ -17,6 +17,7 @@ def expert_loads(run_dir: Path) -> list[dict[str, Any]]:
     """Return the latest load of every layer of experts, in the order of the layers; empty for a dense model.
 
     Each entry has the fields ``step``, ``layer``, ``tokens``, ``imbalance``, ``dropped``, ``entropy`` and ``bias``.
+    Raises :class:`partool.plan.record.DamagedRecordError`.
     """
     newest: dict[int, dict[str, Any]] = {}
     for event in _events(run_dir):
@@ -29,7 +30,7 @@ def expert_loads(run_dir: Path) -> list[dict[str, Any]]:
 
 def _events(run_dir: Path) -> Iterator[dict[str, Any]]:
     for log in sorted((run_dir / EVENTS).glob("rank-*.jsonl")):
-        yield from (event["data"] for event in last_events(log) if event["kind"] == "experts")
+        yield from (event["data"] for event in last_events(log, strict=True) if event["kind"] == "experts")
 
 
 def load_table(layers: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -41,11 +42,15 @@ def load_table(layers: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[s
 
 def _cells(layer: dict[str, Any], *, biased: bool) -> list[str]:
     cells = [
-        str(layer["layer"]), f"{layer['imbalance']:.2f} ×", f"{min(shares(layer)):.2f} ×",
-        str(layer["tokens"].count(0)), f"{layer['dropped']:.1%}", f"{layer['entropy']:.2f}",
+        str(layer["layer"]), f"{_figure(layer['imbalance'], '.2f')} ×", f"{min(shares(layer)):.2f} ×",
+        str(layer["tokens"].count(0)), _figure(layer["dropped"], ".1%"), _figure(layer["entropy"], ".2f"),
     ]  # fmt: skip
-    low, high = layer["bias"] or (0.0, 0.0)
-    return [*cells, f"{low:+.3g} to {high:+.3g}"] if biased else cells
+    low, high = (_figure(value, "+.3g") for value in layer["bias"] or (0.0, 0.0))
+    return [*cells, f"{low} to {high}"] if biased else cells
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)  # the log has no number in place of one that is not finite
 
 
 def shares(layer: dict[str, Any]) -> list[float]:

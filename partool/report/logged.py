@@ -119,6 +119,8 @@ def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[
     if known is not None:
         pp = known.layout.mesh.pp
         return known, pp, known.layout.mesh.world_size // pp
+    if not all(event_log(run_dir, rank).is_file() for rank in (0, world_size - 1)):
+        return None, 1, 1  # logs are missing, so no step is known whole
     # Ranks that do the same work are the same pipeline rank of different replicas.
     work = [_work(run_dir, plan, plan_hash, rank) for rank in range(world_size)]
     count = work.count(work[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from partool.plan.record import Count, DamagedRecordError, Noted, Number, damage, parse_json
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing
@@ -42,13 +42,41 @@ class Term:
     measure: str
 
 
+class _SummaryTerm(Noted):
+    section: str
+    term: str
+    predicted: Number | None
+    measured: Number | None
+    measure: str
+    unit: str
+    ratio: Number | None
+
+
+class _Summary(Noted):
+    """Contents of ``summary.json``, which the runtime writes at the end of an attempt."""
+
+    world_size: Count | None = None
+    ranks: Count | None = None
+    terms: list[_SummaryTerm]
+    mfu: Number | None = None
+    predicted_mfu: Number | None = None
+    slow: str | None = None
+
+
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary that the run's last attempt wrote at its end; None if it is missing or cannot be read."""
+    """Return the summary that the run's last attempt wrote at its end; None if it is missing.
+
+    Raises :class:`DamagedRecordError` if it holds something else.
+    """
+    file = run_dir / SUMMARY_FILE
     try:
-        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _Summary.model_validate(parse_json(file.read_bytes())).model_dump()
+    except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("terms"), list) else None
+    except OSError as error:
+        raise DamagedRecordError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedRecordError(f"{file}: {damage(error)}") from None
 
 
 def term_rows(summary: dict[str, Any]) -> list[Term]:

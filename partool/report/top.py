@@ -61,7 +61,7 @@ class RunView:
             after = f", resumed after step {data['resumed_from']}" if data.get("resumed_from") else ""
             self._notes["start"] = f"attempt {data.get('attempt')}, {data.get('world_size')} ranks{after}"
         elif kind == "validation":
-            self._notes["validation"] = f"validation loss {_number(data['loss'], '.4f')} at step {data['step']}"
+            self._notes["validation"] = f"validation loss {_number(data.get('loss'), '.4f')} at step {data['step']}"
         elif kind == "checkpoint":
             self._notes["checkpoint"] = f"checkpoint at step {data['step']}"
         elif kind == "end":
@@ -74,9 +74,9 @@ class RunView:
         for data in self._steps:
             memory, formats = data["memory_bytes"], (".4f", ".3f", ".2e", ",.0f", ".3f")
             keys = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s")
-            figures = [_number(data[key], form) for key, form in zip(keys, formats, strict=True)]
+            figures = [_number(data.get(key), form) for key, form in zip(keys, formats, strict=True)]
             gib = _number(None if memory is None else memory / 2**30, ".2f")
-            table.add_row(str(data["step"]), *figures, gib, _number(data["mfu"], ".1%"))
+            table.add_row(str(data["step"]), *figures, gib, _number(data.get("mfu"), ".1%"))
         return table
 
     def _rank_table(self) -> Table:
@@ -86,7 +86,7 @@ class RunView:
         for rank, data in sorted(self._ranks.items()):
             memory = data.get("memory_bytes")
             gib = _number(None if memory is None else memory / 2**30, ".2f")
-            table.add_row(str(rank), str(data["step"]), _number(data["step_time_s"], ".3f"), gib)
+            table.add_row(str(rank), str(data["step"]), _number(data.get("step_time_s"), ".3f"), gib)
         return table
 
 

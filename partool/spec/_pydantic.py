@@ -11,11 +11,21 @@ from pydantic import BaseModel, ValidationError
 
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.secrets import MASK, masked
-from partool.spec._aliases import ALIASES, BESIDE, NOTES
+from partool.spec._aliases import ALIASES, BESIDE, IN_SECTION, NOTES
 from partool.spec._source import SpecPath, is_secret
-from partool.spec._value_help import NONE_WORDS, limit_words, near_word, number_words, truth
+from partool.spec._value_help import (
+    NONE_WORDS,
+    batch_words,
+    limit_words,
+    near_word,
+    number_words,
+    section_words,
+    truth,
+    written,
+)
 from partool.spec.patterns import PATTERNS
 from partool.spec.spec import Spec
+from partool.spec.training import TrainingSpec
 
 _TYPES = {
     "int_type": "a whole number",
@@ -41,6 +51,8 @@ _DEGREES = {
     )
 }  # fmt: skip
 """Fields that count ranks; the value 1 switches the field's kind of parallelism off."""
+_BATCH = ("training", "global_batch")
+_DEFAULT_LENGTH = TrainingSpec.model_fields["sequence_length"].default
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
@@ -55,9 +67,14 @@ _BOUNDS = {
 def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
     """Return one finding per wrong value in the document; pydantic's errors for the members of a union become one."""
     by_path: dict[SpecPath, list[dict[str, Any]]] = {}
-    for item in error.errors(include_url=False):
+    for details in error.errors(include_url=False):
+        item: dict[str, Any] = {**details}
         path = _real_path(item["loc"], document, item["type"])
-        by_path.setdefault(path, []).append({**item, "input": _showable(path, item["input"])})
+        item |= {"input": _showable(path, item["input"])}
+        if path == _BATCH:
+            training = document["training"]
+            item |= {"sequence_length": training.get("sequence_length", _DEFAULT_LENGTH)}
+        by_path.setdefault(path, []).append(item)
     return [_finding(path, items) for path, items in by_path.items() if not _covered(path, by_path)]
 
 
@@ -95,7 +112,7 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
     item = items[0]
     name = dotted(path)
     if item["type"] == "extra_forbidden":
-        return _unknown(path)
+        return _unknown(path, item["input"])
     if item["type"] == "missing":
         return Diagnostic("PT103", f"`{name}` is missing", path=path, help=_missing_help(path))
     for each in items:  # in a union of a text and a list of texts, report the text's error
@@ -173,6 +190,8 @@ def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
     if path in _DEGREES and str(found).lower() in NONE_WORDS:
         return "use 1 for none"
     key = str(path[-1]) if path else ""
+    if path == _BATCH and (words := batch_words(found, item.get("sequence_length"))):
+        return words
     if words := number_words(key, item["type"], found) or limit_words(key, found, bounds.get("lt", bounds.get("le"))):
         return words
     if least is None or isinstance(found, bool) or not isinstance(found, int | float) or not isfinite(found):
@@ -208,21 +227,27 @@ def _bounds_below(annotation: Any) -> Iterator[int]:
         yield from _bounds_below(argument)
 
 
-def _unknown(path: SpecPath) -> Diagnostic:
+def _unknown(path: SpecPath, found: Any) -> Diagnostic:
     key = str(path[-1])
     siblings = known_keys(path[:-1])
+    beside = _beside(path[:-1], key, siblings)
     where = f"in `{dotted(path[:-1])}`" if len(path) > 1 else "at the top level of a spec"
-    return Diagnostic(
-        "PT101", f"there is no `{key}` {where}", path=path, label="unknown key", help=suggest(key, siblings)
-    )
+    help = written(beside, found) if beside else suggest(key, siblings)
+    return Diagnostic("PT101", f"there is no `{key}` {where}", path=path, label="unknown key", help=help)
+
+
+def _beside(section: SpecPath, key: str, siblings: list[str]) -> str:
+    """Return the key of a section that another tool's key stands for; empty if there is none."""
+    near = IN_SECTION.get(dotted(section), {}).get(key, BESIDE.get(key, ""))
+    return near if near in siblings else ""
 
 
 def suggest(key: str, siblings: list[str]) -> str:
     """Return help for an unknown key: a similar name, the same name in another section, or all known names."""
     if key in NOTES:
         return NOTES[key]
-    if BESIDE.get(key) in siblings:
-        return f"did you mean `{BESIDE[key]}`?"
+    if near := _beside((), key, siblings):
+        return f"did you mean `{near}`?"
     elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
     # The same name in another section is a better guess than a similar name here.
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7)
@@ -261,6 +286,8 @@ def _missing_help(path: SpecPath) -> str:
 
 
 def _type_help(path: SpecPath, item: dict[str, Any]) -> str:
+    if item["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        return section_words(".".join(map(str, path)), item["input"], known_keys(path))
     if item["input"] is False and path[:-1] == ("launch", "slurm", "options"):
         return "leave the option out"
     if item["type"] == "bool_type" and truth(item["input"]):

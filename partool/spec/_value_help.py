@@ -12,6 +12,8 @@ _NUMBERS = ("int_type", "float_type", "int_from_float")
 _UNITS = ("gib", "mib", "tflops", "w", "us", "s")
 """Units at the end of names of fields, such as ``memory_gib`` and ``link_gb_per_s``."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%/]+)", re.IGNORECASE)
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgb]|ki|mi)(?:\s*(?:tokens|tok))?", re.IGNORECASE)
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "ki": 2**10, "mi": 2**20}
 _WORDS = {
     "float16": "fp16", "half": "fp16", "float32": "fp32", "single": "fp32", "float": "fp32", "float64": "fp64",
     "double": "fp64", "float8": "fp8",
@@ -68,3 +70,40 @@ def limit_words(name: str, found: Any, bound: float | None) -> str:
     if bound == 1:
         return "it is a fraction of 1: 0.05 for 5 %" if found <= 100 else ""
     return "the name ends with the unit" if name.rpartition("_")[2] in _UNITS else ""
+
+
+def written(key: str, found: Any) -> str:
+    """Return help for a value that stands under another tool's name: the spec's key, with the value as it takes it."""
+    amount = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None
+    if key == "per_node" or (isinstance(found, int) and key == "accelerator"):
+        return "did you mean `per_node`?"
+    if amount and key.rpartition("_")[2] in _UNITS:
+        return f"write `{key}: {amount[1]}`: the name ends with the unit"
+    if isinstance(found, str | int | float) and not isinstance(found, bool) and len(str(found)) <= 60:
+        return f"write `{key}: {found}`"
+    return f"did you mean `{key}`?"
+
+
+def section_words(name: str, found: Any, keys: list[str]) -> str:
+    """Return help for a value in place of the section ``name``, which has ``keys``."""
+    if name == "parallel.data":
+        stage = re.fullmatch(r"(?:zero|stage)[-_ ]?([0-3])", str(found).lower())
+        if stage or str(found).lower() in ("fsdp", "full_shard", "true"):
+            return f"write data: {{zero: {stage[1] if stage else 3}}}"
+        if isinstance(found, int):
+            return f"its ranks follow from the others; for states shared by {found} of them: data: {{shard: {found}}}"
+    if name == "optimizer" and isinstance(found, str):
+        return f"write optimizer: {{name: {found.lower().partition('_')[0]}}}"
+    return f"its keys: {', '.join(keys)}" if keys else ""
+
+
+def batch_words(found: Any, sequence_length: Any) -> str:
+    """Return help for a batch that is written as a number of tokens, such as ``4M``; empty for other values."""
+    match = _TOKENS.fullmatch(found.strip()) if isinstance(found, str) else None
+    if match is None:
+        return ""
+    tokens = round(float(match[1]) * _FACTORS[match[2].lower()])
+    length = sequence_length if isinstance(sequence_length, int) and 0 < sequence_length <= tokens else None
+    if length is None:
+        return "it counts samples, not tokens: divide the tokens by training.sequence_length"
+    return f"it counts samples, not tokens: {tokens // length} for {tokens:,} tokens of sequences of {length:,}"

@@ -20,9 +20,10 @@ from partool.launch.k8s.errors import ApiError
 from partool.launch.k8s.resources import PODS, RESOURCES, resource_of
 from partool.launch.k8s.status import KINDS, current, endings, judge
 from partool.launch.k8s.submit import Transaction, remove
-from partool.launch.store import Run, RunStore
+from partool.launch.store import SUBMISSION_FILE, Run, RunStore
 from partool.launch.target import ClusterTarget, LaunchError, Level, LogLine, LogQuery, level_of
 from partool.plan.outline import outline
+from partool.plan.record import DamagedRecordError
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
@@ -229,14 +230,23 @@ def _place(run: Run) -> ObjectPlace:
     """Return the location of a run's job object from its submission record or, without a record, from the plan."""
     submission = run.submission()
     if submission is not None and submission.details:
-        known = submission.details
-        nodes = int(known.get("nodes", "1"))
-        return ObjectPlace(
-            known.get("context", ""), known["namespace"], known["kind"], known["name"], known.get("uid", ""), nodes
-        )
+        return _recorded(submission.details, run)
     plan = outline(run.plan_file)
     spec = plan.launch.k8s
     return ObjectPlace(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
+
+
+def _recorded(details: dict[str, str], run: Run) -> ObjectPlace:
+    """Return the location in a submission record; raises DamagedRecordError for a record that no submission wrote."""
+    kind, nodes = details.get("kind", ""), details.get("nodes", "1")
+    missing = [name for name in ("namespace", "name") if not details.get(name)]
+    problem = "`details.kind` is no kind of job" if kind not in KINDS else ""
+    problem = problem or (f"`details.{missing[0]}` is missing" if missing else "")
+    if problem or not (nodes.isascii() and nodes.isdigit() and len(nodes) < 8):
+        raise DamagedRecordError(f"{run.path / SUBMISSION_FILE}: {problem or '`details.nodes` must be a number'}")
+    return ObjectPlace(
+        details.get("context", ""), details["namespace"], kind, details["name"], details.get("uid", ""), int(nodes)
+    )
 
 
 def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[str, RunStatus]:

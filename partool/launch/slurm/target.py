@@ -20,8 +20,9 @@ from partool.launch.slurm.refusal import refusal
 from partool.launch.slurm.script import environment_of, test_only
 from partool.launch.slurm.status import run_status
 from partool.launch.slurm.text import SlurmJob, parse_submission
-from partool.launch.store import Run, RunStore
+from partool.launch.store import SUBMISSION_FILE, Run, RunStore
 from partool.launch.target import ClusterTarget, LaunchError, Level, LogLine, LogQuery, level_of
+from partool.plan.record import DamagedRecordError
 from partool.plan.run import CANCEL_FILE, PLAN_FILE, RunStatus
 from partool.plan.types import NOT_RUN, Plan
 from partool.render import Job, Rendered, render
@@ -231,14 +232,18 @@ def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
 def _submitted(run: Run) -> tuple[str, str]:
     """Return the run's job id and cluster; both are empty if the run was never submitted.
 
-    If the launcher was killed before it could record the job id, the job is found by the run's name.
+    If the launcher was killed before it could record the job id, the job is found by the run's name. Raises
+    DamagedRecordError for a record that no submission wrote.
     """
     submission = run.submission()
     if submission is not None and not submission.details:
         found = max(Slurm().named(run.id), key=lambda job: int(job.job_id), default=None)
         return found.job_id if found else "", ""
     details = submission.details if submission else {}
-    return details.get(JOB_ID, ""), details.get(CLUSTER, "")
+    job_id = details.get(JOB_ID, "")
+    if job_id and not re.fullmatch(r"[0-9]{1,18}", job_id):
+        raise DamagedRecordError(f"{run.path / SUBMISSION_FILE}: `details.{JOB_ID}` must be the number of a job")
+    return job_id, details.get(CLUSTER, "")
 
 
 def _details(job_id: str, cluster: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -42,7 +43,7 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
         place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
         severity, where = lies(spec, launch, path)
         if not _exists(path):
-            what, help = (path, _HELP) if "://" not in written else (written, _REMOTE)
+            what, help = (path, _missing_help(written)) if "://" not in written else (written, _REMOTE)
             found.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
         else:
             found += _sampled(path, data, of_what_is_here(spec, launch, path), place)
@@ -58,7 +59,17 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
 
 
 _REMOTE = "data are read from files: copy them to a disk of the nodes, or mount the bucket there"
+_ON_A_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z][\w-]*")
 _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
+
+
+def _missing_help(written: str) -> str:
+    """Return help for a source without files: a word, or two with a slash, may be a data set's name on a hub."""
+    if _ON_A_HUB.fullmatch(written) is None:
+        return _HELP
+    folder = written.rpartition("/")[2]
+    download = f"hf download {written} --repo-type dataset --local-dir {folder}"
+    return f"{_HELP}; if it is a data set on the Hugging Face hub: {download}, then source: '{folder}/**/*.parquet'"
 
 
 def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
@@ -146,4 +157,6 @@ def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, 
         severity = of_what_is_here(spec, launch, str(file))
         message = f"{file} is no tokenizer file"
     help = "`bytes`, or a folder with a tokenizer.json"
+    if _ON_A_HUB.fullmatch(spec.data.tokenizer):
+        help += f"; from the Hugging Face hub: hf download {spec.data.tokenizer} tokenizer.json --local-dir DIR"
     return None, [Diagnostic("PT603", message, severity=severity, path=("data", "tokenizer"), help=help)]

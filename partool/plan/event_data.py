@@ -1,0 +1,103 @@
+"""What the events of a rank's log hold, as far as it is read: the data of each kind, checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from partool.plan.record import Count, DamagedRecordError, Noted, Number, UnixTime, damage
+
+Attempt = Annotated[int, Field(ge=0, le=1_000_000)]
+Rank = Annotated[int, Field(ge=0, le=10_000_000)]
+_Micros = Annotated[int, Field(ge=-(2**53), le=2**53)]
+
+
+class _Start(Noted):
+    attempt: Attempt = 0
+    plan_hash: str = ""
+    world_size: Annotated[int, Field(ge=1, le=10_000_000)] = 1
+    resumed_from: Count | None = None
+
+
+class _Step(Noted):
+    step: Count
+    loss: Number | None = None
+    grad_norm: Number | None = None
+    lr: Number | None = None
+    tokens_per_s: Number | None = None
+    step_time_s: Number | None = None
+    mfu: Number | None = None
+    memory_bytes: Count | None = None
+
+
+class _Validation(Noted):
+    step: Count
+    loss: Number | None = None
+
+
+class _Checkpoint(Noted):
+    step: Count
+
+
+class _Layer(Noted):
+    layer: Count
+    tokens: Annotated[list[Count], Field(min_length=1, max_length=100_000)]
+    imbalance: Number | None
+    dropped: Number | None
+    entropy: Number | None
+    bias: Annotated[list[Number | None], Field(min_length=2, max_length=2)] | None
+
+
+class _Experts(Noted):
+    step: Count
+    layers: Annotated[list[_Layer], Field(max_length=100_000)]
+
+
+class _Pipeline(Noted):
+    step: Count
+    steady: bool
+    t: UnixTime
+    actions: list[str]
+    start_us: list[_Micros]
+    stop_us: list[_Micros]
+    waited_us: list[_Micros]
+
+
+class _End(Noted):
+    step: Count | None = None
+    exit_code: Annotated[int, Field(ge=-1000, le=1000)]
+    reason: str
+
+
+DATA: Mapping[str, type[Noted]] = {
+    "start": _Start,
+    "step": _Step,
+    "validation": _Validation,
+    "checkpoint": _Checkpoint,
+    "experts": _Experts,
+    "pipeline": _Pipeline,
+    "end": _End,
+}
+"""Kind of event → model of its data; data of other kinds are not read by reports."""
+
+
+class _Head(Noted):
+    v: int
+    kind: str
+    t: UnixTime
+    rank: Rank
+    data: dict[str, Any]
+
+
+def check_event(value: Mapping[str, Any]) -> None:
+    """Raise :class:`DamagedRecordError` for an event whose fields are not as a rank writes them."""
+    within = ""
+    try:
+        head = _Head.model_validate(value)
+        if (model := DATA.get(head.kind)) is not None:
+            within = "data"
+            model.model_validate(head.data)
+    except ValidationError as error:
+        raise DamagedRecordError(damage(error, within)) from None
