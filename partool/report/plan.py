@@ -24,8 +24,8 @@ SCREEN_LINES = 40
 """Most lines of a plan on a terminal of 80 columns, without ``--why``, ``--table`` and ``--all``."""
 _WARNING_LINES = 6
 """Most lines of the default screen that warnings take."""
-_FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|min|h|days?|KiB|MiB|GiB|TiB|[kMBT]|%)(?!\w))|(?<=[×±≥]) ")
-"""Spaces within figures: before a unit, and after a sign."""
+_FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|min|h|days?|KiB|MiB|GiB|TiB|[kMBT]|%|×)(?!\w))|(?<=[×±≥]) ")
+"""Spaces within figures: before a unit or a sign, and after a sign."""
 _LABEL = 10
 _INDENT = 2
 
@@ -51,7 +51,7 @@ def render_plan(
     """
     view = view or View()
     warnings = [] if told else [f"{finding.code} {finding.message}" for finding in plan.findings]
-    console.print(_head(plan))
+    console.print(_head(plan, console.width))
     if view.whole or not (view.why or view.table):
         for rows in (job_rows(plan), layout_rows(plan)):
             console.print()
@@ -76,7 +76,7 @@ def render_plan(
 def _print_rest(console: Console, plan: Plan, source: str | None, warnings: Sequence[str]) -> None:
     """Print the end of the default screen: as many reasons as there is room for, warnings, and the next command."""
     tables = (_labelled(rows, console.width) for rows in (job_rows(plan), layout_rows(plan)))
-    above = _lines(console, _head(plan), *tables) + 2
+    above = _lines(console, _head(plan, console.width), *tables) + 2
     listed, untold = _fitting(console, warnings, _WARNING_LINES)
     commands = next_commands(plan, source, console.width)
     below = len(commands) + 3
@@ -96,8 +96,10 @@ def _reasons(plan: Plan) -> list[str]:
     return [*([f"Limit: {plan.limit}"] if plan.limit else []), *plan.reasons]
 
 
-def _head(plan: Plan) -> Text:
-    return Text.assemble((f"{plan.name}: ", "bold"), (verdict(plan), "bold"))
+def _head(plan: Plan, width: int) -> Text:
+    head = _in_lines(f"{plan.name}: {verdict(plan)}", width)
+    head.stylize("bold")
+    return head
 
 
 def _labelled(rows: Iterable[Row], width: int) -> Table:
