@@ -86,7 +86,7 @@ def _data(plan: Plan, totals: Totals | None) -> str:
     if totals.data_tokens is None:
         return f"{name}: number of tokens unknown ({totals.data_unknown})"
     text = f"{name}: {amount(totals.data_tokens)} tokens"
-    text += f", {plan.data.validation:.2g} of all held out" if plan.data.validation else ""
+    text += f", and {100 * plan.data.validation:.3g}% held out" if plan.data.validation else ""
     if totals.epochs is None:
         return f"{text}; epochs unknown (pack: false trains on one document per sequence)"
     return f"{text}; {totals.epochs:.3g} epochs"

@@ -118,7 +118,7 @@ parallel: {recompute: [full, none, none, none]}
     plan = plan_of(text, folder=tmp_path, name="sizes")
     flat = " ".join(printed(plan, 200).split())
     assert "100 steps × 8 sequences × 125 tokens = 100 k tokens" in flat
-    assert "a.txt and 1 more: 80 k tokens, 0.2 of all held out; 1.25 epochs" in flat
+    assert "a.txt and 1 more: 80 k tokens, and 20% held out; 1.25 epochs" in flat
     assert "adamw, learning rate 0.00025, 10 warm-up steps, then constant, to 10% in the last 25 steps" in flat
     assert f"{size(12 * count(parameters(plan.model)))} each, every 20 steps, the last 2 kept" in flat
     assert "device-hours at 250,000 each" in flat
