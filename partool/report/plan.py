@@ -43,9 +43,9 @@ class View:
 
 
 def render_plan(
-    plan: Plan, console: Console, *, source: str | None = None, told: bool = False, view: View | None = None
+    plan: Plan, console: Console, *, source: Sequence[str] | None = None, told: bool = False, view: View | None = None
 ) -> None:
-    """Print a plan; ``source`` are the words of the command line that name the plan for ``partool launch``.
+    """Print a plan; ``source`` are the words by which a command line names the plan: a file, and options.
 
     ``told`` means that the reader has just seen the plan's findings, so that they are left out.
     """
@@ -73,7 +73,7 @@ def render_plan(
         _print_rest(console, plan, source, warnings)
 
 
-def _print_rest(console: Console, plan: Plan, source: str | None, warnings: Sequence[str]) -> None:
+def _print_rest(console: Console, plan: Plan, source: Sequence[str] | None, warnings: Sequence[str]) -> None:
     """Print the end of the default screen: as many reasons as there is room for, warnings, and the next command."""
     tables = (_labelled(rows, console.width) for rows in (job_rows(plan), layout_rows(plan)))
     above = _lines(console, _head(plan, console.width), *tables) + 2
@@ -156,12 +156,12 @@ def _fitting(console: Console, items: Sequence[str], most: int) -> tuple[list[st
     return found, len(items) - len(found)
 
 
-def next_commands(plan: Plan, source: str | None, width: int) -> list[str]:
+def next_commands(plan: Plan, source: Sequence[str] | None, width: int) -> list[str]:
     """Return the lines of the next command, which a shell reads as they stand: a long command goes on after ``\\``.
 
-    ``source`` are quoted words of a command line: the file, and options such as ``--set``.
+    ``source`` are the words by which a command line names the plan: the file, and options such as ``--set``.
     """
-    words = shlex.split(source) if source else ["SPEC"]
+    words = list(source or ["SPEC"])
     starter = TARGETS[plan.launch.target].starter
     if not plan.runnable:
         return [f"partool explain {code}" for code in plan.not_runnable]
@@ -188,7 +188,7 @@ def _wrapped(words: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _print_next(console: Console, plan: Plan, source: str | None) -> None:
+def _print_next(console: Console, plan: Plan, source: Sequence[str] | None) -> None:
     console.print()
     title = "Next" if plan.runnable else "Next: why it cannot be launched yet"
     console.print(Text(title, "bold"))
