@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 import typer
-from typer.completion import get_completion_script, install
+from typer.completion import get_completion_script, install  # type: ignore[attr-defined]  # re-exported by import
 
 from partool.plan.terminal import say
 

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
@@ -194,5 +193,5 @@ Documentation: {_documentation()}
 
 def _documentation() -> str:
     """Return where the documentation is: its page in a checkout, or its place in the repository."""
-    page = Path(__file__).parents[2] / "docs" / "README.md"
-    return str(page) if page.is_file() else "docs/README.md in partool's repository"
+    page = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "README.md")
+    return os.path.realpath(page) if os.path.isfile(page) else "docs/README.md in partool's repository"
