@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from _samples import KINDS, ROOT, Sample, excerpt, files_of, made, pages, rewrite, samples
+from _samples import KINDS, ROOT, Sample, excerpt, files_of, made, pages, printed, recorded, rewrite, samples
 from often import often
 
 from partool.cli.main import COMMANDS, run
@@ -58,6 +58,12 @@ def test_a_page_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "stale" not in new
     assert "kept\n```\n```text\nplain\n```\n" in new
     assert not rewrite(page, KINDS[:2])
+
+
+def test_a_recorded_command_runs_in_a_shell_with_the_pages_files() -> None:
+    files = (("mine.yaml", "model: gpt2\ndata: python-stdlib\nmodell: 3\n"),)
+    command = "partool plan mine.yaml --check 2>&1"
+    assert recorded(f"{command} || true", files) == printed(command, files)
 
 
 def test_parts_of_an_output() -> None:
