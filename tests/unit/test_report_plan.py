@@ -171,9 +171,10 @@ def test_a_plan_that_may_not_fit_says_so_first(tmp_path: Path) -> None:
 
 
 def test_figures_keep_their_units_where_lines_end() -> None:
+    units = r"us|ms|s|min|h|days?|[KMGT]iB|[kMBT]|%|×"
     for width in range(50, 120):
-        for line in screen(width).splitlines():
-            assert not re.search(r"(?<!\w)\d[\d.]*$|[×±≥]$", line), line
+        assert not re.search(rf"\d\n +({units})(\W|$)|[×±≥]\n", screen(width), re.MULTILINE), width
+    assert re.search(rf"\d\n +({units})(\W|$)", "takes 3\n   GiB more")
 
 
 @pytest.mark.parametrize("others", [["--show", "layout"], ["--breakdown"], ["--output", "json"], ["--check"]])
