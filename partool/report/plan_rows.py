@@ -77,8 +77,8 @@ def _price(value: float) -> str:
 
 def _data(plan: Plan, totals: Totals | None) -> str:
     written = plan.spec.get("data")
-    source = written.get("source") if isinstance(written, dict) else written
-    sources = [str(each) for each in source] if isinstance(source, list) else [str(source or plan.data.source)]
+    source = (written.get("source") if isinstance(written, dict) else written) or plan.data.source
+    sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
     name = sources[0] if len(sources[0]) <= _SOURCE else f"…{sources[0][1 - _SOURCE :]}"
     name += f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     if totals is None:
