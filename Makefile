@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart peers test test-long test-triton test-slurm slurm lint format typecheck test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
+.PHONY: help venv quickstart peers test test-long test-triton test-slurm slurm lint format typecheck test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-offload  optimizers on this machine's processors and in its memory (DEEPSPEED=folder with its packages)"
 	@echo "make bench-gpu-offload  training with the optimizer in host memory on one GPU (DEEPSPEED=...; under 9 minutes)"
 	@echo "make kernel-tables  writes what nobody has measured into the kernels' tables, after a change of a kernel"
+	@echo "make samples      writes the output of commands in README.md and docs anew (RECORDED=1: training, too)"
 	@echo "make format       ruff format and import order"
 
 # An editable install knows the place of each module, so that modules that come, go or move need it anew.
@@ -137,6 +138,10 @@ bench-gpu-offload: venv
 format: venv
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+
+# Output of commands in README.md and docs; RECORDED=1 also trains for those that show runs (minutes).
+samples: venv
+	RECORDED=$(RECORDED) $(BIN)/python tests/unit/_samples.py
 
 schema: venv
 	$(BIN)/partool schema > partool/spec/partool.schema.json

@@ -17,7 +17,7 @@ from partool.catalog.transformers_process import allow_code
 from partool.cli._fail import fail
 from partool.cli._foreign import Known, is_plan, load_any
 from partool.diagnostics.record import Diagnostic
-from partool.diagnostics.text import render_text, summary, wants_colour
+from partool.diagnostics.text import columns_of, render_text, summary, wants_colour
 from partool.plan.outline import other_version
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -297,7 +297,7 @@ def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bo
 
         say(json.dumps({"diagnostics": [as_dict(finding) for finding in findings]}, indent=2))
     elif findings:
-        text = render_text(findings, lines, colour=wants_colour(sys.stderr))
+        text = render_text(findings, lines, colour=wants_colour(sys.stderr), columns=columns_of(sys.stderr))
         say(text + summary(findings), err=True, painted=True)
 
 

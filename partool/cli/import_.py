@@ -13,7 +13,7 @@ import typer
 from partool.catalog.lookup import did_you_mean, table
 from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
-from partool.diagnostics.text import render_text, summary, wants_colour
+from partool.diagnostics.text import columns_of, render_text, summary, wants_colour
 from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
 from partool.engines.budget import Budget, OverBudgetError, UnreadableFileError
 from partool.engines.kinds import LOOKED_FOR
@@ -116,7 +116,7 @@ def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> Non
     findings = findings_of(found)
     if findings:
         sources = {path: text.splitlines() for path, text in texts.items()}
-        shown = render_text(findings, sources, colour=wants_colour(sys.stderr))
+        shown = render_text(findings, sources, colour=wants_colour(sys.stderr), columns=columns_of(sys.stderr))
         say(shown + summary(findings), err=True, painted=True)
     if everything:
         for fate in found.fates:

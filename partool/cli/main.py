@@ -16,7 +16,7 @@ from partool.cli.entry import INTERRUPTED, MESSAGE
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
     "import": ("partool.cli.import_", "Read a run of DeepSpeed or Megatron-LM into a spec."),
-    "plan": ("partool.cli.plan", "Check a spec, find the layout, predict memory and time, and say why."),
+    "plan": ("partool.cli.plan", "Check a spec, find the layout, predict memory and time."),
     "render": ("partool.cli.render", "Print what launch would submit."),
     "launch": ("partool.cli.launch", "Plan a spec and train it, here or on a cluster."),
     "status": ("partool.cli.status", "Show how a run is doing."),
@@ -47,6 +47,8 @@ _JSON = {
     "import": "partool plan SPEC --output json, once the spec is written; ",
 }
 """Name of a command → what to do in place of the option ``--json``, which other tools have."""
+_COMPLETE = "_PARTOOL_COMPLETE"
+"""Environment variable by which a shell asks for completions."""
 _USAGE = 2
 _BROKEN_PIPE = 141
 
@@ -63,6 +65,10 @@ def run(arguments: Sequence[str] | None = None, loaded: Callable[[], None] | Non
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or bool(os.environ.get("PARTOOL_DEBUG"))
     words = [word for word in words if word != "--debug"]
+    if _COMPLETE in os.environ or words[:1] in (["--install-completion"], ["--show-completion"]):
+        from partool.cli._completion import complete
+
+        complete(COMMANDS, words, _COMPLETE)
     if not words or words[0] in ("--help", "-h", "help"):
         _say(_help())
         sys.exit(0 if words else _USAGE)
@@ -209,6 +215,18 @@ Usage: partool COMMAND [ARGUMENTS]   (partool COMMAND --help says more)
 Commands:
 {rows}
 Options:
-  --version  Print the version.
-  --debug    Show tracebacks, with any command.
+  --version                     Print the version.
+  --debug                       Show tracebacks, with any command.
+  --install-completion [SHELL]  Complete commands in bash, zsh or fish.
+  --show-completion [SHELL]     Print the script that does so.
+
+Documentation: {_documentation()}
+  partool explain WORD explains a finding (PT203) or a term (gathered),
+  partool schema --markdown lists every field of a spec.
 """
+
+
+def _documentation() -> str:
+    """Return where the documentation is: its page in a checkout, or its place in the repository."""
+    page = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "README.md")
+    return os.path.realpath(page) if os.path.isfile(page) else "docs/README.md in partool's repository"

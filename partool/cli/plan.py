@@ -140,7 +140,8 @@ def command(
     plan, failed = verified_plan(plan, rank_limit) if verify else (plan, None)
     if out is not None:
         write_or_exit(plan.to_json(), out)
-    _reports(plan, html, timeline, source=str(out or spec))
+    words = _words([out] if out else specs, [] if out else changes, trust_code=trust_code)
+    _reports(plan, html, timeline, words)
     if previous is not None or older is not None:
         exit_on_error(failed)
         exit_on_faults(plan, strict=strict)
@@ -150,13 +151,10 @@ def command(
     if older is not None:
         _diff(older, plan, output)
         return
-    changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
-    changed += " --trust-remote-code" if trust_code else ""
-    source = " ".join(shlex.quote(str(each)) for each in ([out] if out else specs)) + changed
     if output == "json":
-        say(_as_json(plan, show, source), nl=False)
+        say(_as_json(plan, show, shlex.join(words)), nl=False)
     elif output == "text":
-        _print(plan, source, show, breakdown=breakdown, told=not is_plan(spec) and one_stream(), views=views)
+        _print(plan, words, show, breakdown=breakdown, told=not is_plan(spec) and one_stream(), views=views)
     exit_on_error(failed)
     exit_on_faults(plan, strict=strict)
 
@@ -194,14 +192,16 @@ def _improve(files: list[Path], overrides: list[str], output: Output, out: Path 
     improve(spec, *loaded_or_exit(spec, overrides, output, also), overrides, output=output, out=out)
 
 
-def _print(plan: Plan, source: str, show: str | None, *, breakdown: bool, told: bool, views: dict[str, bool]) -> None:
+def _print(
+    plan: Plan, words: list[str], show: str | None, *, breakdown: bool, told: bool, views: dict[str, bool]
+) -> None:
     from partool.report import View, render_plan
 
     with printing() as console:
         if show or breakdown:
-            _print_part(console, plan, source, show)
+            _print_part(console, plan, shlex.join(words), show)
         else:
-            render_plan(plan, console, source=source, told=told, view=View(**views))
+            render_plan(plan, console, source=words, told=told, view=View(**views))
 
 
 def _print_part(console: Console, plan: Plan, source: str, show: str | None) -> None:
@@ -329,11 +329,17 @@ def _print_varied(
             render_longest(longest, console)
 
 
-def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: str) -> None:
+def _words(files: list[Path], changes: list[str], *, trust_code: bool) -> list[str]:
+    """Return the words by which other commands name the plan: files, and the options that change them."""
+    words = [*map(str, files), *(word for change in changes for word in ("--set", change))]
+    return [*words, *(["--trust-remote-code"] if trust_code else [])]
+
+
+def _reports(plan: Plan, html: Path | None, timeline: Path | None, words: list[str]) -> None:
     if html is not None:
         from partool.report.html import render_html
 
-        write_or_exit(render_html(plan, source), html)
+        write_or_exit(render_html(plan, words), html)
         say(f"partool: wrote {html}", err=True)
     if timeline is not None:
         from partool.report.trace import plan_trace

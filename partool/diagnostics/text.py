@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import unicodedata
 from collections.abc import Mapping
 from typing import TextIO
@@ -35,6 +36,8 @@ def steers(character: str) -> bool:
 
 _COLOURS = {"error": "1;31", "warning": "1;33", "note": "1;36", "frame": "34", "bold": "1"}
 _TAB = "    "
+_HANGING = 2
+"""Indent of the second and further lines of a message."""
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -42,9 +45,22 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def render_text(findings: list[Diagnostic], lines: Mapping[str, list[str]], *, colour: bool = False) -> str:
-    """Return the findings as text; ``lines`` maps the name of each source file to the file's lines."""
-    painter = _Painter({name: masked_lines(texts) for name, texts in lines.items()}, colour)
+def columns_of(stream: TextIO) -> int:
+    """Return the width of a terminal; 0 for other streams, whose lines are not wrapped."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def render_text(
+    findings: list[Diagnostic], lines: Mapping[str, list[str]], *, colour: bool = False, columns: int = 0
+) -> str:
+    """Return the findings as text; ``lines`` maps the name of each source file to the file's lines.
+
+    Messages and helps are wrapped to ``columns``, unless that is 0.
+    """
+    painter = _Painter({name: masked_lines(texts) for name, texts in lines.items()}, colour, columns)
     return "".join(painter.finding(without_secrets(finding)) + "\n" for finding in findings)
 
 
@@ -55,22 +71,38 @@ def summary(findings: list[Diagnostic]) -> str:
 
 
 class _Painter:
-    def __init__(self, lines: Mapping[str, list[str]], colour: bool) -> None:
+    def __init__(self, lines: Mapping[str, list[str]], colour: bool, columns: int) -> None:
         self._lines = lines
         self._colour = colour
+        self._columns = columns
 
     def finding(self, finding: Diagnostic) -> str:
-        head = self._paint(finding.severity, f"{finding.severity}[{finding.code}]")
-        out = [f"{head}{self._paint('bold', ': ' + visible(finding.message))}"]
+        head = f"{finding.severity}[{finding.code}]"
+        first, *rest = self._wrapped(f"{head}: {visible(finding.message)}", 0, _HANGING)
+        out = [self._paint(finding.severity, head) + self._paint("bold", first.removeprefix(head))]
+        out += [" " * _HANGING + self._paint("bold", line) for line in rest]
         width = len(str(max([span.line for span in self._spans(finding)], default=0)))
         if finding.span is not None:
             out += self._excerpt(Label(finding.span, finding.label), finding.severity, width, first=True)
         for label in finding.related:
             out += self._excerpt(label, "note", width, first=False)
         if finding.help:
-            out.append(f"{' ' * width} {self._paint('frame', '=')} help: {visible(finding.help)}")
+            indent = width + len(" = help: ")
+            first, *rest = self._wrapped(visible(finding.help), indent, indent)
+            out.append(f"{' ' * width} {self._paint('frame', '=')} help: {first}")
+            out += [" " * indent + line for line in rest]
         out.append(f"{' ' * width} {self._paint('frame', '=')} see: partool explain {finding.code}")
         return "\n".join(out) + "\n"
+
+    def _wrapped(self, text: str, first: int, others: int) -> list[str]:
+        """Return a text in lines that leave room for their indents: of the first line, and of the others."""
+        if not self._columns or "\n" in text:
+            return [text]
+        indents = {"initial_indent": " " * first, "subsequent_indent": " " * others}
+        lines = textwrap.wrap(
+            text, max(self._columns, 2 * others), **indents, break_long_words=False, break_on_hyphens=False
+        )
+        return [lines[0][first:], *(line[others:] for line in lines[1:])] if lines else [text]
 
     def _spans(self, finding: Diagnostic) -> list[Span]:
         return [span for span in (finding.span, *(label.span for label in finding.related)) if span]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -13,6 +14,7 @@ from partool.plan.types import CandidateRow, Plan, RankMemory
 from partool.report.html_charts import axis_rows, memory_over_time, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
+from partool.report.plan import next_commands
 from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.report.verification import correction, summary, terms
 from partool.spec.numbers import duration
@@ -21,6 +23,8 @@ _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
 _TINY = 1e-6
 """Parts of the step time below this share of the step time get no line."""
+_ONE_LINE = 100_000
+"""Width that no command takes: a page shows the next command in one line."""
 _VERDICTS = {"green": "should fit", "amber": "may not fit", "red": "does not fit"}
 
 
@@ -46,8 +50,8 @@ class RankBar:
     share: str
 
 
-def render_html(plan: Plan, source: str | None = None) -> str:
-    """Return the page; ``source`` is the file that ``partool launch`` takes to run the plan."""
+def render_html(plan: Plan, source: Sequence[str] | None = None) -> str:
+    """Return the page; ``source`` are the words that name the plan for ``partool launch``, see ``render_plan``."""
     return page("report.html.jinja", plan=plan, **_content(plan, source))
 
 
@@ -67,14 +71,14 @@ def page(template: str, **content: Any) -> str:
     return environment.from_string(asset(template)).render(css=css, js=js, **content)
 
 
-def _content(plan: Plan, source: str | None) -> dict[str, Any]:
+def _content(plan: Plan, source: Sequence[str] | None) -> dict[str, Any]:
     pictures, left_out = node_pictures(plan)
     return {
         "summary": _summary(plan),
         "parameters": _parameters(plan),
         "verdict": _VERDICTS[plan.prediction.memory.verdict],
         "probability": probability(plan.prediction.memory.fit_probability, counted=True),
-        "command": f"partool launch {source or 'SPEC'}" if plan.runnable else "",
+        "command": " ".join(next_commands(plan, source, _ONE_LINE)) if plan.runnable else "",
         "layout": _layout(plan),
         "own_yaml": own_yaml(plan),
         "axes": axis_rows(plan),

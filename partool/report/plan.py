@@ -24,8 +24,8 @@ SCREEN_LINES = 40
 """Most lines of a plan on a terminal of 80 columns, without ``--why``, ``--table`` and ``--all``."""
 _WARNING_LINES = 6
 """Most lines of the default screen that warnings take."""
-_FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|min|h|days?|KiB|MiB|GiB|TiB|[kMBT]|%)(?!\w))|(?<=[×±≥]) ")
-"""Spaces within figures: before a unit, and after a sign."""
+_FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|min|h|days?|KiB|MiB|GiB|TiB|[kMBT]|%|×)(?!\w))|(?<=[×±≥]) ")
+"""Spaces within figures: before a unit or a sign, and after a sign."""
 _LABEL = 10
 _INDENT = 2
 
@@ -43,15 +43,15 @@ class View:
 
 
 def render_plan(
-    plan: Plan, console: Console, *, source: str | None = None, told: bool = False, view: View | None = None
+    plan: Plan, console: Console, *, source: Sequence[str] | None = None, told: bool = False, view: View | None = None
 ) -> None:
-    """Print a plan; ``source`` are the words of the command line that name the plan for ``partool launch``.
+    """Print a plan; ``source`` are the words by which a command line names the plan: a file, and options.
 
     ``told`` means that the reader has just seen the plan's findings, so that they are left out.
     """
     view = view or View()
     warnings = [] if told else [f"{finding.code} {finding.message}" for finding in plan.findings]
-    console.print(_head(plan))
+    console.print(_head(plan, console.width))
     if view.whole or not (view.why or view.table):
         for rows in (job_rows(plan), layout_rows(plan)):
             console.print()
@@ -73,10 +73,10 @@ def render_plan(
         _print_rest(console, plan, source, warnings)
 
 
-def _print_rest(console: Console, plan: Plan, source: str | None, warnings: Sequence[str]) -> None:
+def _print_rest(console: Console, plan: Plan, source: Sequence[str] | None, warnings: Sequence[str]) -> None:
     """Print the end of the default screen: as many reasons as there is room for, warnings, and the next command."""
     tables = (_labelled(rows, console.width) for rows in (job_rows(plan), layout_rows(plan)))
-    above = _lines(console, _head(plan), *tables) + 2
+    above = _lines(console, _head(plan, console.width), *tables) + 2
     listed, untold = _fitting(console, warnings, _WARNING_LINES)
     commands = next_commands(plan, source, console.width)
     below = len(commands) + 3
@@ -96,8 +96,10 @@ def _reasons(plan: Plan) -> list[str]:
     return [*([f"Limit: {plan.limit}"] if plan.limit else []), *plan.reasons]
 
 
-def _head(plan: Plan) -> Text:
-    return Text.assemble((f"{plan.name}: ", "bold"), (verdict(plan), "bold"))
+def _head(plan: Plan, width: int) -> Text:
+    head = _in_lines(f"{plan.name}: {verdict(plan)}", width)
+    head.stylize("bold")
+    return head
 
 
 def _labelled(rows: Iterable[Row], width: int) -> Table:
@@ -154,12 +156,12 @@ def _fitting(console: Console, items: Sequence[str], most: int) -> tuple[list[st
     return found, len(items) - len(found)
 
 
-def next_commands(plan: Plan, source: str | None, width: int) -> list[str]:
+def next_commands(plan: Plan, source: Sequence[str] | None, width: int) -> list[str]:
     """Return the lines of the next command, which a shell reads as they stand: a long command goes on after ``\\``.
 
-    ``source`` are quoted words of a command line: the file, and options such as ``--set``.
+    ``source`` are the words by which a command line names the plan: the file, and options such as ``--set``.
     """
-    words = shlex.split(source) if source else ["SPEC"]
+    words = list(source or ["SPEC"])
     starter = TARGETS[plan.launch.target].starter
     if not plan.runnable:
         return [f"partool explain {code}" for code in plan.not_runnable]
@@ -186,7 +188,7 @@ def _wrapped(words: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _print_next(console: Console, plan: Plan, source: str | None) -> None:
+def _print_next(console: Console, plan: Plan, source: Sequence[str] | None) -> None:
     console.print()
     title = "Next" if plan.runnable else "Next: why it cannot be launched yet"
     console.print(Text(title, "bold"))

@@ -79,8 +79,8 @@ def _price(value: float) -> str:
 
 def _data(plan: Plan, totals: Totals | None) -> str:
     written = plan.spec.get("data")
-    source = written.get("source") if isinstance(written, dict) else written
-    sources = [str(each) for each in source] if isinstance(source, list) else [str(source or plan.data.source)]
+    source = (written.get("source") if isinstance(written, dict) else written) or plan.data.source
+    sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
     name = sources[0] if len(sources[0]) <= _SOURCE else f"…{sources[0][1 - _SOURCE :]}"
     name += f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     if totals is None:
@@ -88,7 +88,7 @@ def _data(plan: Plan, totals: Totals | None) -> str:
     if totals.data_tokens is None:
         return f"{name}: number of tokens unknown ({totals.data_unknown})"
     text = f"{name}: {amount(totals.data_tokens)} tokens"
-    text += f", {plan.data.validation:.2g} of all held out" if plan.data.validation else ""
+    text += f", and {100 * plan.data.validation:.3g}% held out" if plan.data.validation else ""
     if totals.epochs is None:
         return f"{text}; epochs unknown (pack: false trains on one document per sequence)"
     return f"{text}; {totals.epochs:.3g} epochs"

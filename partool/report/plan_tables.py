@@ -90,7 +90,7 @@ def _time(plan: Plan) -> Table:
     error = f"± {plan.prediction.relative_error:.0%}"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
-    whole = f"{plan.training.steps} steps; {_hours(time.device_hours)} device-hours"
+    whole = f"{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
     table.add_row(Text("training", "bold"), Text(duration(time.total_s), "bold"), whole)
     return table
 

@@ -25,7 +25,15 @@ from partool.spec import load_text
 
 CPU_S = 20.0
 MEMORY_GIB = 1.0
-SHOWN = ([], ["--breakdown"], ["--show", "layout"], ["--show", "gemms"], ["--show", "timeline"], ["--output", "json"])
+SHOWN = (
+    [],
+    ["--all"],
+    ["--breakdown"],
+    ["--show", "layout"],
+    ["--show", "gemms"],
+    ["--show", "timeline"],
+    ["--output", "json"],
+)
 TARGETS = ("torchrun", "slurm", "k8s")
 
 

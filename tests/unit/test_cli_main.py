@@ -29,6 +29,48 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in COMMANDS)
 
 
+def test_help_names_the_documentation_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "--help")
+    page = out.partition("Documentation: ")[2].splitlines()[0]
+    assert Path(page) == ROOT / "docs" / "README.md"
+    assert max(len(line) for line in out.splitlines() if page not in line) <= 80
+    assert "--install-completion" in out
+
+
+BASH = """\
+eval "$(partool --show-completion bash)"
+for line in "partool pl" "partool plan --wh" "partool launch --res" "partool schedule --mic"; do
+    COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _partool_completion partool
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", BASH], capture_output=True, text=True, env=variables, timeout=120, check=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["plan", "--why", "--resume", "--micro-batches"]
+
+
+@pytest.mark.parametrize(("shell", "place"), [("zsh", ".zfunc/_partool"), ("fish", ".config/fish/completions")])
+def test_the_scripts_of_other_shells_are_installed(
+    shell: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out, _ = call(capsys, "--show-completion", shell)
+    assert (code, "_PARTOOL_COMPLETE" in out) == (0, True)
+    code, _, err = call(capsys, "--install-completion", shell)
+    assert code == 0
+    assert place in err
+    assert (tmp_path / place).exists()
+    code, _, err = call(capsys, "--show-completion", "tcsh")
+    assert (code, "one of bash, zsh, fish" in err) == (2, True)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = call(capsys, name, "--help")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 
 from partool.diagnostics.machine import as_dict, render_github, render_sarif
 from partool.diagnostics.record import Diagnostic, Label, Span
-from partool.diagnostics.text import render_text, summary, wants_colour
+from partool.diagnostics.text import columns_of, render_text, summary, wants_colour
 
 LINES = {"a.yaml": ["parallel:", "  tensor: 6", "\tx: 漢字  # ü", "name: \x1b[31mred"]}
 PLAIN = Diagnostic("PT204", "heads: 7", span=Span("a.yaml", 2, 11, 2, 12), label="here", help="use 8")
@@ -26,6 +27,22 @@ def test_text() -> None:
         "  = help: use 8",
         "  = see: partool explain PT204",
     ]
+
+
+def test_messages_and_helps_are_wrapped_for_a_terminal() -> None:
+    words = "no layout fits: " + "ZeRO-3 over 2 ranks, " * 12
+    long = Diagnostic("PT301", words, span=PLAIN.span, label="here", help="hardware.nodes: 16 or more; " * 6)
+    lines = render_text([long], LINES, columns=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert [line for line in lines if line.startswith(("  ZeRO-3", "  ranks"))]
+    helps = lines[next(at for at, line in enumerate(lines) if " = help: " in line) :]
+    assert all(line.startswith(" " * 10) for line in helps[1:3])
+    joined = " ".join(render_text([long], LINES, columns=60).split())
+    assert joined == " ".join(render_text([long], LINES).split())
+    assert render_text([PLAIN], LINES, columns=80) == render_text([PLAIN], LINES)
+    coloured = render_text([long], LINES, columns=60, colour=True)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == render_text([long], LINES, columns=60)
+    assert columns_of(io.StringIO()) == 0
 
 
 def test_carets_stand_under_wide_characters_and_tabs() -> None:

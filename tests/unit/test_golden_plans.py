@@ -89,7 +89,7 @@ def check_example(name: str, plan: Plan | None) -> None:
     assert plan.alternatives or name == "weipipe"
     assert plan.prediction.memory.terms_bytes["parameters"] > 0
     assert plan.runnable == (name in RUNNABLE)
-    render_plan(plan, Console(file=(out := io.StringIO()), width=80, color_system=None), source=f"specs/{name}.yaml")
+    render_plan(plan, Console(file=(out := io.StringIO()), width=80, color_system=None), source=[f"specs/{name}.yaml"])
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert len(lines) <= SCREEN_LINES
     assert [line for line in lines if len(line) > 80] == []

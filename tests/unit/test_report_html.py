@@ -141,7 +141,7 @@ def test_hostile_text_stays_text(plan: Plan) -> None:
             "findings": tuple(f.model_copy(update={"message": HOSTILE}) for f in plan.findings),
         }
     )
-    source = render_html(bad, source=HOSTILE)
+    source = render_html(bad, source=[HOSTILE])
     page = Page(source)
     assert len(page.of("script")) == 1
     assert not [a for _, a in page.elements if any(key.startswith("on") for key in a)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TER
 from partool.plan.types import Finding, Plan
 from partool.planner import make_plan
 from partool.report import View, render_plan
+from partool.report.html import render_html
 from partool.report.plan import SCREEN_LINES, next_commands
 from partool.report.tables import render_breakdown
 from partool.report.units import amount, gib, seconds, size
@@ -36,16 +39,19 @@ training: {sequence_length: 8192, global_batch: 64, steps: 10000}
 """
 
 
+PINNED = SPEC + "parallel: {data: {zero: 3}, micro_batch: 1}\n"
+
+
 @cache
-def example(text: str = SPEC) -> Plan:
+def example(text: str = PINNED) -> Plan:
     return plan_of(text, folder=Path("/"), name="example")
 
 
-def screen(width: int, text: str = SPEC, view: View | None = None) -> str:
-    return printed(example(text), width, "example.yaml", view)
+def screen(width: int, text: str = PINNED, view: View | None = None) -> str:
+    return printed(example(text), width, ["example.yaml"], view)
 
 
-def printed(plan: Plan, width: int, source: str | None = None, view: View | None = None) -> str:
+def printed(plan: Plan, width: int, source: Sequence[str] | None = None, view: View | None = None) -> str:
     out = io.StringIO()
     render_plan(plan, Console(file=out, width=width, color_system=None), source=source, view=view)
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
@@ -54,7 +60,7 @@ def printed(plan: Plan, width: int, source: str | None = None, view: View | None
 @pytest.mark.parametrize("width", [80, 120])
 def test_screen(width: int) -> None:
     """PARTOOL_GOLDEN=write renews the texts; look at them before they are committed."""
-    got = screen(width, SPEC + "parallel: {data: {zero: 3}, micro_batch: 1}\n")
+    got = screen(width)
     file = GOLDEN / f"plan-{width}.txt"
     if os.environ.get("PARTOOL_GOLDEN") == "write":
         file.parent.mkdir(exist_ok=True)
@@ -89,7 +95,7 @@ def test_the_verdict_comes_first_and_the_rest_on_demand() -> None:
 def test_a_large_plan_takes_one_screen_and_says_what_is_left_out() -> None:
     reasons = tuple(f"Reason {number}: " + "word " * 20 for number in range(25))
     plan = example().model_copy(update={"reasons": reasons})
-    got = printed(plan, 80, "example.yaml")
+    got = printed(plan, 80, ["example.yaml"])
     assert len(got.splitlines()) == SCREEN_LINES
     told, (left,) = got.count("\n • ") - len(plan.findings), re.findall(r"^ {3}(\d+) more: --why$", got, re.MULTILINE)
     assert told + int(left) == len(reasons) + 1
@@ -115,7 +121,7 @@ parallel: {recompute: [full, none, none, none]}
     plan = plan_of(text, folder=tmp_path, name="sizes")
     flat = " ".join(printed(plan, 200).split())
     assert "100 steps × 8 sequences × 125 tokens = 100 k tokens" in flat
-    assert "a.txt and 1 more: 80 k tokens, 0.2 of all held out; 1.25 epochs" in flat
+    assert "a.txt and 1 more: 80 k tokens, and 20% held out; 1.25 epochs" in flat
     assert "adamw, learning rate 0.00025, 10 warm-up steps, then constant, to 10% in the last 25 steps" in flat
     assert f"{size(12 * count(parameters(plan.model)))} each, every 20 steps, the last 2 kept" in flat
     assert "device-hours at 250,000 each" in flat
@@ -141,18 +147,19 @@ def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
     words = ["my specs/a b.yaml", "--set", 'launch.env={A: "b c"}', "--set", "training.steps=" + "1" * 60]
     words += ["--set", "name=x", "--trust-remote-code"]
     for width in (40, 80, 400):
-        lines = next_commands(plan, shlex.join(words), width)
+        lines = next_commands(plan, words, width)
         done = subprocess.run(
             ["sh", "-c", "partool() { printf '%s\\0' \"$@\"; }\n" + "\n".join(lines)], capture_output=True, text=True
         )
         assert done.stdout.split("\0")[:-1] == ["launch", *words]
         assert all(len(line) <= width - 2 for line in lines if "1" * 60 not in line and "b c" not in line)
-        assert "\n".join(f"  {line}" for line in lines) in printed(plan, width, shlex.join(words))
-    assert len(next_commands(plan, shlex.join(words), 400)) == 1
+        assert "\n".join(f"  {line}" for line in lines) in printed(plan, width, words)
+    assert len(next_commands(plan, words, 400)) == 1
     nodes = plan_of(CPU, "hardware.nodes=2", "hardware.fabric=ethernet-100g", folder=tmp_path)
-    assert next_commands(nodes, "a.yaml", 80) == ["partool launch a.yaml --target slurm"]
+    assert next_commands(nodes, ["a.yaml"], 80) == ["partool launch a.yaml --target slurm"]
     by_hand = plan_of(CPU, "launch.target=torchrun", folder=tmp_path)
-    assert next_commands(by_hand, "a.yaml", 80) == ["partool render a.yaml --target torchrun"]
+    assert shlex.join(["partool", "launch", *words]) in html.unescape(render_html(plan, words))
+    assert next_commands(by_hand, ["a.yaml"], 80) == ["partool render a.yaml --target torchrun"]
 
 
 def test_a_plan_that_may_not_fit_says_so_first(tmp_path: Path) -> None:
@@ -164,9 +171,10 @@ def test_a_plan_that_may_not_fit_says_so_first(tmp_path: Path) -> None:
 
 
 def test_figures_keep_their_units_where_lines_end() -> None:
+    units = r"us|ms|s|min|h|days?|[KMGT]iB|[kMBT]|%|×"
     for width in range(50, 120):
-        for line in screen(width).splitlines():
-            assert not re.search(r"(?<![a-z])\d$|[×±≥]$", line), line
+        assert not re.search(rf"\d\n +({units})(\W|$)|[×±≥]\n", screen(width), re.MULTILINE), width
+    assert re.search(rf"\d\n +({units})(\W|$)", "takes 3\n   GiB more")
 
 
 @pytest.mark.parametrize("others", [["--show", "layout"], ["--breakdown"], ["--output", "json"], ["--check"]])
@@ -186,7 +194,7 @@ parallel: {recompute: full, micro_batch: 1, offload: {optimizer: cpu, parameters
 """
 
 
-@pytest.mark.parametrize("text", [SPEC, HOST])
+@pytest.mark.parametrize("text", [PINNED, HOST])
 def test_every_term_that_is_shown_is_in_the_glossary(text: str) -> None:
     plan = example(text)
     render_plan(plan, Console(file=(out := io.StringIO()), width=80, color_system=None), view=View(table=True))
