@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from partool.cost.memory.checkpoint import node_checkpoint_bytes
 from partool.plan.stopping import Stopping
 from partool.plan.types import Plan
 from partool.spec.launch import SHORTEST_WINDOW_S, LaunchSpec
@@ -56,7 +55,7 @@ def stopping_of(plan: Plan) -> Stopping:
         steps = plan.optimizer.one_bit.local_most
     rest_s = sum(time.terms_s.get(name, 0.0) for name in _AFTER_AGREEMENT)
     step_s = min((1.0 + plan.prediction.relative_error) * (steps * time.step_time_s + rest_s), _MOST_RATE)
-    size = node_checkpoint_bytes(plan)
+    size = plan.prediction.memory.saved_bytes * plan.devices.per_node
     write_s = size / plan.devices.storage_bytes_per_s
     in_background = plan.checkpoint.mode == "async" and plan.layout.offload.optimizer != "nvme"
     writes = 2 if in_background and plan.checkpoint.every not in (0, "auto") else 1

@@ -263,7 +263,7 @@ else:
 def test_the_time_of_a_preempted_job(grace: str, verdict: str, text: str) -> None:
     plan = launch_plan()  # steps of 1 s, ± 100 %
     devices = plan.devices.model_copy(update={"storage_bytes_per_s": 8 * 2**30 / 62.5})
-    memory = plan.prediction.memory.model_copy(update={"terms_bytes": {"parameters": 2**30}})
+    memory = plan.prediction.memory.model_copy(update={"saved_bytes": 2**30})
     prediction = plan.prediction.model_copy(update={"memory": memory})
     plan = plan.model_copy(update={"devices": devices, "prediction": prediction})
     [record] = parse_record(f"PartitionName=low {grace}")

@@ -23,6 +23,7 @@ parallel: {data: {zero: 3}, tensor: {degree: 1}, pipeline: {stages: 1}, sequence
   micro_batch: 1}
 """
 LLAMA_8B, LLAMA_70B = 8_030_261_248, 70_553_706_496
+LLAMA_1B = 1_235_814_400
 """Numbers of parameters by their configurations (https://huggingface.co/meta-llama)."""
 MIXTRAL = 46_702_792_704
 PROCESSES_GIB, SHARED_GIB = 8 * 4, 8 * 8
@@ -69,6 +70,9 @@ STATES = [
     ("mixtral-8x7b", MIXTRAL, "adamw", 12, ("parallel.expert=8", "hardware.nodes=4")),
     ("mixtral-8x7b", MIXTRAL, "lion", 8, ("parallel.expert=2", "parallel.tensor.degree=4", "hardware.nodes=4")),
     ("llama3-8b", LLAMA_8B, "adamw", 12, ("parallel.sequence.degree=2",)),
+    ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("parallel.data.zero=0",)),
+    ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("hardware.nodes=2", "parallel.data={zero: 3, shard: 8}")),
+    ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("parallel.offload.optimizer=cpu",)),
 ]
 
 

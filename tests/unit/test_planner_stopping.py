@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 from _k8s_case import k8s_plan, pods
 from _launch_case import launch_job, launch_plan
-from layouts import laid
 from planned import plan_of
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.parameters import count, parameters
-from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.planner.checks.launching import check_decided
 from partool.planner.elastic import resized
@@ -24,7 +21,7 @@ from partool.spec.launch import LaunchSpec
 from partool.spec.targets.k8s.notices import notice
 from partool.spec.targets.k8s.section import K8sSpec
 from partool.spec.targets.slurm.rules import lead_s
-from partool.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, OptimizerSpec
 
 GIB = 1 << 30
 LARGE = """\
@@ -49,10 +46,9 @@ def large() -> Plan:
 
 
 def timed(plan: Plan, step_s: float, state_bytes: int, *, total_s: float = 1e6, **terms_s: float) -> Plan:
-    """Return a plan with these predictions, whose step time has an error of 25 %; each rank holds ``state_bytes``."""
+    """Return a plan with these predictions, whose step time has an error of 25 %; each rank writes ``state_bytes``."""
     time = plan.prediction.time.model_copy(update={"step_time_s": step_s, "total_s": total_s, "terms_s": terms_s})
-    sizes = {"parameters": state_bytes // 3, "optimizer": state_bytes - state_bytes // 3, "activations": 7 * GIB}
-    memory = plan.prediction.memory.model_copy(update={"terms_bytes": sizes})
+    memory = plan.prediction.memory.model_copy(update={"saved_bytes": state_bytes})
     update = {"time": time, "memory": memory, "relative_error": 0.25}
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=update)})
 
@@ -168,7 +164,7 @@ def test_runs_of_more_than_an_hour_write_checkpoints(total_s: float, every: int 
 
 def test_parts_of_a_stop() -> None:
     plan = timed(launch_plan(), 8.0, GIB, forward=7.0, optimizer=0.4, offload=0.4)
-    saving = plan.model_copy(update={"checkpoint": CheckpointSpec(every=5)})
+    saving = plan.model_copy(update={"checkpoint": CheckpointSpec(every=5, mode="async")})
     assert stopping_of(plan).step_s == pytest.approx(1.25 * 8.8)  # a signal just after the ranks have agreed
     assert (stopping_of(plan).writes, stopping_of(saving).writes) == (1, 2)
     in_turn = plan.model_copy(update={"checkpoint": CheckpointSpec(every=5, mode="sync")})
@@ -177,28 +173,6 @@ def test_parts_of_a_stop() -> None:
     assert stopping_of(rarely).steps == 16
     slow = plan.devices.model_copy(update={"storage_bytes_per_s": 1e8})
     assert stopping_of(plan.model_copy(update={"devices": slow})).write_s == pytest.approx(80 * GIB / 1e9, rel=1e-6)
-
-
-def test_ranks_with_copies_share_the_writing() -> None:
-    plan = timed(launch_plan(2, 8), 1.0, 16 * GIB)  # two nodes; all 16 ranks share one copy of the state
-    assert stopping_of(plan).checkpoint_bytes == 8 * 16 * GIB
-    hybrid = plan.model_copy(update={"layout": laid(plan.layout, mesh=Mesh(dp_shard=8, dp_replicate=2))})
-    assert stopping_of(hybrid).checkpoint_bytes == 4 * 16 * GIB
-    copies = plan.model_copy(update={"layout": laid(plan.layout, zero=0)})
-    assert stopping_of(copies).checkpoint_bytes == 8 * GIB
-    differing = copies.model_copy(update={"optimizer": OptimizerSpec(name="zero_one_adam")})
-    assert stopping_of(differing).checkpoint_bytes == 8 * 16 * GIB
-
-
-def test_state_off_the_device_counts() -> None:
-    plan = timed(launch_plan(1, 8), 1.0, 6 * GIB)
-    host = plan.prediction.memory.model_copy(update={"host_terms_bytes": {"masters": 2 * GIB, "moments": 3 * GIB}})
-    prediction = plan.prediction.model_copy(update={"memory": host})
-    away = plan.model_copy(update={"prediction": prediction, "layout": laid(plan.layout, offload_optimizer="cpu")})
-    assert stopping_of(away).checkpoint_bytes == 8 * (4 + 2 + 3) * GIB  # without the device's copies of the weights
-    files = laid(plan.layout, offload_optimizer="nvme", dir="/scratch")
-    in_files = plan.model_copy(update={"layout": files, "training": TrainingSpec(precision="bf16")})
-    assert stopping_of(in_files).checkpoint_bytes == 12 * count(parameters(plan.model))
 
 
 def test_fewer_nodes_write_more_and_the_job_gives_the_longest_time() -> None:
