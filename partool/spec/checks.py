@@ -295,7 +295,7 @@ def _duration(spec: Spec) -> Iterator[Diagnostic]:
     if isinstance(every, str) and every != "auto" and duration_s(every) is None:
         message = f"{every!r} is neither a number of steps nor a duration"
         path = ("checkpoint", "every")
-        yield Diagnostic("PT217", message, path=path, help="write 500 for steps, or 90s, 30min, 2h")
+        yield Diagnostic("PT217", message, path=path, help="write 500 for steps, 90s, 30min, 2h, or auto")
 
 
 def _restarts(spec: Spec) -> Iterator[Diagnostic]:

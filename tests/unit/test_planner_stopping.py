@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import typer
 from _k8s_case import k8s_plan, pods
 from _launch_case import launch_job, launch_plan
 from planned import plan_of
+from typer.testing import CliRunner
 
+from partool.cli import render as render_command
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.planner.checks.launching import check_decided
@@ -186,6 +189,27 @@ def test_fewer_nodes_write_more_and_the_job_gives_the_longest_time() -> None:
     script = render("slurm", launch_job(plan, sizes={2: smaller})).text
     assert f"--signal=B:USR2@{smaller.launch.window_s + 90}\n" in script
     assert f"--wait={smaller.launch.window_s + 120} " in script
+
+
+def test_tasks_of_an_array_may_need_other_times(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        "model: {layers: 2, hidden: 512, heads: 8, vocab: 1024}\ndata: python-stdlib\n"
+        "hardware: {accelerator: h100-sxm, per_node: 2, storage_gb_per_s: 0.0003}\nlaunch: {target: slurm}\n"
+        "parallel: {data: {zero: 1}, tensor: 1, pipeline: 1, sequence: 1}\n"
+    )
+    array = ["--array", "model.layers=2,8", "-o", str(tmp_path / "out")]
+    app = typer.Typer()
+    app.command()(render_command.command)
+    ran = CliRunner().invoke(app, [str(spec), *array])
+    assert ran.exit_code == 0, ran.output
+    windows = []
+    for number in range(2):
+        [file] = (tmp_path / "out").rglob(f"task-{number}/plan.json")
+        windows.append(Plan.from_json(file.read_text()).launch.window_s)
+    assert windows[0] < windows[1]
+    [script] = (tmp_path / "out").rglob("job.sbatch")
+    assert f"--signal=B:USR2@{windows[1] + 90}\n" in script.read_text()
 
 
 def test_machines_that_clouds_take_back() -> None:
