@@ -298,14 +298,22 @@ def test_nodes_know_who_is_the_furthest_behind_and_who_has_finished(nodes: Nodes
     standings = [Standing(rank, 7, 100.0 + rank, where=f" on node {rank}") for rank in range(3)]
     standings[1] = replace(standings[1], step=6)
 
+    limits = [False, True, False]
+
     def seen() -> list[int | None]:
-        found = [board.exchange(standing) for board, standing in zip(boards, standings, strict=True)]
+        found = [
+            board.exchange(standing, patient)
+            for board, standing, patient in zip(boards, standings, limits, strict=True)
+        ]
         boards[0].relay()
         return [None if each is None else each.rank for each in found]
 
     wait_for(lambda: seen() == [1, None, 1])
     standings[2] = replace(standings[2], stopped=True)
     wait_for(lambda: seen() == [2, 2, None])
+    wait_for(lambda: seen() and [board.patient() for board in boards] == [True, False, True])
+    limits[1] = False
+    wait_for(lambda: seen() and not any(board.patient() for board in boards))
     assert not any(board.stalled() or board.finished() for board in boards)
     boards[2].report("rank 2 made no progress", False, stalled=True)
     wait_for(lambda: (boards[0].relay(), all(board.stalled() for board in boards[:2]))[1])

@@ -122,6 +122,27 @@ def test_a_hung_rank_is_found_though_no_signal_stopped_it() -> None:
     assert STALLED_STEPS * 3.0 < found_s <= STALLED_STEPS * 3.0 + SLACK_S + 1
 
 
+def test_a_rank_may_wait_long_for_one_that_compiles() -> None:
+    """Compilations happen in mid-run as well, and only on some ranks."""
+    ranks = Ranks()
+    ranks.steps(10, 1.0)
+    ranks.pause(0.5)
+    ranks.tell(0, "compiling")
+    assert ranks.pause(3599.0, 10.0) is None
+    ranks.tell(0)
+    stall, found_s = ranks.until_found()
+    assert stall.rank == 1
+    assert found_s <= STALLED_STEPS * PREDICTED_S + SLACK_S + 1
+
+
+def test_a_stopped_rank_is_found_beside_one_that_compiles() -> None:
+    ranks = Ranks()
+    ranks.steps(10, 1.0)
+    ranks.tell(0, "compiling")
+    ranks.stopped = {1}
+    assert ranks.until_found()[0].rank == 1
+
+
 def test_a_rank_of_an_earlier_step_is_named_first() -> None:
     ranks = Ranks()
     ranks.steps(5, 1.0)
@@ -238,7 +259,7 @@ def test_a_rank_tells_its_progress_and_its_stacks(tmp_path: Path) -> None:
             rank.communicate()
         pulses.close()
     assert folder == tmp_path / "errors" / "attempt-3"
-    assert ": state S" in texts[0].splitlines()[0]
+    assert ": state T" not in texts[0].splitlines()[0]
     assert ": state T (stopped by a signal" in texts[1].splitlines()[0]
     for text in texts:
         assert "in wait_for_nothing" in text

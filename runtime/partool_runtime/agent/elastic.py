@@ -30,6 +30,7 @@ from partool_runtime.agent.options import AgentOptions, AgentPlace
 from partool_runtime.agent.rank_logs import RankLogs
 from partool_runtime.agent.stops import waiting
 from partool_runtime.agent.supervision import Reaction, Supervision
+from partool_runtime.agent.watchdog import STOPPED
 from partool_runtime.agent.watching import RankWatch
 from partool_runtime.agent.wire import listen_at
 from partool_runtime.errors import lasting_refusals
@@ -293,9 +294,10 @@ class _Agent(LocalElasticAgent):
         """Note in ``supervision`` if a rank makes no progress, unless the ranks are ending anyway."""
         supervision = self._supervision
         stall = self._watch.look(alive, self._clock.now())
-        supervision.standing = self._watch.standing
+        supervision.standing, supervision.patient = self._watch.standing, self._watch.patient
         ending = supervision.asked or supervision.failed or supervision.finishing or supervision.trouble_elsewhere
-        if stall is not None and not ending and not supervision.stalled:
+        waiting = stall is not None and stall.state != STOPPED and supervision.patient_elsewhere
+        if stall is not None and not waiting and not ending and not supervision.stalled:
             supervision.stalled, supervision.stalled_elsewhere = self._watch.reason(
                 stall, supervision.standing_elsewhere
             )

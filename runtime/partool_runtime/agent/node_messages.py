@@ -83,6 +83,8 @@ class State:
     """True if the trouble is a rank that makes no progress."""
     standing: Standing | None = None
     """The rank of the node that is the furthest behind."""
+    patient: bool = True
+    """True if a rank of the node has not passed the watchdog's limit."""
     outcome: Outcome | None = None
     read: bool = False
     """True once the node has received the result of the run."""
@@ -119,6 +121,8 @@ class Notice:
     """True once all ranks of a node have finished all steps."""
     standing: Standing | None = None
     """The rank of all nodes that is the furthest behind."""
+    patient: tuple[int, ...] = ()
+    """Nodes of which a rank has not passed the watchdog's limit."""
     verdict: Verdict | None = None
 
     @classmethod
@@ -126,9 +130,10 @@ class Notice:
         """Parse the text that :func:`dump` wrote."""
         fields = json.loads(text)
         verdict, missing, store = fields.pop("verdict"), tuple(fields.pop("missing")), tuple(fields.pop("store"))
-        standing = fields.pop("standing")
+        standing, patient = fields.pop("standing"), tuple(fields.pop("patient"))
         return cls(
             **fields,
+            patient=patient,
             missing=missing,
             store=store,
             standing=Standing(**standing) if standing else None,

@@ -173,9 +173,18 @@ class Board:
             return self._meeting.notice.finished
         return any(_done(peer.state.outcome) for peer in self._meeting.peers.values())
 
-    def exchange(self, standing: Standing | None) -> Standing | None:
-        """Send which rank of this node is the furthest behind; return the rank of the other nodes that is."""
-        self._meeting.mine = replace(self._meeting.mine, standing=standing)
+    def patient(self) -> bool:
+        """Return True if a rank of another node has not passed the watchdog's limit."""
+        if self._place.node_rank:
+            return any(node != self._place.node_rank for node in self._meeting.notice.patient)
+        return any(peer.state.patient for peer in self._meeting.peers.values())
+
+    def exchange(self, standing: Standing | None, patient: bool) -> Standing | None:
+        """Send which rank of this node is the furthest behind; return the rank of the other nodes that is.
+
+        ``patient`` is True if a rank of this node has not passed the watchdog's limit.
+        """
+        self._meeting.mine = replace(self._meeting.mine, standing=standing, patient=patient)
         if self._place.node_rank == 0:
             return _behind(peer.state.standing for peer in self._meeting.peers.values())
         common = self._meeting.notice.standing
@@ -252,11 +261,13 @@ class Board:
         finished = meeting.notice.finished or self.finished() or _done(meeting.mine.outcome)
         stalled = meeting.notice.stalled or meeting.mine.stalled or self.stalled()
         standing = _behind([meeting.mine.standing, *(peer.state.standing for peer in meeting.peers.values())])
-        before, meeting.notice = meeting.notice, replace(meeting.notice, standing=standing)
+        states = {0: meeting.mine} | {node: peer.state for node, peer in sorted(meeting.peers.items())}
+        patient = tuple(node for node, state in states.items() if state.patient)
+        before, meeting.notice = meeting.notice, replace(meeting.notice, standing=standing, patient=patient)
         changed = replace(
             meeting.notice, trouble=trouble, stopping=stopping, early=early, stalled=stalled, finished=finished
         )
-        if changed != replace(before, standing=standing):
+        if changed != replace(before, standing=standing, patient=patient):
             meeting.notice = changed
             meeting.changed.set()
 

@@ -14,7 +14,7 @@ from partool_runtime.agent.pulses import Pulses
 from partool_runtime.agent.watchdog import STOPPED
 from partool_runtime.pulse import STACK_SIGNAL
 
-_ANSWER_S = 2.5
+_ANSWER_S = 10.0
 """Seconds for the ranks to write their stacks; the agent does nothing else meanwhile."""
 _SETTLED_S = 0.2
 """Seconds without further text after which stacks are complete."""

@@ -61,6 +61,10 @@ class Supervision:
     """The rank of this node that is the furthest behind."""
     standing_elsewhere: Standing | None = None
     """The rank of other nodes that is the furthest behind."""
+    patient: bool = True
+    """True if a rank of this node has not passed the watchdog's limit."""
+    patient_elsewhere: bool = False
+    """True if a rank of another node has not passed its limit: the ranks here may be waiting for it."""
     complete: bool = False
     """True if ranks had to be killed although the state after the last step is saved: the run has done its work."""
     saved: bool = False

@@ -94,8 +94,9 @@ class Together:
         supervision = self.supervision
         trouble, stalled = supervision.stalled or ("ranks" if supervision.failed else ""), bool(supervision.stalled)
         board.report(trouble, supervision.preempted, early=supervision.early, stalled=stalled)
-        supervision.standing_elsewhere = board.exchange(supervision.standing)
+        supervision.standing_elsewhere = board.exchange(supervision.standing, supervision.patient)
         board.relay()
+        supervision.patient_elsewhere = board.patient()
         supervision.trouble_elsewhere = board.trouble()
         supervision.stalled_elsewhere = supervision.stalled_elsewhere or board.stalled()
         supervision.finished_elsewhere = board.finished()

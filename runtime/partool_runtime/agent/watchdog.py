@@ -70,11 +70,14 @@ class Watchdog:
         self._setting = setting
         self._predicted_s = predicted_s
         self._ranks: dict[int, _Watched] = {}
+        self.patient = True
+        """True if some rank has not passed its limit."""
 
     def observe(self, progress: Mapping[int, RankProgress], now: float, state_of: Callable[[int], str]) -> Stall | None:
         """Take the progress of the ranks that run, and return the rank that holds the others up if one is stalled.
 
-        ``state_of`` returns the state of a rank's process.
+        A stopped rank is stalled by itself. Otherwise all ranks must have passed their limits, because a rank in a step
+        may wait for one that compiles. ``state_of`` returns the state of a rank's process.
         """
         for rank, seen in progress.items():
             self._take(rank, seen, now)
@@ -83,7 +86,9 @@ class Watchdog:
         for rank in progress:
             watched = self._ranks[rank]
             watched.state = state_of(rank) if now - watched.at >= _SUSPECT_S else ""
-        if not any(now - self._ranks[rank].at >= self._limit_s(self._ranks[rank]) for rank in progress):
+        late = [rank for rank in progress if now - self._ranks[rank].at >= self._limit_s(self._ranks[rank])]
+        self.patient = len(late) < len(progress)
+        if self.patient and not any(self.stopped(rank) for rank in late):
             return None
         rank = min(progress, key=lambda rank: self._order(self._ranks[rank]))
         watched = self._ranks[rank]

@@ -48,6 +48,11 @@ class RankWatch:
         self._noted = None
         self._written = False
 
+    @property
+    def patient(self) -> bool:
+        """True if a rank of this node has not passed its limit, so that the others may be waiting for it."""
+        return self._watchdog.patient
+
     def look(self, pids: Mapping[int, int], now: float) -> Stall | None:
         """Read the progress of the ranks, given the processes of those that run; return a stall if there is one."""
         progress = {rank: seen for rank, seen in self.pulses.progress().items() if rank in pids}
