@@ -37,6 +37,10 @@ def test_the_likely_step_times_are_those_of_the_layout_on_these_fabrics() -> Non
         time = predict_time(job_of_plan(plan, devices), plan.layout, 1)
         assert float(f"{time.step_time_s:.3g}") == seconds
     assert told[2] > told[1] > told[0]
+    assert "NCCL_NET" not in found.message
+    forced = finding("launch.network=auto")
+    assert forced is not None
+    assert "NCCL_NET=IB, which the preset ib sets, ends such a run at its start" in forced.message
     assert all(word in found.help for word in ("rdma:", "host_network: true", "k8s.v1.cni.cncf.io/networks"))
 
 
@@ -58,6 +62,7 @@ def test_whether_pods_have_adapters_is_seen_in_the_section(override: str, warned
     assert (found is not None) == warned
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_start_is_worth_a_warning_even_where_it_would_be_as_fast() -> None:
     """Pipeline stages on two nodes send little; the preset's NCCL_NET=IB ends the ranks all the same."""
     layout = (
