@@ -95,9 +95,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported."""
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
-        known = (
-            f"known types: {', '.join(sorted(_DEFAULTS))}; or write model: {{hf: FOLDER}}, with the folder of this file"
-        )
+        known = f"known types: {', '.join(sorted(_DEFAULTS))}; for others, write model: {{hf: FOLDER OF THIS FILE}}"
         help = _THROUGH_TRANSFORMERS if kind == "gpt_oss" else known
         return None, [_error("PT252", f"model_type {kind!r} is not known", help)]
     config = {

@@ -11,8 +11,9 @@ import typer
 
 from partool.cli._fail import fail
 from partool.cli._job import Order, order, show_levels
-from partool.cli._local import check_step, set_aside
+from partool.cli._local import check_step, goes_on, set_aside
 from partool.cli._runs import reaching, show_lines
+from partool.launch.checkpoints import checkpoint_folder, complete
 from partool.launch.describe import as_text, display
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import alone, submit_again, submit_new, under_way
@@ -20,6 +21,7 @@ from partool.launch.target import ClusterTarget, LaunchError, LogQuery, NoLogsEr
 from partool.launch.targets import cluster, statuses, target_of
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.render import Job
 from partool.strategies.targets import TARGETS
 
 _EXIT_FINDINGS = 1
@@ -76,7 +78,9 @@ def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options
         _check_ended(previous)
         if options.step is not None:
             _step(previous, job.plan, options.step)
+        says = _goes_on(previous, job)
         submit_again(target, previous, job, ordered.rendered, ordered.spec_text)
+        say(f"partool: {says}", err=True)
         run = previous
     else:
         going = None if options.again else under_way(RunStore(), job.plan, ordered.plan_hash)
@@ -91,6 +95,17 @@ def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options
     if not options.follow:
         say(f"partool: partool status {run.id}, logs -f {run.id}, cancel {run.id}", err=True)
     return run
+
+
+def _goes_on(run: Run, job: Job) -> str:
+    """Return from where a run that is submitted again goes on, and what its new plan changes."""
+    seen = TARGETS[job.plan.launch.target].sees_files and not job.tasks
+    step = max(complete(checkpoint_folder(run, job.plan)), default=0) if seen else None
+    try:
+        older = Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # of another version
+        older = None
+    return goes_on(older, job.plan, step)
 
 
 def _step(run: Run, plan: Plan, step: int) -> None:

@@ -13,6 +13,7 @@ from partool.launch.describe import display, last_step
 from partool.launch.local.target import LocalTarget, stops_held_back
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
+from partool.plan.learning_rate import rate_changes
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 
@@ -82,7 +83,9 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
                 set_aside(current, plan, options.step)
             say(f"partool: run {current.id} in {display(current.path)}", err=True)
             if options.resume and previous is not None:
-                say(f"partool: {_goes_on(current, plan, replaced)}", err=True)
+                saved = max(complete(checkpoint_folder(current, plan)), default=0)
+                older = _older_plan(replaced, current.plan_file)
+                say(f"partool: {goes_on(older, plan, saved)}", err=True)
             before = last_step(current)
             code = target.launch(current, plan, stops, resume=options.resume, detach=options.detach)
             if code == _REFUSED and replaced and last_step(current) == before:  # no step was made with the new plan
@@ -98,16 +101,26 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
         fail("PT512", f"the run's folder cannot be written: {error}", where, _ENVIRONMENT)
 
 
-def _goes_on(run: Run, plan: Plan, replaced: dict[Path, Path]) -> str:
-    """Return a sentence that names the step from which a resumed run continues, and how its layout changes."""
-    step = max(complete(checkpoint_folder(run, plan)), default=0)
-    where = f"goes on from step {step}" if step else "there is no checkpoint, so it begins anew"
+def _older_plan(replaced: dict[Path, Path], file: Path) -> Plan | None:
+    """Return the plan that a run had before; None if it is the same, or of another version."""
     try:
-        older = Plan.from_json(replaced[run.plan_file].read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError):  # the plan is the same, or the earlier plan is of another version
+        return Plan.from_json(replaced[file].read_text(encoding="utf-8"))
+    except (KeyError, OSError, ValueError):
+        return None
+
+
+def goes_on(older: Plan | None, plan: Plan, step: int | None) -> str:
+    """Return a sentence that names the step from which a resumed run continues, and what changes in its training.
+
+    ``older`` is the run's plan before; ``step`` is 0 without a checkpoint, and None if it cannot be seen from here.
+    """
+    where = f"goes on from step {step}" if step else "there is no checkpoint, so it begins anew"
+    where = "goes on from its last checkpoint, if it has one" if step is None else where
+    if older is None:
         return where
     changes = layout_changes(older, plan)
-    return f"{where}; the layout changes: {', '.join(changes)}" if changes else where
+    layout = f"the layout changes: {', '.join(changes)}" if changes else ""
+    return "; ".join(filter(None, (where, layout, "" if step == 0 else rate_changes(older, plan, step))))
 
 
 def layout_changes(old: Plan, new: Plan) -> list[str]:

@@ -81,6 +81,10 @@ def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | No
     )
 
 
+_LEAST_S = 1e-12
+"""Least span of a window in seconds; a log may say that a step took no time."""
+
+
 def page_windows(drawing: Drawing) -> list[Window]:
     """Return the parts of a timeline that are drawn: the whole timeline or, if it is long, both ends."""
     rows = shown_rows(drawing.ranks, _ROWS)
@@ -89,7 +93,7 @@ def page_windows(drawing: Drawing) -> list[Window]:
 
 def _picture(drawing: Drawing, window: Window, rows: Sequence[int], identifier: str) -> str:
     low, high = window.from_s, window.to_s
-    scale = (_WIDTH - _LEFT - 8) / (high - low)
+    scale = (_WIDTH - _LEFT - 8) / max(high - low, _LEAST_S)
     bottom = _ROW * len(rows)
     gap = next((index for index in range(1, len(rows)) if rows[index] != rows[index - 1] + 1), None)
     place = {rank: index for index, rank in enumerate(rows)}

@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 from partool.plan.event_log import event_log, read_events
 from partool.plan.pipeline_log import ExecutedStep, read_pipeline
+from partool.plan.record import DamagedRecordError
 from partool.plan.run import PLAN_FILE
+from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
-from partool.schedule import COMPUTE, Schedule
+from partool.schedule import COMPUTE, Schedule, cell
 
+_STAGES, _BATCHES = 10_000, 1_000_000
+"""More stages, and micro-batches, than any schedule has."""
 UNKNOWN = "a schedule that is not kept"
 """Name shown for a schedule if its plan is not kept, so that only the logs show the schedule."""
 Ranks = Mapping[int, ExecutedStep]
@@ -48,7 +52,8 @@ def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logg
     """Return step number → the step, if all ranks of a pipeline logged it; a repeated step counts as last executed.
 
     ``plan`` is the run's current plan; a run that was resumed with another plan keeps earlier plans next to it.
-    ``pipeline`` is the number of the data-parallel replica. Raises :class:`NothingExecutedError` if there is none.
+    ``pipeline`` is the number of the data-parallel replica. Raises :class:`NothingExecutedError` if there is none, and
+    :class:`partool.plan.record.DamagedRecordError`.
     """
     first = list(_entries(run_dir, 0, plan))  # rank 0 is the first rank of the first pipeline under every plan
     world_sizes = {entry.plan_hash: entry.world_size for entry in first} | {plan.hash: plan.layout.mesh.world_size}
@@ -61,14 +66,26 @@ def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logg
         if pp == 1 or pipeline >= count:
             continue
         found: dict[tuple[int, int], dict[int, ExecutedStep]] = defaultdict(dict)
+        schedule = schedule_of(known.layout) if known is not None else None
         for rank in range(pp):
             for entry in _entries(run_dir, rank * count + pipeline, plan):
                 if entry.plan_hash == plan_hash:
+                    _check(event_log(run_dir, rank * count + pipeline), entry.done, schedule)
                     found[entry.attempt, entry.done.step][rank] = entry.done
         for (attempt, step), ranks in sorted(found.items()):
             if len(ranks) == pp and (step not in steps or steps[step].attempt <= attempt):
                 steps[step] = Logged(ranks, attempt, known, plan_hash != plan.hash)
     return steps
+
+
+def _check(log: Path, done: ExecutedStep, schedule: Schedule | None) -> None:
+    """Raise DamagedRecordError for a step with an action that its schedule, or any schedule, cannot have."""
+    stages, micro_batches = (schedule.stages, schedule.micro_batches) if schedule is not None else (_STAGES, _BATCHES)
+    for number, one in enumerate(done.actions):
+        if one.action.stage >= stages or one.action.micro_batch >= micro_batches:
+            limits = f"the schedule has {stages:,} stages and {micro_batches:,} micro-batches"
+            place = f"{log}, step {done.step}: `data.actions[{number}]`"
+            raise DamagedRecordError(f"{place} is {cell(one.action)}, and {limits}")
 
 
 def any_logged(run_dir: Path, plan: Plan) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from partool.spec.training import LrSchedule, OptimizerSpec, TrainingSpec
+from partool.plan.learning_rate import lr_factor
+from partool.spec.training import OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
@@ -23,28 +23,6 @@ from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import LossScaler
-
-
-def lr_factor(schedule: LrSchedule, step: int, steps: int) -> float:
-    """Return the learning rate of step ``step`` (from 0) of ``steps`` as a fraction of the peak learning rate.
-
-    The warm-up is linear and reaches 1 on its last step. ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) and
-    ``linear`` fall to ``min_ratio`` on the last step; ``wsd`` (Hu et al., arXiv 2404.06395) stays at 1 and falls
-    linearly over the final ``decay_steps``.
-    """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return 1.0
-    begin = schedule.warmup_steps
-    if schedule.kind == "wsd":
-        begin = max(begin, steps - (schedule.decay_steps or math.ceil(steps / 5)))
-        if step < begin:
-            return 1.0
-    progress = min(1.0, (step + 1 - begin) / max(1, steps - begin))
-    fall = 0.5 * (1 - math.cos(math.pi * progress)) if schedule.kind == "cosine" else progress
-    return 1.0 - (1.0 - schedule.min_ratio) * fall
-
 
 Timer = Callable[[str], AbstractContextManager[object]]
 """Returns a context manager that adds its time to a term of :data:`partool.plan.terms.TIME_TERMS`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool_kernels.host import Part, UpdatePass, accumulate, sums, update
 from partool_kernels.reductions import total
@@ -21,7 +22,6 @@ from partool_runtime.optim.grad_norm import clip_factor
 from partool_runtime.optim.groups import grouped
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
-from partool_runtime.stepping import lr_factor
 from partool_runtime.trainer import configure_process
 from partool_runtime.weights import build, fill
 

@@ -24,12 +24,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
 from partool_runtime.model import Decoder
 from partool_runtime.precision import MASTER_DTYPE
-from partool_runtime.stepping import lr_factor
 from partool_runtime.weights import fill
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from partool.launch.store import Run, RunStore
 from partool.plan.layout import Mesh
 from partool.plan.progress import RunProgress, write_progress
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
+from partool.spec.training import OptimizerSpec
 from partool_runtime.agent.error_files import ErrorRecord, put_record
 
 
@@ -411,6 +413,27 @@ def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monke
     start = "partool: goes on from step 4; the layout changes: schedule none -> hanayo, stages 1 -> 4, pp 1 -> 2, "
     assert line.startswith(start)
     assert zero in line
+
+
+def test_resume_says_how_the_learning_rate_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resumed(steps: int, optimizer: OptimizerSpec) -> str:
+        training = make_plan().training.model_copy(update={"steps": steps})
+        return invoke("launch", plan_file(training=training, optimizer=optimizer), "--resume").stderr
+
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.launch", lambda *_, **options: 0)
+    (run.path / "checkpoints" / "step-00000500").mkdir(parents=True)
+    optimizer, words = make_plan().optimizer, "the learning rate's schedule changes"
+    assert make_plan().training.steps == 1000
+    found = resumed(2000, optimizer)
+    assert f"partool: goes on from step 500; {words} with training.steps 1,000 -> 2,000: " in found
+    before, after, last = (optimizer.lr * (1 - 0.9 * fall) for fall in (0.5, 0.5 - 0.5 / 2**0.5, 1.0))
+    step = re.search(r"step 501 has (\S+), not (\S+), and the last step (\S+)", found)
+    assert step is not None
+    assert [float(text) for text in step.groups()] == pytest.approx([after, before, last], rel=1e-2)
+    assert words not in resumed(2000, optimizer)  # the run has this plan already
+    constant = optimizer.model_copy(update={"schedule": optimizer.schedule.model_copy(update={"kind": "constant"})})
+    assert f"{words}: step 501 has" in resumed(2000, constant)
+    assert words not in resumed(3000, constant)
 
 
 def test_a_stop_signal_as_the_run_is_announced_waits_for_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from partool.cost.case import TrainingJob
 from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
@@ -32,7 +33,7 @@ from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper, lr_factor
+from partool_runtime.stepping import Stepper
 from partool_runtime.weights import build, fill, materialise
 
 STEPS, SEQUENCES, LENGTH = 5, 2, 7

@@ -25,6 +25,7 @@ from _ranks import in_group
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.layout.sequence import shares
 from partool.plan.layout import Mesh
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
@@ -44,7 +45,7 @@ from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper, lr_factor
+from partool_runtime.stepping import Stepper
 from partool_runtime.weights import fill, post_load
 
 LENGTH, STEPS, SEQUENCES = 13, 5, 4

@@ -21,6 +21,7 @@ from partool.cost.case import TrainingJob
 from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.model import Mla, ModelConfig, RopeScaling, Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
@@ -44,7 +45,7 @@ from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
 from partool_runtime.parallel.zero import shard, trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
-from partool_runtime.stepping import PlainPasses, Stepper, lr_factor
+from partool_runtime.stepping import PlainPasses, Stepper
 from partool_runtime.weights import build, build_parts, fill, freeze, materialise
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 13, "ffn_hidden": 11, "vocab": 31, "init_std": 0.2}

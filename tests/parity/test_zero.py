@@ -14,7 +14,7 @@ from _ranks import Pools, Results
 from often import often
 from torch.nn.utils import clip_grad_norm_
 
-from partool_runtime.stepping import lr_factor
+from partool.plan.learning_rate import lr_factor
 
 ELEMENT_BYTES = 8
 GROUPS = worker.LAYERS + 2

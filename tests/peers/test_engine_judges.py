@@ -29,9 +29,9 @@ from test_engine_terms import (
 )
 
 from partool.engines.write import terms_of
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.render.program import program
-from partool_runtime.stepping import lr_factor
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 OFTEN = settings(

@@ -237,3 +237,12 @@ def test_numpy_starts_one_thread_unless_asked_for_more(asked: str | None) -> Non
     command = [sys.executable, "-c", program.replace("NAME", repr(_THREADS))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == f"{asked or 1} {asked}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_asked_for_by_the_option_that_there_is(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, _, err = call(capsys, name, "--json")
+    assert code == 2
+    assert err.startswith("error: no such option: --json\n  help: ")
+    options = call(capsys, name, "--help")[1]
+    assert ("write --output json;" in err) == ("--output" in options and name not in ("export", "import"))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from _spec_case import FIRST, findings, place, spec_text
 
-from partool.spec import _aliases, _pydantic
+from partool.planner import make_plan
+from partool.spec import _aliases, _pydantic, load_text
 
 SLURM = "launch:\n  target: slurm\n"
 K8S = "launch:\n  target: k8s\n  image: registry.example/train:1\n  k8s:\n    storage: pvc:runs\n"
@@ -118,6 +119,84 @@ def test_names_of_other_tools_lead_to_what_there_is() -> None:
     assert set(_aliases.ALIASES.values()) <= paths
     assert set(_aliases.BESIDE.values()) <= names
     assert not (set(_aliases.ALIASES) | set(_aliases.NOTES)) & names
+    for section, keys in _aliases.IN_SECTION.items():
+        assert {f"{section}.{key}" for key in keys.values()} <= paths
+        assert not {f"{section}.{key}" for key in keys} & paths
+
+
+WORDS = [
+    ("hardware: {accelerator: h100-sxm, memory: 80GB}", "write `memory_gib: 80`: the name ends with the unit"),
+    ("hardware: {gpu: h100, per_node: 8}", "write `accelerator: h100`"),
+    ("hardware: {gpu: 8}", "did you mean `per_node`?"),
+    ("hardware: {type: h100}", "write `accelerator: h100`"),
+    ("parallel: {dp: 8}", "nothing to write: data parallelism gets the devices that"),
+    ("parallel: {data: 8}", "data: {shard: 8}"),
+    ("parallel: {data: zero3}", "write data: {zero: 3}"),
+    ("parallel: {zero_stage: 3}", "`parallel.data.zero`"),
+    ("parallel: {tp: 8}", "`parallel.tensor`"),
+    ("parallel: {pp: 8}", "`parallel.pipeline`"),
+    ("parallel: {cp: 8}", "`parallel.sequence`"),
+    ("parallel: {ep: 8}", "`parallel.expert`"),
+    ("parallel: {data_parallel_shard_degree: 8}", "`parallel.data.shard`"),
+    ("parallel: {sequence_parallel: true}", "write `parallel.tensor` for Megatron's"),
+    ("training: {global_batch: 4M}", "it counts samples, not tokens: 1953 for 4,000,000 tokens of sequences of 2,048"),
+    ("training: {global_batch: 4M, sequence_length: 8192}", "488 for 4,000,000 tokens of sequences of 8,192"),
+    ("training: {global_batch: 1 Mi tokens, sequence_length: 4096}", "256 for 1,048,576 tokens of sequences of 4,096"),
+    ("training: {bf16: true}", "write `training: {precision: bf16}`"),
+    ("training: {per_device_train_batch_size: 4}", "`parallel.micro_batch`"),
+    ("training: {micro_batch_size: 4}", "`parallel.micro_batch`"),
+    ("training: {learning_rate: 1.0e-4}", "`optimizer.lr`"),
+    ("training: {max_steps: 4}", "did you mean `steps`?"),
+    ("training: {seq_len: 4}", "`training.sequence_length`"),
+    ("training: {logging_steps: 4}", "`training.log_every`"),
+    ("training: {output_dir: x}", "`checkpoint.dir` places checkpoints"),
+    ("training: {train_tokens: 100}", "write `training.steps`: the tokens divided by"),
+    ("training: {min_lr: 1.0e-5}", "`optimizer.schedule.min_ratio`"),
+    ("training: {deepspeed: ds.json}", "partool import FILE"),
+    ("optimizer: adamw_torch", "write optimizer: {name: adamw}"),
+    ("optimizer: {type: adamw}", "write `name: adamw`"),
+    ("checkpoint: {interval: 5}", "write `every: 5`"),
+    ("checkpoint: {output_dir: x}", "write `dir: x`"),
+    ("data: {path: x.txt}", "write `source: x.txt`"),
+    ("model_name_or_path: x", "`model: {hf: FOLDER}`"),
+    ("train_micro_batch_size_per_gpu: 4", "`parallel.micro_batch`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "help"), WORDS, ids=[line for line, _ in WORDS])
+def test_words_of_other_tools_are_answered_at_their_places(line: str, help: str) -> None:
+    base = {"model": "gpt2", "hardware": "cpu", "data": "python-stdlib"}
+    text = "".join(f"{key}: {value}\n" for key, value in base.items() if not line.startswith(f"{key}:")) + line + "\n"
+    assert help in " ".join(finding.help for finding in load_text(text).diagnostics)
+
+
+PLANNED = [
+    ({"hardware": "NVIDIA H100 80GB HBM3"}, "PT260", "in the catalog this device is h100-sxm."),
+    ({"hardware": "{accelerator: NVIDIA A100-SXM4-80GB}"}, "PT260", "in the catalog this device is a100-80."),
+    ({"hardware": "{accelerator: NVIDIA GB200}"}, "PT260", "in the catalog this device is gb200."),
+    ({"model": "./folder"}, "PT250", "for the model in a folder, write model: {hf: ./folder}"),
+    ({"model": "config.json"}, "PT250", "write model: {config: config.json}"),
+    ({"model": "meta-llama/Llama-3.1-8B"}, "PT250", "did you mean llama3.1-8b"),
+    ({"model": "{config: gemma}"}, "PT252", "for others, write model: {hf: FOLDER OF THIS FILE}"),
+    ({"model": "{config: google/gemma-2-9b}"}, "PT251", "hf download NAME config.json --local-dir DIR"),
+    ({"data": "HuggingFaceFW/fineweb-edu"}, "PT601", "hf download HuggingFaceFW/fineweb-edu --repo-type dataset"),
+    ({"data": "wikitext"}, "PT601", "then source: 'wikitext/**/*.parquet'"),
+    ({"data": "{source: python-stdlib, tokenizer: gpt2}"}, "PT603", "hf download gpt2 tokenizer.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "code", "help"), PLANNED, ids=lambda value: str(value)[:50])
+def test_names_of_devices_models_and_data_elsewhere_are_answered(
+    tmp_path: Path, lines: dict[str, str], code: str, help: str
+) -> None:
+    (tmp_path / "gemma").mkdir()
+    (tmp_path / "gemma" / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
+    model = "{layers: 2, hidden: 64, heads: 4, vocab: 256}"
+    base = {"model": model, "hardware": "{accelerator: h100-sxm, per_node: 1}", "data": "python-stdlib"}
+    spec = load_text("".join(f"{key}: {value}\n" for key, value in (base | lines).items())).spec
+    assert spec is not None
+    found = {finding.code: finding.help for finding in make_plan(spec, base_dir=tmp_path, default_name="x").diagnostics}
+    assert help in found[code]
 
 
 def test_one_node_with_sixteen_devices_is_doubted_with_the_nodes_to_write() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from partool.plan.learning_rate import lr_factor
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.grad_norm import LocalSums, check_gradients, clip_factor
 from partool_runtime.precision import BACKOFF, FIRST_SCALE, GROWTH, GROWTH_INTERVAL, LossScaler
-from partool_runtime.stepping import lr_factor
 
 STEPS = 50
 
