@@ -52,17 +52,17 @@ def load_any(path: Path, overrides: Sequence[str], also: Sequence[Path] = ()) ->
     about the spec made from them have those of the spec's text.
     """
     if not _is_foreign(path):
-        return load(path, list(overrides)), Known()
+        loaded = load(path, list(overrides))
+        return (loaded if loaded.spec is not None else _refused(path) or loaded), Known()
     from partool.engines import Wanted, engine_of_all, read_files
-    from partool.engines.others import refusals
     from partool.engines.told import findings_of, given, spec_text
     from partool.engines.validated import made_of
 
     files = [(each, text) for each in (path, *also) if isinstance(text := read(each), str)]
     if not files:
         return load(path, list(overrides)), Known()
-    if refused := refusals(files):
-        return Loaded(None, load_text("", str(path)).source, refused), Known()
+    if refused := _refused(path, *also):
+        return refused, Known()
     engine = engine_of_all([text for _, text in files])
     if engine is None:
         return _unknown(path, files[0][1], overrides), Known()
@@ -78,6 +78,14 @@ def load_any(path: Path, overrides: Sequence[str], also: Sequence[Path] = ()) ->
         loaded.diagnostics[:0] = findings
     settings = {fate.setting.name: fate.setting for fate in found.fates}
     return loaded, Known(settings, {fate.setting.name: fate.text for fate in found.fates if fate.kind == "carried"})
+
+
+def _refused(*paths: Path) -> Loaded | None:
+    """Return what is said of files of systems that are not imported; None if there are none."""
+    from partool.engines.others import refusals
+
+    findings = refusals([(path, text) for path in paths if isinstance(text := read(path), str)])
+    return Loaded(None, load_text("", str(paths[0])).source, findings) if findings else None
 
 
 def _unknown(path: Path, text: str, overrides: Sequence[str]) -> Loaded:
@@ -99,8 +107,4 @@ def _is_foreign(path: Path) -> bool:
     elif path.suffix not in _SPEC:
         return path.is_file()
     text = read(path)
-    if not isinstance(text, str):
-        return False
-    from partool.engines.others import refusals
-
-    return bool(_NOT_SPEC.search(text) or refusals([(path, text)]))
+    return isinstance(text, str) and bool(_NOT_SPEC.search(text))

@@ -69,7 +69,7 @@ class Machines:
         for target, what in FIELDS.items():
             path = f"hardware.{target}"
             stated, option = self.of_files(target), options.get(target)
-            findings += self._disagreements(target)
+            findings += self._disagreements(target) if path not in overrides else ()
             if path in overrides:
                 override = overrides[path]
                 if isinstance(override, int):
@@ -80,8 +80,10 @@ class Machines:
             elif stated is not None and option is not None and stated.number != option:
                 hardware[target] = stated.number
                 findings.append(_contradiction(stated, option, target))
-            elif stated is not None or option is not None:
-                hardware[target] = option if stated is None else stated.number
+            elif stated is not None:
+                hardware[target] = stated.number
+            elif option is not None:
+                hardware[target] = option
             else:
                 opened = [each for each in self.open if each.path == ("hardware", target)]
                 missing = Diagnostic(

@@ -195,9 +195,9 @@ def spread(layers: int, stages: int, first: int, last: int, era: int) -> list[in
 
 def _micro_batch(sheet: Sheet, pipeline: dict[str, Any], era: int) -> int:
     """Return the sequences of a forward pass: the local batch, or in a pipeline a part of it."""
-    local = sheet.whole("training.local_batch_size", 8, to="parallel.micro_batch")
-    size = sheet.whole(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch")
-    parts = sheet.whole(_IN + "pipeline_parallel_microbatches", 0, to="parallel.micro_batch")
+    local: int = sheet.whole("training.local_batch_size", 8, to="parallel.micro_batch")
+    size: int = sheet.whole(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch")
+    parts: int = sheet.whole(_IN + "pipeline_parallel_microbatches", 0, to="parallel.micro_batch")
     if pipeline["stages"] <= 1:
         return local
     if parts or era == 1:

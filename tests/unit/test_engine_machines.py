@@ -100,8 +100,10 @@ def test_every_script_is_asked_for_its_machines(engine: Any) -> None:
     assert ("PT821", "hardware.nodes") in errors(of(batch + srun, Wanted("h100-sxm", nodes=1)))
     assert hardware(of("torchrun --nproc_per_node 8 ", Wanted("h100-sxm"))) == (1, 8)
     # Slurm starts it on four nodes, and each of them would train alone.
-    alone = of(batch + "srun torchrun --nproc_per_node 8 ", Wanted("h100-sxm"))
-    assert ("PT821", "hardware.nodes") in errors(alone)
+    alone = batch + "srun torchrun --nproc_per_node 8 "
+    assert ("PT821", "hardware.nodes") in errors(of(alone, Wanted("h100-sxm")))
+    settled = of(alone, Wanted("h100-sxm", settings={"hardware.nodes": 4}))
+    assert (hardware(settled), "PT821" in [code for code, _ in errors(settled)]) == ((4, 8), False)
     opened = of("torchrun $ARGS ", Wanted("h100-sxm", per_node=8))
     assert ("PT822", "hardware.nodes") in errors(opened)
 
