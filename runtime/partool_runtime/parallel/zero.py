@@ -142,10 +142,10 @@ class _Sharding:
     def root(self, module: nn.Module, layers: Sequence[Layer]) -> FSDPModule:
         """Shard a module's remaining parameters, which stay gathered between forward and backward pass."""
         self._inner([module])
-        inside = {
-            parameter for unit in module.modules() if isinstance(unit, FSDPModule) for parameter in unit.parameters()
-        }
-        with _among_own(module, self.shared & inside):
+        units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        left = _parameters(cast("list[nn.Module]", units)) & self.shared
+        # All ranks need the same order, which sets do not have.
+        with _among_own(module, [parameter for parameter in module.parameters() if parameter in left]):
             root = self._unit([module], release=False)
         for each in module.modules():
             if isinstance(each, FSDPModule):
