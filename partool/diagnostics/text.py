@@ -98,9 +98,13 @@ class _Painter:
         """Return a text in lines that leave room for their indents: of the first line, and of the others."""
         if not self._columns or "\n" in text:
             return [text]
-        indents = {"initial_indent": " " * first, "subsequent_indent": " " * others}
         lines = textwrap.wrap(
-            text, max(self._columns, 2 * others), **indents, break_long_words=False, break_on_hyphens=False
+            text,
+            max(self._columns, 2 * others),
+            initial_indent=" " * first,
+            subsequent_indent=" " * others,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
         return [lines[0][first:], *(line[others:] for line in lines[1:])] if lines else [text]
 
