@@ -119,8 +119,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT516",
         "This machine lacks what a dry run needs",
-        "A dry run needs torch; for plans of GPUs it compiles a small library against it on its first use, and keeps it "
-        "in a folder that only you can write to.",
+        "A dry run needs torch; for plans of GPUs it compiles a small library against it on its first use, and keeps "
+        "it in a folder that only you can write to.",
         "python -m partool_runtime.dry plan.json 0   # without a C++ compiler",
         "apt install g++",
     ),

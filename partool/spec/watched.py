@@ -42,7 +42,7 @@ class StandIns:
 
     def kept(self, findings: Iterable[Diagnostic]) -> list[Diagnostic]:
         """Return the findings that do not follow from stand-ins; ``findings`` may read fields while it is iterated."""
-        kept = []
+        kept: list[Diagnostic] = []
         for finding in findings:
             follows = self.touched(finding.path) or any(map(self.touched, self.reads or ()))
             (self.left_out if follows else kept).append(finding)
@@ -113,7 +113,7 @@ def watched(section: AnySection, origins: Origins | None = None, path: SpecPath 
         name: watched(value, None, (*path, name)) if isinstance(value, BaseModel) and path_of(origins, name) else value
         for name, value in section.__dict__.items()
     }
-    copy = object.__new__(_watched_class(type(section)))
+    copy: AnySection = object.__new__(_watched_class(type(section)))
     object.__setattr__(copy, "__dict__", values | {_MARK: origins})
     object.__setattr__(copy, "__pydantic_fields_set__", set(section.model_fields_set))
     object.__setattr__(copy, "__pydantic_extra__", None)
@@ -161,7 +161,9 @@ def _watched_class(kind: type[AnySection]) -> type[AnySection]:
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__getattribute__": get,
         "__eq__": equal, "__hash__": hashed, "model_dump": model_dump, "model_config": ConfigDict(defer_build=True),
     }  # fmt: skip
-    return type(kind)(kind.__name__, (kind, _Watched), namespace)
+    metaclass: Any = type(kind)
+    made: type[AnySection] = metaclass(kind.__name__, (kind, _Watched), namespace)
+    return made
 
 
 def _plain(section: Any, kind: type[AnySection]) -> AnySection:

@@ -151,8 +151,11 @@ def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, 
         words = content["model"]["vocab"]
         ids = words.values() if isinstance(words, dict) else range(len(words))
         return max([*ids, *added]) + 1, []
-    except OSError as error:
+    except FileNotFoundError as error:
         message = f"{file} cannot be read{where}: {error.strerror}"
+    except OSError as error:
+        severity = of_what_is_here(spec, launch, str(file))
+        message = f"{file} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         severity = of_what_is_here(spec, launch, str(file))
         message = f"{file} is no tokenizer file"
