@@ -24,14 +24,15 @@ def settled(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
     ``auto`` becomes ``async``, which copies a rank's part of the state before it is written, if a node's memory holds
     the copies, else ``sync``. State that is in files is never copied, as it is there because memory cannot hold it.
     """
+    found: list[Diagnostic] = []
     asked = plan.checkpoint.mode
     in_background = with_mode(plan, "async")
     if plan.engine != PARTOOL.name or plan.layout.offload.optimizer == "nvme":
-        chosen, found = with_mode(plan, "sync"), []
+        chosen = with_mode(plan, "sync")
     elif asked == "sync":
-        chosen, found = plan, []
+        chosen = plan
     elif ranks_bytes(in_background) <= room_bytes(plan):
-        chosen, found = in_background, []
+        chosen = in_background
     elif asked == "auto":
         chosen, found = with_mode(plan, "sync"), [_in_pieces(in_background)]
     else:
