@@ -25,13 +25,14 @@ def settled(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
     the copies, else ``sync``. State that is in files is never copied, as it is there because memory cannot hold it.
     """
     asked = plan.checkpoint.mode
+    found: list[Diagnostic] = []
     in_background = with_mode(plan, "async")
     if plan.engine != PARTOOL.name or plan.layout.offload.optimizer == "nvme":
-        chosen, found = with_mode(plan, "sync"), []
+        chosen = with_mode(plan, "sync")
     elif asked == "sync":
-        chosen, found = plan, []
+        chosen = plan
     elif ranks_bytes(in_background) <= room_bytes(plan):
-        chosen, found = in_background, []
+        chosen = in_background
     elif asked == "auto":
         chosen, found = with_mode(plan, "sync"), [_in_pieces(in_background)]
     else:
