@@ -246,8 +246,8 @@ def suggest(key: str, siblings: list[str]) -> str:
     """Return help for an unknown key: a similar name, the same name in another section, or all known names."""
     if key in NOTES:
         return NOTES[key]
-    if near := _beside((), key, siblings):
-        return f"did you mean `{near}`?"
+    if beside := _beside((), key, siblings):
+        return f"did you mean `{beside}`?"
     elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
     # The same name in another section is a better guess than a similar name here.
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7)
