@@ -11,9 +11,7 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130
-"""Exit code of an interrupted command, as shells use it: 128 plus the number of SIGINT."""
-MESSAGE = "partool: interrupted\n"
+from partool.cli import INTERRUPTED, INTERRUPTED_MESSAGE
 
 
 def run() -> None:
@@ -27,7 +25,7 @@ def run() -> None:
 
 
 def _end(_signal: int, _frame: FrameType | None) -> NoReturn:
-    os.write(2, MESSAGE.encode())
+    os.write(2, INTERRUPTED_MESSAGE.encode())
     os._exit(INTERRUPTED)
 
 

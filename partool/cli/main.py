@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from partool.cli.entry import INTERRUPTED, MESSAGE
+from partool.cli import INTERRUPTED, INTERRUPTED_MESSAGE
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
@@ -108,7 +108,7 @@ def _guarded(name: str, words: list[str], loaded: Callable[[], None] | None, *, 
 
 
 def _interrupted() -> NoReturn:
-    _say(MESSAGE, err=True)
+    _say(INTERRUPTED_MESSAGE, err=True)
     sys.exit(INTERRUPTED)
 
 

@@ -82,7 +82,9 @@ def _check(log: Path, done: ExecutedStep, schedule: Schedule | None) -> None:
     """Raise DamagedRecordError for a step with an action that its schedule, or any schedule, cannot have."""
     stages, micro_batches = (schedule.stages, schedule.micro_batches) if schedule is not None else (_STAGES, _BATCHES)
     for number, one in enumerate(done.actions):
-        if one.action.stage >= stages or one.action.micro_batch >= micro_batches:
+        # transfers of weights are numbered by the turns of a circle, of which there are more
+        most = micro_batches if one.action.kind in COMPUTE else _BATCHES
+        if one.action.stage >= stages or one.action.micro_batch >= most:
             limits = f"the schedule has {stages:,} stages and {micro_batches:,} micro-batches"
             place = f"{log}, step {done.step}: `data.actions[{number}]`"
             raise DamagedRecordError(f"{place} is {cell(one.action)}, and {limits}")

@@ -257,6 +257,11 @@ def test_a_run_without_a_timeline_shows_its_terms(plan: Plan, home: Home, tmp_pa
     assert code == 1
     assert "error[PT515]" in err
     (folder / "summary.json").write_text("{")
+    code, _, err = home()
+    assert (code, "summary.json: it is no JSON" in err, "error[PT586]" in err) == (1, True, True)
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"terms": [SUMMARY["terms"][0] | {"ratio": "x"}]}))
+    assert "summary.json: `terms[0].ratio`: input should be a valid number" in home()[2]
+    (folder / "summary.json").unlink()
     assert "No terms: the run has not ended yet" in home()[1]
     mesh = plan.layout.mesh._replace(pp=1, dp_shard=plan.layout.mesh.dp_shard * plan.layout.mesh.pp)
     whole = {"mesh": mesh, "stages": ((0, plan.model.layers),)}
