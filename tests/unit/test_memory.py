@@ -29,6 +29,7 @@ from partool.cost.memory.states import States, states
 from partool.cost.stacks import STACKS
 from partool.cost.traced import TracedKind, coefficients
 from partool.layout.parameters import count, groups, parameters
+from partool.layout.tensor.structure import Structure, StructureModule
 from partool.plan.layout import Layout, Mesh
 from partool.plan.terms import MEMORY_TERMS
 from partool.schedule import check, in_flight, order
@@ -61,6 +62,29 @@ N = count(parameters(LLAMA))
 
 def job(model: ModelConfig = LLAMA, stack: str = "partool", precision: Any = "bf16", **changes: Any) -> TrainingJob:
     return TrainingJob(model, GPU, 1024, 64, precision, STACKS[stack], **changes)
+
+
+def test_parameters_that_layers_share_are_gathered_with_the_head() -> None:
+    shapes = {"up.weight": (30, 8), "norm.bias": (8,)}
+    structure = Structure(
+        model_type="module", architecture="Net", blocks="layers", embedding="embed", head="", hidden=8, heads=2,
+        kv_heads=2, head_dim=4,
+        modules=tuple(
+            StructureModule(name=name, class_name="Any", kind="other", parameters=shapes)
+            for name in ("layers.0", "layers.1", "layers.10", "norms")
+        ),
+        tied={
+            "layers.1.up.weight": "layers.0.up.weight", "layers.10.up.weight": "layers.0.up.weight",
+            "layers.10.norm.bias": "layers.1.norm.bias", "norms.up.weight": "layers.0.up.weight",
+        },
+    )  # fmt: skip
+    assert structure.shared_elements() == 8, "what the root has, too, belongs to it in any case"
+    apart, shared = (state(job(shared_elements=elements), zero=3, shards=4) for elements in (0, 80_000))
+    assert shared.root_elements - apart.root_elements == 80_000
+    assert apart.dense_elements - shared.dense_elements == 80_000 / LLAMA.layers
+    assert shared.parameters == pytest.approx(apart.parameters)
+    assert shared.optimizer == pytest.approx(apart.optimizer)
+    assert shared.gathered > apart.gathered
 
 
 def state(job: TrainingJob, stack: str = "partool", **columns: Any) -> States:
