@@ -75,7 +75,19 @@ def test_the_verdict_comes_first_and_the_rest_on_demand() -> None:
     (first,) = {text.splitlines()[0] for text in texts}
     assert re.fullmatch(r"example: [\d.]+ s per step ± 25%, \d+ h \d+ min in all, fits \(.* sure\)", first)
     short, why, table, whole = texts
-    rows = ["Model", "Machines", "Training", "Data", "Optimizer", "Checkpoint", "Layout", "Memory", "Time", "More"]
+    rows = [
+        "Model",
+        "Machines",
+        "Training",
+        "Data",
+        "Optimizer",
+        "Checkpoint",
+        "Stop",
+        "Layout",
+        "Memory",
+        "Time",
+        "More",
+    ]
     assert re.findall(r"^([A-Z][a-z]+) {2,}", short, re.MULTILINE) == rows
     assert "Limit: " in short.partition("Why\n")[2].splitlines()[0]
     for name in ("Memory per rank, at the peak", "Time per step", "Next best"):

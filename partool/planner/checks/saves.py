@@ -26,7 +26,6 @@ def settled(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
     """
     found: list[Diagnostic] = []
     asked = plan.checkpoint.mode
-    found: list[Diagnostic] = []
     in_background = with_mode(plan, "async")
     if plan.engine != PARTOOL.name or plan.layout.offload.optimizer == "nvme":
         chosen = with_mode(plan, "sync")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
+from partool.spec.numbers import duration
 from partool.spec.patterns import is_image_file, within
 from partool.spec.targets.k8s.notices import notice
 from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
@@ -99,7 +100,9 @@ class K8sRules(TargetRules):
         """Warn of a deadline that ends the job before training does, and of nodes that end before a checkpoint."""
         deadline, total_s = launch.k8s.deadline_s, expected.total_s
         if deadline is not None and deadline < total_s:
-            message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
+            message = (
+                f"deadline_s: {deadline} ends the job before training does, after {duration(total_s)} as predicted"
+            )
             help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
             yield Diagnostic("PT527", message, severity="warning", path=(*_PATH, "deadline_s"), help=help)
         found = notice(launch.k8s)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
+from partool.spec.numbers import duration
 from partool.spec.targets.rules import Forecast, TargetRules
 
 LEAD_BEYOND_SHUTDOWN_S = 90
@@ -217,7 +218,7 @@ def _requeues(launch: LaunchSpec, usable_s: int, expected: Forecast) -> Iterator
     if needed < 1:
         return
     times = "once" if needed == 1 else f"{needed:,} times"
-    message = f"training takes {expected.total_s:,.0f} s as predicted, a job has {usable_s:,} s: it is requeued {times}"
+    message = f"training takes {duration(expected.total_s)} as predicted, a job has {duration(usable_s)}: it is requeued {times}"
     path = (*_PATH, "time")
     saved = launch.window_s >= expected.stop_s and lead_s(launch) > launch.window_s
     if needed > launch.requeues:
@@ -239,7 +240,7 @@ def _no_limit(launch: LaunchSpec, total_s: float) -> Diagnostic:
     """Return a warning about a job without a time limit: it may be cut off, and it is not backfilled."""
     message = "the job has no time limit: it gets the partition's, which may be minutes, and starts later than others"
     needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # whole hours
-    help = f"add {_limit(needed)}, for {total_s:,.0f} s of training as predicted"
+    help = f"add {_limit(needed)}, for {duration(total_s)} of training as predicted"
     if needed > _LONGEST_HOURS:
         help = f"add {_limit(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
     return Diagnostic("PT527", message, severity="warning", path=_PATH, help=help)
