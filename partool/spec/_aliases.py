@@ -114,9 +114,7 @@ NOTES = {
     **dict.fromkeys(
         ("num_train_epochs", "num_epochs", "max_epochs", "epochs"), "write `training.steps`: a run has no epochs"
     ),
-    **dict.fromkeys(
-        ("bf16", "fp16"), "write `training: {precision: bf16}` (the default), or fp16, fp32 or fp8 in its place"
-    ),
+    **dict.fromkeys(("bf16", "fp16"), "write `training.precision`: bf16 (the default), fp16, fp32 or fp8"),
     **dict.fromkeys(
         (
             "dp",

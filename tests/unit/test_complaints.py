@@ -142,7 +142,7 @@ WORDS = [
     ("training: {global_batch: 4M}", "it counts samples, not tokens: 1953 for 4,000,000 tokens of sequences of 2,048"),
     ("training: {global_batch: 4M, sequence_length: 8192}", "488 for 4,000,000 tokens of sequences of 8,192"),
     ("training: {global_batch: 1 Mi tokens, sequence_length: 4096}", "256 for 1,048,576 tokens of sequences of 4,096"),
-    ("training: {bf16: true}", "write `training: {precision: bf16}`"),
+    ("training: {bf16: true}", "write `training.precision`: bf16 (the default), fp16"),
     ("training: {per_device_train_batch_size: 4}", "`parallel.micro_batch`"),
     ("training: {micro_batch_size: 4}", "`parallel.micro_batch`"),
     ("training: {learning_rate: 1.0e-4}", "`optimizer.lr`"),
