@@ -218,7 +218,8 @@ def _requeues(launch: LaunchSpec, usable_s: int, expected: Forecast) -> Iterator
     if needed < 1:
         return
     times = "once" if needed == 1 else f"{needed:,} times"
-    message = f"training takes {duration(expected.total_s)} as predicted, a job has {duration(usable_s)}: it is requeued {times}"
+    job, training = duration(usable_s), duration(expected.total_s)
+    message = f"training takes {training} as predicted, a job has {job}: it is requeued {times}"
     path = (*_PATH, "time")
     saved = launch.window_s >= expected.stop_s and lead_s(launch) > launch.window_s
     if needed > launch.requeues:
