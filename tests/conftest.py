@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,8 +57,20 @@ def pytest_sessionfinish() -> None:
 def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep plans independent of a machine calibration that happens to be in the working folder of the tests."""
     home = tmp_path_factory.mktemp("home")
+    libraries = home / "dry"
+    libraries.mkdir(mode=0o700)  # a link is refused
     SHIMS.mkdir(parents=True, exist_ok=True)
-    (home / "dry").symlink_to(SHIMS)
+    _copy(SHIMS, libraries)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARTOOL_HOME", str(home))
         yield
+    _copy(libraries, SHIMS)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy the libraries that are missing; other processes may do the same at the same time."""
+    for file in source.glob("*.so"):
+        if not (target / file.name).exists():
+            partial = target / f"{file.name}.{os.getpid()}"
+            shutil.copy2(file, partial)
+            partial.replace(target / file.name)

@@ -43,6 +43,8 @@ _STAGES = {
 }  # fmt: skip
 """Tasks by the words for them in scripts of TRL and LLaMA-Factory → what they do besides training on tokens."""
 _PROGRAM = re.compile(rf"(?:^|[/_-])({'|'.join(sorted(_STAGES, key=len, reverse=True))})(?:_trainer|_training)?\.py$")
+_OF_FREEZING = "freeze_trainable_"
+"""Beginning of LLaMA-Factory's settings that only count with ``finetuning_type: freeze``."""
 _NO_ADAPTERS = "partool has no adapters: each weight has its gradient and its moments"
 
 
@@ -72,7 +74,7 @@ def _judged(name: str, value: Any, *, off: bool) -> tuple[str, str] | None:
         if str(value).lower() in _FULL:
             return None
         return f"{name} is {shown(value)}: {_NO_ADAPTERS}", f"{name}: full prices the run with all weights"
-    if is_empty(value) or (off and not _SWITCHES.search(name)):
+    if is_empty(value) or (off and name.startswith(_OF_FREEZING)):
         return None
     if _BITS.search(name):
         message = f"{name}: weights in few bits come with adapters, and {_NO_ADAPTERS}"
@@ -80,6 +82,8 @@ def _judged(name: str, value: Any, *, off: bool) -> tuple[str, str] | None:
     if _FROZEN.search(name):
         fix = f"remove {name}; model.frozen of a spec names parameters that are not trained"
         return f"{name} keeps a part of the weights as it is, which is not imported", fix
+    if off and not _SWITCHES.search(name):
+        return None
     fix = f"remove {name} and its kin to price full fine-tuning"
     return f"{name} asks for adapters, and {_NO_ADAPTERS}", fix
 

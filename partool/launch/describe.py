@@ -16,6 +16,10 @@ from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
 from partool.spec.numbers import duration
 
 _TAIL_BYTES = 1 << 16
+_PARTS_OF_STEPS = ("training", "fetching", "logging")
+"""Phases of ranks that are parts of each step (:data:`partool_runtime.pulse.IN_STEPS`)."""
+_LONG_PART_S = 10.0
+"""Seconds after which a part of a step, other than training itself, is worth a word."""
 
 
 def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
@@ -62,8 +66,9 @@ def step_age(run: Run, status: RunStatus) -> str:
     if progress is None or progress.attempt < status.attempt:
         return ""
     texts = [f"last step {duration(seconds_since(progress.step_at))} ago"] if progress.step_at else ["no step yet"]
-    if progress.phase != "training":
-        texts.append(f"{progress.phase} for {duration(seconds_since(progress.phase_at))}")
+    phase_s = seconds_since(progress.phase_at)
+    if progress.phase not in _PARTS_OF_STEPS or (progress.phase != "training" and phase_s >= _LONG_PART_S):
+        texts.append(f"{progress.phase} for {duration(phase_s)}")
     return ", ".join(texts)
 
 

@@ -18,6 +18,7 @@ from partool.planner.checks import fp8
 from partool.planner.checks import tensor as tensor_rules
 from partool.planner.checks.kernels import absolute, check_kernels, without_missing
 from partool.planner.checks.launching import check_decided, check_watchdog, environment
+from partool.planner.checks.stopping import check_restarts
 from partool.planner.checks.tensor_cuts import partition
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
@@ -172,7 +173,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     plan, about_saves = saves.settled(plan)
     plan = decided(plan)
     limits = [*about_saves, *check_decided(plan.launch, forecast(plan))]
-    limits += check_watchdog(plan.launch, plan.prediction.upper_step_s)
+    limits += [*check_watchdog(plan.launch, plan.prediction.upper_step_s), *check_restarts(plan)]
     found += limits
     findings = tuple(Finding(code=f.code, message=f.message) for f in found)
     return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": findings}), found)
@@ -205,12 +206,13 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
     from partool.planner.totals import totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
+    saved = saved_state(best.job, best.layout)
     fewer = candidates.fewer_devices(solution.problem)
     alternatives = comparison.alternatives(solution, best, fewer)
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     return {
         "prediction": Prediction(
-            memory=best.memory.model_copy(update=saved_state(best.job, best.layout)._asdict()),
+            memory=best.memory.model_copy(update=saved._asdict()),
             time=best.time,
             relative_error=time.error,
             evidence=time.words,
@@ -218,7 +220,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
             memory_evidence=memory.words,
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
-            totals=totals(solution.problem, best.layout, best.time, resolved.data),
+            totals=totals(solution.problem, best.layout, best.time, resolved.data, saved.saved_bytes),
         ),
         "alternatives": alternatives,
         "candidates": candidates.candidates(solution, best, fewer),

@@ -31,7 +31,9 @@ def decided(plan: Plan) -> Plan:
     own: their plans have no derivation.
     """
     every = _asked(plan, "checkpoint", "every")
-    if every == "auto":
+    if plan.engine != "partool":
+        every = 0 if every == "auto" else every
+    elif every == "auto":
         every = EVERY_OF_LONG_RUNS if plan.prediction.time.total_s > LONG_RUN_S else 0
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every": every})})
     if plan.engine != "partool":
@@ -56,6 +58,8 @@ def stopping_of(plan: Plan) -> Stopping:
     rest_s = sum(time.terms_s.get(name, 0.0) for name in _AFTER_AGREEMENT)
     step_s = min((1.0 + plan.prediction.relative_error) * (steps * time.step_time_s + rest_s), _MOST_RATE)
     size = plan.prediction.memory.saved_bytes * plan.devices.per_node
+    if plan.devices.nodes == 1 and plan.prediction.totals is not None:  # the ranks of one node write it all
+        size = plan.prediction.totals.checkpoint_bytes
     write_s = size / plan.devices.storage_bytes_per_s
     in_background = plan.checkpoint.mode == "async" and plan.layout.offload.optimizer != "nvme"
     writes = 2 if in_background and plan.checkpoint.every not in (0, "auto") else 1

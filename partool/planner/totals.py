@@ -10,30 +10,33 @@ from partool.plan.types import TimePrediction
 from partool.planner.checks.data_size import UncountedError, count_tokens
 from partool.planner.problem import Problem
 from partool.spec.training import DataSpec
+from partool.strategies.optimizers import OPTIMIZERS
 
 
-def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpec) -> Totals:
-    """Return the figures of the training of a layout; ``data`` is the spec's section with absolute paths."""
+def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpec, saved_bytes: int) -> Totals:
+    """Return the figures of the training of a layout.
+
+    ``data`` is the spec's section with absolute paths, ``saved_bytes`` the part of a checkpoint that a rank writes.
+    """
     spec, training = problem.spec, problem.spec.training
     trained = training.steps * training.global_batch * training.sequence_length
     held, unknown = _data_tokens(data)
     master = MASTER_BYTES[training.precision]
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
-    found = Totals(
+    moment = 2 if in_bf16 else master
+    frozen = spec.model.frozen
+    written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment)
+    if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
+        written = saved_bytes * layout.mesh.world_size
+    figures = Totals(
         trained_tokens=trained,
         data_tokens=held,
         data_unknown=unknown,
         epochs=trained / held if held and data.pack else None,
-        checkpoint_bytes=checkpoint_bytes(
-            problem.model,
-            spec.optimizer.name,
-            spec.model.frozen,
-            weight_bytes=master,
-            moment_bytes=2 if in_bf16 else master,
-        ),
+        checkpoint_bytes=written,
         price_per_device_hour=spec.hardware.price_per_device_hour,
     )
-    return found.priced(time.device_hours)
+    return figures.priced(time.device_hours)
 
 
 def _data_tokens(data: DataSpec) -> tuple[int | None, str]:

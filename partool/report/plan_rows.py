@@ -55,9 +55,9 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     yield "Training", f"{' × '.join(sizes)} = {amount(tokens)} tokens"
     yield "Data", _data(plan, totals)
     yield "Optimizer", _optimizer(plan)
-    yield "Checkpoint", _checkpoint(plan, totals)
-    if stop := stopping.stop_text(plan):
-        yield "Stop", stop
+    if plan.stopping is not None:
+        yield "Checkpoint", _checkpoint(plan, totals)
+        yield "Stop", stopping.stop_text(plan)
 
 
 def _machines(plan: Plan) -> str:

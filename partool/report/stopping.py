@@ -28,4 +28,4 @@ def saves_text(plan: Plan) -> str:
         text += f", the last {keep} kept" if keep > 1 else ""
     if asked or plan.stopping is None:
         return text
-    return f"{text} (auto: {'at most' if every == 0 else 'over'} {LONG_RUN_S / 3600:g} h as predicted)"
+    return f"{text} (auto: {'up to' if every == 0 else 'over'} {LONG_RUN_S / 3600:g} h)"

@@ -288,7 +288,7 @@ def _missing_help(path: SpecPath) -> str:
 def _type_help(path: SpecPath, item: dict[str, Any]) -> str:
     if item["type"] in ("dict_type", "model_type", "model_attributes_type"):
         return section_words(".".join(map(str, path)), item["input"], known_keys(path))
-    if item["input"] is False and path[:-1] == ("launch", "slurm", "options"):
+    if item["input"] is False and path[:1] == ("launch",) and path[-2:-1] == ("options",):
         return "leave the option out"
     if item["type"] == "bool_type" and truth(item["input"]):
         return f"did you mean `{truth(item['input'])}`?"

@@ -42,6 +42,10 @@ class ConfigurationError(Exception):
         return f"{self.code}: {self.message}" + (f"\n  help: {self.help}" if self.help else "")
 
 
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read for a reason that may be temporary: a lost peer or an I/O error."""
+
+
 class Preempted(Exception):  # noqa: N818 - not an error
     """The run was asked to stop and has written its checkpoint."""
 

@@ -28,11 +28,20 @@ STACK_SIGNAL = signal.SIGQUIT
 PAGE_BYTES = mmap.PAGESIZE
 """Size of the shared page; stacks follow it."""
 
-Phase = Literal["starting", "loading", "preparing", "training", "compiling", "validating", "saving", "ending"]
+Phase = Literal[
+    "starting", "loading", "preparing", "training", "compiling", "validating", "saving", "ending", "fetching", "logging"
+]
 """What a rank does: ``starting`` imports modules and joins the other ranks, ``loading`` reads data, weights or a
-checkpoint, ``preparing`` builds the model, ``ending`` comes after the last step."""
+checkpoint, ``preparing`` builds the model, ``ending`` comes after the last step. Within a step it is ``fetching`` the
+step's data and ``logging`` its result, both of which may wait for a file system."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_RECORD = struct.Struct("=QqqdQ")
+IN_STEPS: tuple[Phase, ...] = ("training", "fetching", "logging")
+"""Phases that are parts of a step."""
+_RECORD = struct.Struct("=QQqqdQ")
+"""Number of the message, phase, step, steps done, time, and the number once more: a message that is read while it is
+written has two numbers."""
+_READS = 100
+"""Attempts to read a message while the rank writes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,9 @@ class Pulse:
     def beat(self) -> None:
         """Tell that something was done."""
         self._beats += 1
-        _RECORD.pack_into(self._page, 0, PHASES.index(self._phase), self._step, self._done, self._step_at, self._beats)
+        phase = PHASES.index(self._phase)
+        message = _RECORD.pack(self._beats, phase, self._step, self._done, self._step_at, self._beats)
+        self._page[: _RECORD.size] = message  # in one copy; pack_into would clear the page first
 
     def enter(self, phase: Phase) -> None:
         """Tell that a phase begins."""
@@ -109,5 +120,8 @@ SILENT = Pulse()
 
 def read(page: mmap.mmap) -> RankProgress:
     """Return what a rank has told last."""
-    phase, step, done, step_at, beats = _RECORD.unpack_from(page)
+    for _ in range(_READS):
+        first, phase, step, done, step_at, beats = _RECORD.unpack(page[: _RECORD.size])
+        if first == beats:
+            break
     return RankProgress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, done, step_at)

@@ -104,7 +104,7 @@ class _Run:
         if first > 0 and self._validates(first) and not self._validate(first):
             return first  # a stop may have come between the last step and its validation: repeat that
         for step in range(first, steps):
-            with recorder.timer("data"):
+            with recorder.timer("data"), self.pulse.during("fetching"):
                 batch = self.data.step(step)
             result = self.stepper.step(step, batch, recorder.timer, self._flags)
             done = step + 1
@@ -115,7 +115,8 @@ class _Run:
                 due = not result.local and self.saver.due(done, passed)
                 if stopping or done == steps or due:
                     self._save(done, wait=stopping)
-            self._record(done, result)
+            with self.pulse.during("logging"):
+                self._record(done, result)
             if stopping and done < steps:
                 recorder.event("signal", name=self.stop.reason)
                 return done

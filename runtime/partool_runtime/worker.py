@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent(int(agent), signal.SIGKILL)
     faulthandler.enable()
     keep_compiled_code_private(os.environ)
-    pulse = Pulse.from_environment()
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))
     stop = StopRequest(starting_file(arguments.run_dir, attempt, rank))
     stop.install()
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     try:
+        pulse = Pulse.from_environment()
         plan = load_plan(arguments.plan)
         load_job(plan.job)(plan, arguments.run_dir, arguments.resume or restarted, stop, pulse)
         stop.retire()

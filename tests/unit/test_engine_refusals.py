@@ -36,6 +36,8 @@ NAN, INF = float("nan"), float("inf")
         {"adapter_name_or_path": "out"}, {"use_dora": True}, {"prompt_tuning_init": "TEXT"}, {"train_type": "lora"},
         {"finetuning_type": "freeze"}, {"freeze_backbone": True}, {"tune_mm_mlp_adapter": True}, {"stage": "dpo"},
         {"stage": "rm"}, {"freeze_trainable_layers": 2}, {"cutoff_len": 512}, {"unfreeze_layers": "all"},
+        {"freeze_layers": 16, "use_peft": False}, {"load_in_4bit": True, "use_peft": False},
+        {"freeze_vision_tower": True, "finetuning_type": "full"},
     ],
     ids=str,
 )  # fmt: skip

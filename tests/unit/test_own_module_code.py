@@ -168,12 +168,12 @@ def test_kept_descriptions_are_those_of_the_files(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(transformers_process, "_answer", answer)
     monkeypatch.setattr(transformers_process, "code_allowed", lambda: True)
     model = {"module": "nets.model:Net", "config": {"layers": 2}, "folder": str(folder)}
-    first = transformers_process.describe_module(model)
+    first = transformers_process.describe_module(model, 64)
     (folder / "unused.py").write_text("", encoding="utf-8")
-    assert transformers_process.describe_module(model) == first
+    assert transformers_process.describe_module(model, 64) == first
     assert len(asked) == 1
     (folder / "helper.py").write_text("width = 32\n", encoding="utf-8")
-    assert transformers_process.describe_module(model) != first
+    assert transformers_process.describe_module(model, 64) != first
     assert len(asked) == 2
 
 

@@ -234,9 +234,9 @@ def test_several_problems_come_in_one_run() -> None:
 
 def test_vocabularies_are_held_to_the_data_not_to_a_tokenizer_that_reads_none(tmp_path: Path) -> None:
     """Only token files can state their vocabulary; the byte tokenizer applies to text only."""
-    for name, sidecar in (("known", '{"vocab": 50}'), ("unknown", "{")):
+    for name, sidecar in (("known", '{"dtype": "uint16", "count": 2, "vocab": 50}'), ("unknown", "{")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "a.bin").write_bytes(b"")
+        (tmp_path / name / "a.bin").write_bytes(bytes(4))
         (tmp_path / name / "a.json").write_text(sidecar)
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("text")
@@ -393,6 +393,20 @@ def test_host_memory_is_a_limit() -> None:
     found = planner_says(text, ["hardware.host_memory_gib=60"])
     assert found.plan is None
     assert "PT301" in codes(found)
+
+
+def test_a_batch_that_does_not_bind_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 sequences four of eight ranks could have equal numbers; the layout has fewer data-parallel ranks."""
+    text = "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
+    text += "training: {global_batch: 100, sequence_length: 2048}\nparallel: {data: {zero: 1}, tensor: {degree: 8}}\n"
+
+    def quickest(problem: object) -> None:
+        raise AssertionError("a search for another batch")
+
+    monkeypatch.setattr("partool.planner.explain.batches.quickest", quickest)
+    planned = planner_says(text.replace(", tensor: {degree: 8}", ""), ["parallel.pipeline.stages=4"])
+    assert planned.plan is not None
+    assert "PT463" not in codes(planned)
 
 
 def test_a_batch_that_leaves_no_good_layout_is_named() -> None:

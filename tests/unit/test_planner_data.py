@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import os
 import struct
@@ -17,6 +18,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
 from partool.plan.types import NOT_RUN
 from partool.planner.checks import data_size
+from partool.planner.checks.data_sample import files_of
 from partool.planner.checks.data_size import UncountedError, count_tokens
 from partool.planner.resolve import resolve
 from partool.spec import load_text
@@ -210,6 +212,37 @@ def test_tokens_that_nobody_can_count_say_why(tmp_path: Path, monkeypatch: pytes
     assert "not on this machine" in why(source=str(tmp_path / "none"))
     monkeypatch.setattr(data_size, "MOST_FILES", 1)
     assert "more than 1 files" in why(source=[str(tmp_path / "a.txt"), "python-stdlib"])
+
+
+def test_one_source_that_is_elsewhere_leaves_the_tokens_unknown(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 999)
+    here, elsewhere = str(tmp_path / "a.txt"), str(tmp_path / "none" / "*.bin")
+    assert count_tokens(DataSpec(source=[here], tokenizer="bytes")) == 1000
+    with pytest.raises(UncountedError, match="not on this machine"):
+        count_tokens(DataSpec(source=[here, elsewhere], tokenizer="bytes"))
+
+
+def test_folders_that_cannot_be_read_are_left_out_as_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system has ``lost+found``, which only root reads; the source itself must be readable."""
+    (tmp_path / "data" / "lost+found").mkdir(parents=True)
+    (tmp_path / "data" / "text").mkdir()
+    (tmp_path / "data" / "text" / "a.txt").write_text("x" * 9)
+    scan, refused = os.scandir, {str(tmp_path / "data" / "lost+found")}
+
+    def scandir(path: str) -> Any:
+        if str(path) in refused:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [file.name for file in files_of(str(tmp_path / "data"))] == ["a.txt"]
+    refused.add(str(tmp_path / "data"))
+    with pytest.raises(PermissionError):
+        list(files_of(str(tmp_path / "data")))
+    with pytest.raises(UncountedError, match="Permission denied"):
+        count_tokens(DataSpec(source=str(tmp_path / "data"), tokenizer="bytes"))
 
 
 def test_a_plan_says_tokens_epochs_and_cost(tmp_path: Path) -> None:

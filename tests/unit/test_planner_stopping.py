@@ -16,6 +16,7 @@ from partool.cli import render as render_command
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.planner.checks.launching import check_decided
+from partool.planner.checks.stopping import check_restarts
 from partool.planner.elastic import resized
 from partool.planner.stopping import decided, forecast, stopping_of, worst_loss
 from partool.render import Job, render
@@ -81,7 +82,7 @@ def test_the_window_of_a_large_plan(large: Plan) -> None:
     assert large.launch.shutdown_timeout_s == 330
     assert "shutdown_timeout_s" not in large.spec["launch"]
     assert "checkpoint" not in large.spec
-    assert saves_text(large) == "every 30min, the last 3 kept (auto: over 1 h as predicted)"
+    assert saves_text(large) == "every 30min, the last 3 kept (auto: over 1 h)"
     assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 2 × 115 s at 1 GB/s" in stop_text(large)
     assert "a shorter notice (spot) loses up to 30min of training" in stop_text(large)
 
@@ -128,10 +129,10 @@ def test_a_written_signal_bounds_the_window_and_is_compared(large: Plan) -> None
 
 
 def test_a_limit_shorter_than_the_signal_is_an_error(large: Plan) -> None:
-    plan = asked(large, slurm={"partition": "gpu", "time": "7:00"})
+    plan = asked(large, slurm={"partition": "gpu", "time": "2:30"})
     error = next(one for one in found(plan) if one.severity == "error")
-    assert "time: 7:00 is 420 s, and the run is signalled to stop 420 s before it ends" in error.message
-    longer = asked(large, slurm={"partition": "gpu", "time": "8:00"})
+    assert "time: 2:30 is 150 s, and the run is signalled to stop 150 s before it ends" in error.message
+    longer = asked(large, slurm={"partition": "gpu", "time": "2:31"})
     assert "error" not in {one.severity for one in found(longer)}
 
 
@@ -145,6 +146,26 @@ def test_a_stop_that_slurm_cannot_announce_early_enough() -> None:
     here = asked(plan.model_copy(update={"launch": LaunchSpec()}), target="local")
     assert here.launch.shutdown_timeout_s > 75_000
     assert found(here) == []
+
+
+def test_short_jobs_are_not_all_stop() -> None:
+    """A window that would take most of a job's time limit is cut, and that is said where the run needs a second job."""
+    plan = timed(launch_plan(), 97.0, GIB, total_s=5000.0)
+    assert asked(plan, slurm={"partition": "gpu", "time": "1:00:00"}).launch.shutdown_timeout_s == 150
+    short = asked(plan, slurm={"partition": "gpu", "time": "0:05:00"})
+    assert (short.launch.shutdown_timeout_s, lead_s(short.launch)) == (60, 150)
+    assert [(one.code, one.severity) for one in found(short)] == [("PT340", "warning"), ("PT527", "warning")]
+    assert found(short)[0].message.startswith("time: 0:05:00 is short")
+    ends = asked(timed(launch_plan(), 97.0, GIB, total_s=120.0), slurm={"partition": "gpu", "time": "0:05:00"})
+    assert found(ends) == []
+
+
+def test_restarts_of_a_short_run_are_told_to_begin_anew() -> None:
+    plan = decided(timed(launch_plan(), 1.0, GIB, total_s=60.0))
+    plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"restarts": 2})})
+    assert [(one.code, one.severity) for one in check_restarts(plan)] == [("PT227", "note")]
+    for written in ({"every": 0}, {"every": 5}):  # rules of the spec judge what is written
+        assert list(check_restarts(plan.model_copy(update={"spec": {"checkpoint": written}}))) == []
 
 
 def test_small_runs_keep_a_minute() -> None:

@@ -19,6 +19,7 @@ from often import often
 from partool_runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
+    _manifest,
     load_folder,
     load_newest,
     newest_step,
@@ -304,6 +305,27 @@ def test_without_an_intact_checkpoint_nothing_is_renamed_or_begun_anew(tmp_path)
     with pytest.raises(ConfigurationError, match=r"PT611.*step-00000002.*\n.*no intact checkpoint to fall back to"):
         load_newest(checkpointer, load, fallback=True)
     assert names(tmp_path) == before
+    checkpointer.close()
+
+
+def test_a_file_server_that_fails_is_no_damage(tmp_path, monkeypatch):
+    checkpointer = open_folder(tmp_path, keep=2)
+    for step in (1, 2):
+        save(checkpointer, step)
+    before = names(tmp_path)
+
+    def stale(file):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+
+    def load(step, advise):
+        checkpointer.load(step, blank(state_of(1)), advise=advise)
+
+    monkeypatch.setattr(_manifest, "file_digest", stale)
+    with pytest.raises(CheckpointError, match=r"step-00000002.*cannot be read: Stale"):
+        load_newest(checkpointer, load, fallback=True)
+    monkeypatch.undo()
+    assert names(tmp_path) == before
+    assert load_newest(checkpointer, load, fallback=True).step == 2
     checkpointer.close()
 
 

@@ -14,7 +14,7 @@ from partool.plan.event_log import event_log
 from partool_runtime.agent.failures import FailureLog
 from partool_runtime.agent.node_messages import Outcome
 from partool_runtime.agent.run import _window_s
-from partool_runtime.agent.stops import losses, waiting
+from partool_runtime.agent.stops import left_without_checkpoint, losses, waiting
 from partool_runtime.agent.supervision import Reaction, Supervision
 from partool_runtime.agent.together import judged
 
@@ -110,3 +110,10 @@ def test_the_lock_outlasts_the_stop_of_the_attempt_before(tmp_path: Path) -> Non
     assert _window_s(file) == 60
     file.write_text(launch_plan(shutdown_timeout_s=900).to_json())
     assert _window_s(file) == 900
+
+
+def test_nothing_is_lost_of_a_run_whose_last_step_is_saved() -> None:
+    watch = killed_late({0: 0, 1: -9})
+    assert left_without_checkpoint(watch)
+    watch.complete = True
+    assert not left_without_checkpoint(watch)

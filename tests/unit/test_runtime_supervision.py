@@ -19,6 +19,7 @@ from partool.plan.run import rank_log
 from partool_runtime.agent.error_files import ErrorRecord, put_record, read_errors, write_error
 from partool_runtime.agent.report import summarise
 from partool_runtime.agent.run import _stop_signals, main
+from partool_runtime.agent.standing import Standing
 from partool_runtime.agent.supervision import FAILURE_GRACE_S, FINISH_GRACE_S, Reaction, Supervision
 from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
@@ -136,6 +137,13 @@ def test_a_saved_last_step_does_not_hide_a_failure(watch: Supervision) -> None:
     assert watch.observe({0: 1, 1: None}, FAILURE_GRACE_S) is Reaction.KILL
     watch.observe({0: 1, 1: -9}, 4)
     assert watch.exit_code == 1
+
+
+def test_other_nodes_have_a_moment_to_write_stacks_of_a_stall(watch: Supervision) -> None:
+    watch.stalled, watch.standing_elsewhere = "rank 1 made no progress", Standing(2, 5, 0.0)
+    assert watch.observe({0: None, 1: None}, 0) is Reaction.WAIT
+    assert watch.observe({0: None, 1: None}, FAILURE_GRACE_S) is Reaction.KILL
+    assert watch.killed == "rank 1 made no progress"
 
 
 def test_a_stall_ends_the_ranks_and_may_be_restarted(watch: Supervision) -> None:

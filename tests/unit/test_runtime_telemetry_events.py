@@ -45,7 +45,7 @@ def test_a_log_cut_anywhere_reads_up_to_its_last_whole_line_and_goes_on(tmp_path
 
 
 def test_other_versions_and_other_json_are_passed_over() -> None:
-    good = {"v": 1, "kind": "step", "t": 0.0, "rank": 0, "data": {}}
+    good = {"v": 1, "kind": "step", "t": 0.0, "rank": 0, "data": {"step": 1}}
     assert parse_event(json.dumps(good)) == good
     for bad in ({**good, "v": 2}, {"v": 1}, [1], 3):
         assert parse_event(json.dumps(bad)) is None
@@ -76,10 +76,11 @@ def test_the_tail_begins_at_a_whole_line(tmp_path: Path) -> None:
 
 def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path, 0)
-    writer.write("step", {"loss": float("nan"), "terms_s": {"forward": float("inf")}, "list": [1.5, -float("inf")]})
+    terms = {"forward": float("inf")}
+    writer.write("step", {"step": 1, "loss": float("nan"), "terms_s": terms, "list": [1.5, -float("inf")]})
     writer.close()
     (event,) = read_events(event_log(tmp_path, 0))
-    assert event["data"] == {"loss": None, "terms_s": {"forward": None}, "list": [1.5, None]}
+    assert event["data"] == {"step": 1, "loss": None, "terms_s": {"forward": None}, "list": [1.5, None]}
 
 
 def test_a_failed_write_is_reported_once_and_does_not_stop_the_run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from partool_runtime.agent.watchdog import (
     Stall,
     Watchdog,
 )
-from partool_runtime.pulse import PHASES, VARIABLE, Phase, Pulse, RankProgress
+from partool_runtime.pulse import PHASES, VARIABLE, Phase, Pulse, RankProgress, read
 from partool_runtime.torch_internals.compiling import watch_compilation
 
 PREDICTED_S = 2.0
@@ -308,3 +310,58 @@ def test_the_note_about_progress_survives_damage(tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text('{"attempt": "two"')
     assert read_progress(tmp_path) is None
     assert seconds_since(time.time() + 3600) == 0.0
+
+
+def test_a_step_that_waits_for_its_data_is_no_hang() -> None:
+    """A file server that fails over for minutes stops all ranks of a run of short steps."""
+    ranks = Ranks()
+    for _ in range(10):
+        for rank in ranks.progress:
+            ranks.tell(rank, "fetching")
+        ranks.pause(0.5)
+        ranks.steps(1, 0.5)
+    assert ranks.watchdog.upper_bar_s() == PREDICTED_S  # such steps are measured
+    for rank in ranks.progress:
+        ranks.tell(rank, "fetching")
+    assert ranks.pause(600.0, 10.0) is None
+
+
+def test_a_full_file_system_leaves_ranks_unwatched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = {tmp_path / "full": False, tmp_path / "free": True}
+    for folder in room:
+        folder.mkdir()
+
+    def allocate(descriptor: int, start: int, count: int) -> None:
+        if not room[Path(f"/proc/self/fd/{descriptor}").readlink().parent]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.truncate(descriptor, start + count)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    pulses = Pulses(tuple(room))
+    path = pulses.open(0)
+    assert path is not None
+    assert path.parent.name == "free"
+    assert pulses.progress()[0].beats == 0
+    room[tmp_path / "free"] = False
+    assert pulses.open(0) is None
+    assert (pulses.progress(), pulses.stack(0)) == ({}, "")
+    pulses.close()
+    assert [list(folder.iterdir()) for folder in room] == [[], []]
+
+
+def test_messages_that_are_being_written_are_read_anew() -> None:
+    pulse = Pulse()
+    pulse.stepped(7)
+    good = bytes(pulse._page)
+    torn = bytes(8) + good[8:]
+
+    class Page:
+        reads = 0
+
+        def __getitem__(self, part: slice) -> bytes:
+            self.reads += 1
+            return (torn if self.reads < 4 else good)[part]
+
+    page = Page()
+    assert read(page).step == 7  # type: ignore[arg-type]
+    assert page.reads == 4

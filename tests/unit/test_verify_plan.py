@@ -178,7 +178,7 @@ def test_what_a_dry_run_cannot_do_is_named(
     done = command("plan", str(spec), "--verify")
     assert done.exit_code == 3
     assert "error[PT516]" in done.output
-    assert "Memory per rank" in done.output, "the plan is shown"
+    assert "\nMemory " in done.output, "the plan is shown"
     monkeypatch.setattr("partool.verify.execute._MODULE", "partool_runtime.no_such_module")
     with pytest.raises(DryRunError) as caught:
         verified(plan_of(SPEC))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def sample(source: str, data: DataSpec) -> None:
 def files_of(source: str) -> Iterator[Path]:
     """Yield the files of a source (a file, a folder or a pattern) on this machine, as they are come upon."""
     if os.path.isdir(source):
-        for folder, folders, names in os.walk(source, onerror=_refuse):
+        for folder, folders, names in os.walk(source, onerror=partial(_refuse, source)):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
     elif glob.has_magic(source) and not os.path.exists(source):
@@ -60,8 +61,10 @@ def files_of(source: str) -> Iterator[Path]:
         yield Path(source)
 
 
-def _refuse(error: OSError) -> None:
-    raise error  # os.walk itself leaves out folders that it cannot read
+def _refuse(source: str, error: OSError) -> None:
+    """Raise the error if the source itself cannot be read; folders in it are left out, as the runtime does."""
+    if error.filename == source:
+        raise error
 
 
 def _read(path: Path, data: DataSpec) -> None:

@@ -31,16 +31,26 @@ def count_tokens(data: DataSpec) -> int:
     total = 0
     seen: set[Path] = set()
     for source in sources:
-        for path in _files(source):
+        here = False
+        for path in _readable(source):
+            here = True
             if path in seen or _is_companion(path, data):
                 continue
             seen.add(path)
             if len(seen) > MOST_FILES:
                 raise UncountedError(f"there are more than {MOST_FILES:,} files")
             total += _tokens(path, data)
-    if not total:
-        raise UncountedError("the files are not on this machine; plan where they are")
+        if not here:
+            raise UncountedError("the files are not on this machine; plan where they are")
     return total
+
+
+def _readable(source: str) -> Iterator[Path]:
+    """Yield the files of a source; raises UncountedError where the system refuses to list them."""
+    try:
+        yield from _files(source)
+    except OSError as error:
+        raise UncountedError(f"{source} cannot be read: {error.strerror}") from error
 
 
 def _files(source: str) -> Iterator[Path]:

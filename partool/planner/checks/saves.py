@@ -31,6 +31,8 @@ def settled(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
         chosen = with_mode(plan, "sync")
     elif asked == "sync":
         chosen = plan
+    elif ranks_bytes(with_mode(plan, "sync")) > room_bytes(plan):  # too little without a save: other rules say so
+        chosen = in_background if asked == "async" else with_mode(plan, "sync")
     elif ranks_bytes(in_background) <= room_bytes(plan):
         chosen = in_background
     elif asked == "auto":
@@ -64,9 +66,9 @@ def _in_pieces(plan: Plan) -> Diagnostic:
 
 
 def _too_large(plan: Plan) -> Diagnostic:
-    message = f"mode: async ends the ranks at their first save: {_sizes(plan)}"
+    message = f"mode: async may end the ranks at their first save: {_sizes(plan)}"
     help = "use mode: auto, which writes block by block, or state hardware.host_memory_gib if the nodes have more"
-    return Diagnostic("PT345", message, path=_PATH, help=help)
+    return Diagnostic("PT345", message, severity="warning", path=_PATH, help=help)
 
 
 def _sizes(plan: Plan) -> str:

@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic
+from partool.plan.types import Plan
 from partool.spec.launch import LaunchSpec
 from partool.spec.targets.rules import Forecast, rules_of
+
+
+def check_restarts(plan: Plan) -> Iterator[Diagnostic]:
+    """Note that a restart begins at step 0 where ``checkpoint.every: auto`` writes no checkpoint before the end.
+
+    A written 0 is a warning of :mod:`partool.spec.checks`.
+    """
+    written = plan.spec.get("checkpoint", {})
+    decided = not isinstance(written, dict) or written.get("every", "auto") == "auto"
+    if decided and plan.checkpoint.every == 0 and plan.launch.restarts and plan.engine == "partool":
+        message = f"restarts: {plan.launch.restarts}, and a run this short writes no checkpoint before its end"
+        help = "a restart begins at step 0; checkpoint: {every: 10min} limits what it repeats"
+        yield Diagnostic("PT227", message, severity="note", path=("launch", "restarts"), help=help)
 
 
 def check_window(launch: LaunchSpec, expected: Forecast) -> Iterator[Diagnostic]:

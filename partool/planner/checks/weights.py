@@ -82,7 +82,7 @@ def _unreadable(folder: Path, source: str, severity: Severity, path: tuple[str, 
         for file in weight_files(folder) if source == "hf" else ():
             check_weight_file(file)
     except WeightsError as error:
-        yield Diagnostic("PT620", str(error), severity, path, help=error.help or _HELP[source])
+        yield Diagnostic("PT620", str(error), severity, path, help=f"{error.help} {_HELP[source]}".strip())
     except OSError as error:
         yield Diagnostic("PT620", f"{folder} cannot be read: {error.strerror}", severity, path, help=_HELP[source])
 

@@ -26,7 +26,7 @@ def awkward_batch(problem: Problem, best: Priced) -> Iterator[Diagnostic]:
     batch = problem.spec.training.global_batch
     ranks = problem.world_size // prod(problem.pinned_degrees.values())
     near = beside(batch, ranks)
-    if not near or best.layout.mesh.dp > gcd(batch, ranks):
+    if not near or best.layout.mesh.dp < gcd(batch, ranks):  # the batch would allow more ranks than are taken
         return
     here = quickest(problem)
     there = {other: quickest(problem.with_training(global_batch=other)) for other in near}

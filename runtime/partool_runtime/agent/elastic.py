@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,17 +258,13 @@ class _Agent(LocalElasticAgent):
         }
         self._look_at_progress(alive)
         self._hooks.look()
+        if supervision.stalled_elsewhere:
+            self._watch.write_stacks(alive)  # before the other node ends its ranks, and these fail with them
         begun = not supervision.asked or self._logs.begun
         action = supervision.observe(codes, self._clock.now(), begun=begun, at=time.time())
         running = [process.pid for process in processes.values() if process.returncode is None]
         if action is Reaction.STOP:
-            self._saved_step = self._hooks.saved_step()
-            if supervision.signals:
-                with suppress(OSError):  # the terminal may have been closed
-                    say(f"partool: {waiting(supervision.signals, supervision.shutdown_timeout_s)}", err=True)
-            number = self._supervision.signals[0] if self._supervision.signals else signal.SIGTERM
-            for pid in running:
-                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+            self._ask_to_stop(running)
         elif action is Reaction.KILL:
             if supervision.stalled or supervision.stalled_elsewhere:
                 self._watch.write_stacks(alive)
@@ -289,6 +285,17 @@ class _Agent(LocalElasticAgent):
         if result.is_failed() and not (self._supervision.may_restart and self._hooks.restart_helps()):
             raise _AttemptEndedError
         return result
+
+    def _ask_to_stop(self, running: Sequence[int]) -> None:
+        """Send the ranks' processes the request to stop, and say how long the agent waits for their checkpoint."""
+        supervision = self._supervision
+        self._saved_step = self._hooks.saved_step()
+        if supervision.signals:
+            with suppress(OSError):  # the terminal may have been closed
+                say(f"partool: {waiting(supervision.signals, supervision.shutdown_timeout_s)}", err=True)
+        number = supervision.signals[0] if supervision.signals else signal.SIGTERM
+        for pid in running:
+            os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _look_at_progress(self, alive: Mapping[int, int]) -> None:
         """Note in ``supervision`` if a rank makes no progress, unless the ranks are ending anyway."""

@@ -81,8 +81,8 @@ class RankLogs(LogsSpecs):
             env["PARTOOL_AGENT_PID"] = str(os.getpid())
             if self._bound is not None:
                 env.update(self._bound.environment(local_rank))
-            if self._pulses is not None:
-                env[VARIABLE] = str(self._pulses.open(rank))
+            if self._pulses is not None and (pulse := self._pulses.open(rank)) is not None:
+                env[VARIABLE] = str(pulse)
             if self._echo == "all":
                 self._follow(stdout, sys.stdout, rank)
                 self._follow(stderr, sys.stderr, rank)

@@ -21,7 +21,8 @@ def waiting(signals: Sequence[signal.Signals], window_s: float) -> str:
 
 def left_without_checkpoint(supervision: Supervision) -> bool:
     """Return True if ranks that were asked to stop were killed before a checkpoint was complete."""
-    return supervision.asked and bool(supervision.killed) and not supervision.early and not supervision.saved
+    safe = supervision.early or supervision.saved or supervision.complete
+    return supervision.asked and bool(supervision.killed) and not safe
 
 
 def losses(failures: FailureLog, *, target: str, run_dir: Path, since: float | None) -> str:

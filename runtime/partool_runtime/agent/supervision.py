@@ -109,9 +109,11 @@ class Supervision:
             return self._kill(now, self.killed)
         if len(self.signals) > 1 and signal.SIGINT in self.signals:
             return self._kill(now, "interrupted a second time")
-        if self.stalled:
+        if self.stalled and self.standing_elsewhere is None:
             return self._kill(now, self.stalled)
-        if any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
+        if self.stalled:  # ranks of other nodes would end with these before their agents have their stacks
+            self._allow(now, FAILURE_GRACE_S, self.stalled)
+        elif any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
             self._allow(now, FAILURE_GRACE_S, "another rank had failed")
         elif self.trouble_elsewhere:
             self._allow(now, FAILURE_GRACE_S, self.trouble_elsewhere)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partool_runtime.pulse import Phase, RankProgress
+from partool_runtime.pulse import IN_STEPS, Phase, RankProgress
 
 Setting = Literal["auto", "off"] | int
 
@@ -22,8 +22,8 @@ STALLED_STEPS = 8.0
 """Steps without progress after which any process counts as stalled: a stall of five steps beside a step is none."""
 _PATIENCE_S: dict[Phase, float] = {"loading": 86_400.0, "saving": 7_200.0}
 _USUAL_PATIENCE_S = 3_600.0
-"""Seconds without progress outside of steps. While loading, a rank may wait for the data cache of another job; in a
-save, ranks wait up to half an hour for each other in each of several exchanges."""
+"""Seconds without progress outside of steps, and where a step waits for files. While loading, a rank may wait for the
+data cache of another job; in a save, ranks wait up to half an hour for each other in each of several exchanges."""
 _WARM_STEPS = 3
 """Steps of an attempt after which limits follow their times; the first steps compile and tune kernels."""
 _MEASURED_STEPS = 50
@@ -114,12 +114,12 @@ class Watchdog:
         if seen.beats == before.beats:
             return
         watched.progress, watched.at = seen, now
-        watched.interrupted |= seen.phase != "training"
+        watched.interrupted |= seen.phase not in IN_STEPS
         if seen.done == before.done:
             return
         if before.done and not watched.interrupted:
             watched.steps_s.append((seen.step_at - before.step_at) / (seen.done - before.done))
-        watched.interrupted = seen.phase != "training"
+        watched.interrupted = seen.phase not in IN_STEPS
 
     def _limit_s(self, watched: _Watched) -> float:
         fixed_s = float(self._setting) if isinstance(self._setting, int) else 0.0

@@ -5,13 +5,13 @@ step, the caller's JSON and the size and checksum of every file. The folder must
 share.
 """
 
-from partool_runtime.checkpoint._agreement import CheckpointError
 from partool_runtime.checkpoint._arena import Arena, open_arena
 from partool_runtime.checkpoint._fallback import Resumed, load_newest
 from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
 from partool_runtime.checkpoint._plan import StatePart, parts_to_save
 from partool_runtime.checkpoint._reading import VerifiedFolder, load_folder, parts_to_load, tensor_shapes
 from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
+from partool_runtime.errors import CheckpointError
 
 __all__ = [
     "Arena",

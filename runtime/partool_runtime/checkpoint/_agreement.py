@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 
 from partool_runtime.checkpoint._messages import decode, encode
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")
-
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written or read for a reason that may be temporary: a lost peer or an I/O error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partool_runtime.checkpoint._files import Files, HashedFile, file_digest, new_hash
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.errors import CheckpointError, ConfigurationError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -79,7 +79,10 @@ def newest_step(folder: Path) -> int | None:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Read the manifest of a checkpoint's folder; raises ConfigurationError PT610 (missing), PT611 (damaged)."""
+    """Read the manifest of a checkpoint's folder.
+
+    Raises ConfigurationError PT610 (missing), PT611 (damaged), and CheckpointError if the system cannot read it now.
+    """
     if not path.is_dir():
         raise ConfigurationError("PT610", f"there is no checkpoint at {path}", _siblings_help(path))
     try:
@@ -99,7 +102,9 @@ def read_manifest(path: Path) -> CheckpointManifest:
         return CheckpointManifest(**body)
     except FileNotFoundError:
         raise ConfigurationError("PT611", f"{path / MANIFEST} is missing: the checkpoint is not complete") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise _unreadable(path / MANIFEST, error) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError("PT611", f"{path / MANIFEST} cannot be read: {error}") from error
 
 
@@ -115,7 +120,7 @@ def _siblings_help(path: Path) -> str:
 def check_files(path: Path, manifest: CheckpointManifest, names: Sequence[str], *, content: bool) -> None:
     """Compare the sizes of files with the manifest and, if ``content`` is True, also their checksums.
 
-    Raises ConfigurationError PT611 naming the file.
+    Raises ConfigurationError PT611 naming the file, and CheckpointError if the system cannot read a file now.
     """
     for name in names:
         size_bytes, digest = manifest.files[name]
@@ -129,7 +134,7 @@ def check_files(path: Path, manifest: CheckpointManifest, names: Sequence[str], 
         except FileNotFoundError:
             raise ConfigurationError("PT611", f"{file} is missing") from None
         except OSError as error:
-            raise ConfigurationError("PT611", f"{file} cannot be read: {error.strerror}") from error
+            raise _unreadable(file, error) from error
 
 
 def is_intact(path: Path, *, content: bool) -> bool:
@@ -137,6 +142,11 @@ def is_intact(path: Path, *, content: bool) -> bool:
     try:
         manifest = read_manifest(path)
         check_files(path, manifest, list(manifest.files), content=content)
-    except ConfigurationError:
+    except (ConfigurationError, CheckpointError):
         return False
     return True
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    """Return the error about a file that the system does not read now, which proves no damage: a file server fails."""
+    return CheckpointError(f"{file} cannot be read: {error.strerror}")

@@ -36,7 +36,7 @@ from partool_runtime.checkpoint._manifest import (
 from partool_runtime.checkpoint._metadata import read_metadata
 from partool_runtime.checkpoint._pickled import PickleError
 from partool_runtime.checkpoint._plan import State, StatePart, blocks_of, holds_any
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.errors import CheckpointError, ConfigurationError
 from partool_runtime.pieces import Placed, Value
 
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -135,7 +135,7 @@ def _checked_metadata(path: Path, manifest: CheckpointManifest) -> Metadata:
             (path / METADATA).read_bytes(), {name: size_bytes for name, (size_bytes, _) in manifest.files.items()}
         )
     except OSError as error:
-        raise ConfigurationError("PT611", f"{path / METADATA} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path / METADATA} cannot be read: {error.strerror}") from error
     except PickleError as error:
         raise ConfigurationError("PT685", f"{path / METADATA} is refused: {error}", _REFUSED) from error
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
 from partool_runtime.checkpoint import _folders
-from partool_runtime.checkpoint._agreement import CheckpointError, SavingRanks
+from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._files import Files, HashedFileSystem
 from partool_runtime.checkpoint._manifest import CheckpointManifest, check_files, step_folder, write_manifest
 from partool_runtime.checkpoint._plan import StateBlocks, WritePlan
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.errors import CheckpointError, ConfigurationError
 from partool_runtime.torch_internals.checkpoint_items import write_blocks
 
 _OVERHEAD_BYTES = 1 << 20

@@ -11,6 +11,7 @@ import hashlib
 import site
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
@@ -38,18 +39,18 @@ class UserCode(MetaPathFinder):
         self._package, self._folder, self._allowed = package, Path(folder).resolve(), allowed
         self._before = {name.partition(".")[0] for name in sys.modules} | set(_OURS)
         self._roots = [Path(root).resolve() for root in _installed_roots()]
-        self._searching = False
+        self._search = threading.local()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the module that the other finders find; raises ConfigurationError PT591 or PT655 for refused code."""
-        if self._searching:
+        if getattr(self._search, "runs", False):  # one of the other finders asks all finders
             return None
-        self._searching = True
+        self._search.runs = True
         try:
             others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
             spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
         finally:
-            self._searching = False
+            self._search.runs = False
         if spec is None or spec.origin is None or not spec.has_location or not self._is_users(name, spec.origin):
             return spec  # a package without a file, a namespace, runs nothing
         file = file_of_module(name, Path(spec.origin), package=spec.submodule_search_locations is not None)

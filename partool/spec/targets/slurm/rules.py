@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
-from partool.spec.launch import LaunchSpec
+from partool.spec.launch import SHORTEST_WINDOW_S, LaunchSpec
 from partool.spec.numbers import duration
 from partool.spec.targets.rules import Forecast, TargetRules
 
@@ -146,9 +146,12 @@ class SlurmRules(TargetRules):
             yield from _requeues(launch, time_s(launch.slurm.time) - lead_s(launch), expected)
 
     def longest_window_s(self, launch: LaunchSpec) -> int | None:
-        """Return what ``signal_lead_s``, or the longest lead that Slurm allows, leaves for a checkpoint."""
+        """Return what ``signal_lead_s``, or the longest lead that is sensible, leaves for a checkpoint.
+
+        That is the longest that Slurm allows, or half of the job's time limit, so that most of a job is training.
+        """
         lead = launch.slurm.signal_lead_s
-        return MOST_LEAD_S - LEAD_BEYOND_SHUTDOWN_S if lead is None else max(lead - _SUMMARY_S, 1)
+        return _longest_window_s(launch.slurm.time) if lead is None else max(lead - _SUMMARY_S, 1)
 
     def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
         """Return (keys of the field, value, bytes) of ``launch.slurm.memory``; None if a job gets all of its nodes."""
@@ -198,6 +201,11 @@ def _times(launch: LaunchSpec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT527", message, path=(*_PATH, "time"), help=help)
 
 
+def _longest_window_s(limit: str | None) -> int:
+    half_s = MOST_LEAD_S if limit is None else time_s(limit) // 2
+    return max(min(MOST_LEAD_S, half_s) - LEAD_BEYOND_SHUTDOWN_S, SHORTEST_WINDOW_S)
+
+
 def _late_signal(launch: LaunchSpec, expected: Forecast) -> Iterator[Diagnostic]:
     """Warn if Slurm signals the job later than a step and a checkpoint need."""
     lead, usual = lead_s(launch), expected.window_s + LEAD_BEYOND_SHUTDOWN_S
@@ -211,6 +219,12 @@ def _late_signal(launch: LaunchSpec, expected: Forecast) -> Iterator[Diagnostic]
         )
         help = f"{expected.stop_words}: a smaller global_batch has shorter steps; a limit can lose {expected.loss}"
         yield Diagnostic("PT340", message, severity="warning", path=_PATH, help=help)
+    elif launch.slurm.time is not None and launch.window_s == _longest_window_s(launch.slurm.time) < expected.stop_s:
+        if expected.total_s <= time_s(launch.slurm.time) - lead:  # the job ends before its limit
+            return
+        message = f"time: {launch.slurm.time} is short: of each job, a stop may take {expected.stop_s:,} s"
+        help = f"use a longer time: {expected.stop_words}; as it is, a time limit can lose {expected.loss}"
+        yield Diagnostic("PT340", message, severity="warning", path=(*_PATH, "time"), help=help)
 
 
 def _requeues(launch: LaunchSpec, usable_s: int, expected: Forecast) -> Iterator[Diagnostic]:
