@@ -29,6 +29,11 @@ launch:
   image: registry.example.com/partool:1
 """
 _SLOW_STORAGE = BASE.replace("per_node: 1", "per_node: 1, storage_gb_per_s: 0.00005")
+_SMALL_HOST = """\
+model: llama3.2-1b
+hardware: {accelerator: h100-sxm, per_node: 2, host_memory_gib: 20}
+data: python-stdlib
+"""
 AWKWARD = "model: llama3.2-1b\nhardware: {accelerator: h100-sxm, nodes: 2, per_node: 8}\ndata: python-stdlib\n"
 
 RULES: tuple[Rule, ...] = (
@@ -479,8 +484,8 @@ RULES: tuple[Rule, ...] = (
         "A checkpoint that is written in the background is first copied into host memory, which a pod's or a job's "
         "limit may not hold: the kernel then ends the ranks at their first save. Written block by block, it takes "
         "memory for two blocks, and training waits.",
-        _gpus("checkpoint: {mode: async}").replace("accelerator: ", "host_memory_gib: 4, accelerator: "),
-        _gpus("checkpoint: {mode: sync}").replace("accelerator: ", "host_memory_gib: 4, accelerator: "),
+        _SMALL_HOST + "checkpoint: {mode: async}\n",
+        _SMALL_HOST + "checkpoint: {mode: sync}\n",
     ),
     Rule(
         "PT346",
