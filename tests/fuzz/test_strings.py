@@ -86,8 +86,8 @@ def rich(target: str, python: str) -> dict[str, Any]:
         "name": "attacked",
         "model": {
             "layers": 2, "hidden": 64, "ffn_hidden": 128, "heads": 2, "vocab": 256, "frozen": ["head.*"],
-            "weights": {"source": "checkpoint", "path": "/tmp"},
-        },
+        }
+        | ({} if target == "torchrun" else {"weights": {"source": "checkpoint", "path": "/elsewhere/weights"}}),
         "hardware": {"accelerator": "cpu", "nodes": 2, "per_node": 2},
         "parallel": {
             "tensor": 1, "pipeline": 1, "sequence": 1, "micro_batch": 1, "recompute": "none", "compile": "none",
