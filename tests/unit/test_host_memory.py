@@ -73,6 +73,7 @@ STATES = [
     ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("parallel.data.zero=0",)),
     ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("hardware.nodes=2", "parallel.data={zero: 3, shard: 8}")),
     ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("parallel.offload.optimizer=cpu",)),
+    ("llama3.2-1b", LLAMA_1B, "adamw", 12, ("parallel.offload={optimizer: nvme, dir: /tmp}",)),
 ]
 
 
@@ -85,6 +86,13 @@ def test_all_ranks_together_write_the_state_once(
     plan = plan_of(SPEC, f"model.preset={preset}", f"optimizer.name={optimizer}", *overrides)
     written = plan.prediction.memory.saved_bytes * plan.layout.mesh.world_size
     assert isclose(written, bytes_per_parameter * parameters, rel_tol=2e-3)
+
+
+def test_what_compression_left_out_is_written_by_each_rank() -> None:
+    plan = plan_of(SPEC, "model.preset=llama3.2-1b", "optimizer.name=zero_one_adam", "parallel.data.zero=0")
+    written, totals = plan.prediction.memory.saved_bytes * plan.layout.mesh.world_size, plan.prediction.totals
+    assert totals is not None
+    assert totals.checkpoint_bytes == written > 1.5 * 12 * LLAMA_1B
 
 
 def test_what_does_not_fit_is_said() -> None:
