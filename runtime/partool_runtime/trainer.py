@@ -31,7 +31,6 @@ from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 from partool_runtime.telemetry import Recorder
-from partool_runtime.torch_internals.compiling import watch_compilation
 from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
@@ -59,6 +58,9 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
             recorder.warning(note)
         pulse.enter("preparing")
         if plan.layout.compile != "none":
+            # Imported late: the compiler takes a second and 100 MiB in each rank, also where nothing is compiled.
+            from partool_runtime.torch_internals.compiling import watch_compilation
+
             watch_compilation(pulse)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
         stepper, saver, first = _open(
