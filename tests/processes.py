@@ -74,6 +74,14 @@ def end_marked(mark: str) -> None:
         _reap(found)
 
 
+def is_running(pid: int) -> bool:
+    """Return True if this process exists and is no zombie, which waits only for its parent to take its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def _marked(mark: str) -> set[int]:
     wanted = f"{MARK}={mark}".encode()
     found = set()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import AgentRun, make_plan, wait_until
 from often import often
+from processes import is_running
 
 from partool.plan.progress import read_progress
 from partool.plan.run import ERRORS, agent_log
@@ -69,7 +70,7 @@ def test_a_rank_that_does_not_end_after_the_last_step(tmp_path: Path, saved: boo
     run.start(finish_s=600 if cancelled else 1)
     if cancelled:
         pid = run.rank_start(0)["pid"]
-        wait_until(lambda: not _runs(pid), "the end of rank 0")
+        wait_until(lambda: not is_running(pid), "the end of rank 0")
         assert run.process is not None
         run.process.terminate()
     assert run.finish() == (0 if saved else 1)
@@ -81,10 +82,3 @@ def test_a_rank_that_does_not_end_after_the_last_step(tmp_path: Path, saved: boo
     else:
         assert run.status.reason.startswith("rank 1 killed: not ended 1 s after the first rank had finished")
         assert run.status.reason.endswith("the last step was not saved")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

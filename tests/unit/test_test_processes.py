@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
+from processes import is_running
 
 _TESTS = """
 import os, signal, subprocess, sys
@@ -65,4 +68,7 @@ def test_a_failed_test_leaves_nothing_under_nohup(tmp_path: Path) -> None:
     assert "1 failed, 3 passed" in done.stdout
     children = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("child ")]
     assert [usual for usual, _ in children] == ["True", "True"]
-    assert not [pid for _, pid in children if Path(f"/proc/{pid}").exists()]
+    until = time.monotonic() + 10 * PATIENCE  # a killed process takes a moment to end
+    while any(is_running(int(pid)) for _, pid in children) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for _, pid in children if is_running(int(pid))]

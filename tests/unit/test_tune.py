@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import is_running
 
 from partool.cli.main import run
 from partool.cli.tune import told
@@ -452,9 +453,9 @@ def test_it_ends_with_all_its_processes_when_told_to(tmp_path: Path) -> None:
     assert process.returncode == 143
     assert err.strip() == "partool: interrupted"
     until = time.monotonic() + 5
-    while any(alive(pid) for pid in family) and time.monotonic() < until:
+    while any(is_running(pid) for pid in family) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(alive(pid) for pid in family)
+    assert not any(is_running(pid) for pid in family)
 
 
 def below(pid: int) -> set[int]:
@@ -464,11 +465,6 @@ def below(pid: int) -> set[int]:
         for child in map(int, task.read_text().split()):
             found |= {child} | below(child)
     return found
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 SPEC = """

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from planned import plan_of
+from processes import is_running
 
 from partool.cli._verify import _line
 from partool.cli.main import run
@@ -203,7 +204,7 @@ def sleeping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def all_gone(folder: Path) -> bool:
     """Return whether ranks slept in processes, all of which have ended."""
     pids = [int(file.stem) for file in folder.glob("*.pid")]
-    return bool(pids) and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return bool(pids) and not any(is_running(pid) for pid in pids)
 
 
 @pytest.mark.timeout(60)
