@@ -7,11 +7,12 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart peers test test-long test-triton test-slurm slurm lint format typecheck test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
+.PHONY: help venv quickstart peers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
 	@echo "make test         lint, types and tests (minutes)"
+	@echo "make test-changed the unit tests that depend on what changed since the last commit, for at most a minute"
 	@echo "make test-long    the longer suites; those with other training systems need make peers before"
 	@echo "make peers        installs other training systems into build/peers, where tests look for them (PARTOOL_PEERS)"
 	@echo "make test-triton  compiles the kernels for all architectures with all versions of Triton that are supported"
@@ -31,8 +32,10 @@ help:
 
 # An editable install knows the place of each module, so that modules that come, go or move need it anew.
 MODULES := $(VENV)/.modules
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
 $(shell mkdir -p $(VENV); find partool runtime kernels -name '*.py' | sort > $(MODULES).new; \
 	cmp -s $(MODULES).new $(MODULES) && rm $(MODULES).new || mv $(MODULES).new $(MODULES))
+endif
 
 # torch goes first and pinned, so that no other requirement can choose another build of it.
 $(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(MODULES) $(wildcard kernels/partool_kernels/cpu/*)
@@ -66,6 +69,11 @@ test: venv lint
 
 test-units: venv
 	$(BIN)/pytest --numprocesses 2 --dist worksteal tests/unit tests/fuzz
+
+# SINCE=main compares with another commit; PARTOOL_CHANGED_SECONDS=0 takes the time that it takes.
+SINCE ?= HEAD
+test-changed: venv
+	$(BIN)/python tests/changed.py $(SINCE)
 
 test-long: venv
 	$(BIN)/pytest -m long

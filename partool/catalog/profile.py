@@ -26,7 +26,7 @@ SMALLEST_ERROR = 0.02
 """Lower limit of a prediction's relative error; more finished runs do not lower it further."""
 _PATH = ("hardware", "profile")
 # Shares of a machine's line rates that the cost model assumes. The profile holds rates that were reached, so the
-# shares are divided out here; tests/unit/test_profile.py compares them with partool.cost.
+# shares are divided out here; tests/unit/catalog/test_profile.py compares them with partool.cost.
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}

@@ -14,7 +14,7 @@ from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
 
 _ZERO = "tests/parity/test_zero.py"
-_MODEL = "tests/unit/test_runtime_model.py"
+_MODEL = "tests/unit/runtime/model/test_runtime_model.py"
 
 
 GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "leaves")

@@ -17,7 +17,7 @@ class KernelPart:
     has the name of its optimizer."""
     needs: Literal["nothing", "gate", "rotation"] = "nothing"
     """Feature that the model must have for the part: a gated feed-forward network, RoPE, or nothing."""
-    test: str = "tests/unit/test_fused_model.py::test_a_fused_model_computes_the_same"
+    test: str = "tests/unit/runtime/fused/test_fused_model.py::test_a_fused_model_computes_the_same"
     """Test that compares the kernel with torch's operators."""
     whole_width: bool = False
     """True: no kernel computes the part if tensor ranks share the width of the hidden state."""
@@ -29,7 +29,9 @@ PARTS: dict[str, KernelPart] = {
     "rope": KernelPart("rotations", "block", "rotation"),
     "loss": KernelPart("the loss", "loss"),
     "adamw": KernelPart(
-        "the update", "update", test="tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
+        "the update",
+        "update",
+        test="tests/unit/runtime/optim/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group",
     ),
 }
 """Name of a part in ``kernels.fused`` → facts about the part; plans list the parts in this order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_STEPS = "tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
+_STEPS = "tests/unit/runtime/optim/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
 """Test that compares every optimizer in this module with another implementation."""
 
 
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         "Jordan et al., kellerjordan.github.io/posts/muon; scaling: Liu et al., arXiv 2502.16982",
         ("momentum",),
         ("momentum", "newton_schulz", "betas", "eps"),
-        test="tests/unit/test_muon.py::test_steps_are_those_of_torch_bit_for_bit",
+        test="tests/unit/runtime/optim/test_muon.py::test_steps_are_those_of_torch_bit_for_bit",
         host=False,
         rest="adamw",
     ),
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         "Lu et al., arXiv 2202.06009; with other settings 1-bit Adam: Tang et al., arXiv 2102.02888",
         ("exp_avg", "exp_avg_sq"),
         ("betas", "eps", "one_bit"),
-        test="tests/unit/test_one_bit.py::test_full_steps_are_those_of_adamw_bit_for_bit",
+        test="tests/unit/runtime/optim/test_one_bit.py::test_full_steps_are_those_of_adamw_bit_for_bit",
         host=False,
         whole_steps="adamw",
     ),
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         "1-bit LAMB: Li et al., arXiv 2104.06069, with the exchanges of zero_one_adam",
         ("exp_avg", "exp_avg_sq"),
         ("betas", "eps", "adapt", "norm_bounds", "one_bit"),
-        test="tests/unit/test_one_bit.py::test_steps_of_lamb_keep_the_mean_ratio_of_full_steps",
+        test="tests/unit/runtime/optim/test_one_bit.py::test_steps_of_lamb_keep_the_mean_ratio_of_full_steps",
         host=False,
         norms=True,
         whole_steps="lamb",
@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         "You et al., arXiv 1904.00962",
         ("exp_avg", "exp_avg_sq"),
         ("betas", "eps", "adapt", "norm_bounds"),
-        test="tests/unit/test_lamb.py::test_steps_are_those_of_the_paper",
+        test="tests/unit/runtime/optim/test_lamb.py::test_steps_are_those_of_the_paper",
         host=False,
         norms=True,
     ),

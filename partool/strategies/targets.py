@@ -52,7 +52,7 @@ TARGETS: dict[str, TargetRecord] = {
     ),
     "torchrun": TargetRecord(
         "one command per node, for people who start nodes by hand", "by hand",
-        "tests/unit/test_render_hostile.py::test_harm_in_every_field",
+        "tests/unit/render/test_render_hostile.py::test_harm_in_every_field",
         fixed_nodes="whoever starts the nodes decides how many there are",
     ),
     "slurm": TargetRecord(

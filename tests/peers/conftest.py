@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path += [str(Path(__file__).parents[1] / "unit"), str(Path(__file__).parents[1] / "unit" / "engines")]
 
 from _peers import Judge, needed
 

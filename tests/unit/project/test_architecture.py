@@ -1,0 +1,242 @@
+"""The import table of docs/design/architecture.md, checked against every module's imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from house import cycles, executed, graph, modules, shared_names
+
+from partool.process import python_command
+
+ROOT = Path(__file__).parents[3]
+LAYERS = [
+    ["strategies"],
+    ["diagnostics"],
+    ["spec"],
+    ["catalog"],
+    ["schedule", "layout"],
+    ["plan"],
+    ["cost"],
+    ["planner", "replay"],
+    ["render", "verify"],
+    ["launch", "report"],
+    ["cli"],
+]
+RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
+RUNTIME_MAY_IMPORT = {"strategies", "spec", "layout", "schedule", "plan", "process"}
+HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard"}
+OF_CLUSTERS = {"kubernetes", "kubernetes_validate", "jsonschema", "celpy"}
+"""Packages that only ``partool.launch`` imports, inside the functions that query a cluster or check a manifest."""
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Yield (module, line, at module level) of every import of a file, type-checking blocks left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skip = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.walk(node)
+    }
+    top = set(tree.body)
+    for node in ast.walk(tree):
+        if node in skip:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node in top
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module, node.lineno, node in top
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, node in top
+
+
+def violations(package: Path, name: str) -> list[str]:
+    """Return the imports of a file of ``partool/<name>`` from a higher layer, the runtime or a heavy package."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for module, line, at_top in imports(path):
+            parts = module.split(".")
+            where = f"{path.relative_to(ROOT)}:{line}"
+            if parts[0] in OF_CLUSTERS and (at_top or name != "launch"):
+                found.append(f"{where} imports {module}")
+            kernels = parts[0] == "partool_kernels" and parts[1:2] != ["registry"]
+            if parts[0] in HEAVY | {"partool_runtime"} or kernels:
+                found.append(f"{where} imports {module}")
+            other = parts[1] if parts[0] == "partool" and len(parts) > 1 else name
+            if RANK.get(other, -1) > RANK[name]:
+                found.append(f"{where} imports {module} from a higher layer")
+            if other != name and other in LAYERS[RANK[name]]:
+                found.append(f"{where} imports {module} from a layer beside it")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(RANK))
+def test_partool_imports_only_downwards_and_never_the_runtime(name: str) -> None:
+    assert violations(ROOT / "partool" / name, name) == []
+
+
+def test_runtime_imports_only_pure_data_from_partool() -> None:
+    found = []
+    for path in sorted((ROOT / "runtime").rglob("*.py")):
+        for module, line, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] == "partool" and len(parts) > 1 and parts[1] not in RUNTIME_MAY_IMPORT | {"__version__"}:
+                found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert found == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Checked over all imports, including those in functions and type-checking blocks."""
+    assert cycles(graph(modules(ROOT))) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_every_module_can_be_imported_first() -> None:
+    """A package's ``__init__`` runs before its modules, so import cycles may go through it."""
+    assert cycles(executed(modules(ROOT))) == []
+
+
+def test_circles_through_packages_are_seen(tmp_path: Path) -> None:
+    texts = {"__init__": "from partool.a import one", "a/__init__": "", "a/one": "import partool.b.two"}
+    for name, text in (
+        texts | {"b/__init__": "from partool.b.three import x", "b/three": "import partool.a.one"}
+    ).items():
+        file = tmp_path / "partool" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (tmp_path / "partool/b/two.py").write_text("")
+    found = modules(tmp_path)
+    assert cycles(graph(found)) == []
+    assert cycles(executed(found)) == [["partool.a.one", "partool.b", "partool.b.three"]]
+
+
+def test_no_two_files_have_classes_of_one_name() -> None:
+    assert shared_names(modules(ROOT)) == {}
+
+
+def test_agents_report_a_bad_plan_without_torch() -> None:
+    """An agent loads torch only where it starts ranks, with stop signals blocked."""
+    code = "import sys, partool_runtime.agent.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:
+    code = "import sys, partool_kernels.registry.look_up; print({'torch', 'triton', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_every_family_can_be_imported_first() -> None:
+    names = [path.parent.name for path in (ROOT / "kernels/partool_kernels").glob("*/describe.py")]
+    assert len(names) > 8
+    # Each import runs in a fork, so that no module finds another's imports.
+    code = "import importlib, os, sys\nfor name in sys.argv[1:]:\n    if os.fork() == 0:\n"
+    code += "        importlib.import_module(f'partool_kernels.{name}.describe')\n        os._exit(0)\n"
+    code += "    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name\n"
+    subprocess.run([sys.executable, "-c", code, *names], check=True, timeout=60)
+
+
+def test_kernels_import_neither_partool_nor_the_runtime() -> None:
+    modules = [m for path in (ROOT / "kernels").rglob("*.py") for m, _, _ in imports(path)]
+    assert [m for m in modules if m.split(".")[0] in {"partool", "partool_runtime"}] == []
+
+
+PRINTERS = {"partool/plan/terminal.py"}
+AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent/run", "agent/together", "agent/elastic", "export")}
+
+
+def test_one_module_prints() -> None:
+    """All terminal output passes ``partool.plan.terminal``, in partool and in the runtime's processes that print."""
+    found = []
+    for path in sorted([*(ROOT / "partool").rglob("*.py"), *(ROOT / name for name in AGENT)]):
+        name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        if not any(word in text for word in ("print", "Console", "echo", "write")):
+            continue  # parsing all files takes seconds
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call) or name in PRINTERS:
+                continue
+            called = ast.unparse(node.func)
+            if called in ("print", "Console", "typer.echo", "typer.secho", "sys.stdout.write", "sys.stderr.write"):
+                found.append(f"{name}:{node.lineno} calls {called}")
+    assert found == []
+
+
+def test_private_torch_names_stay_in_one_package() -> None:
+    found = []
+    for path in sorted((ROOT / "runtime").rglob("*.py")):
+        if path.parent.name == "torch_internals":
+            continue
+        for module, line, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] == "torch" and any(part.startswith("_") for part in parts[1:]):
+                found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert found == []
+
+
+def starts(path: Path) -> list[int]:
+    """Return the lines of a file that may start a Python process: ``sys.executable``, ``-c`` and ``-m``."""
+    text = path.read_text(encoding="utf-8")
+    if not any(word in text for word in ("executable", "-c", "-m")):
+        return []  # parsing all files takes seconds
+    tree = ast.parse(text)
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "executable")
+        or (isinstance(node, ast.ImportFrom) and "executable" in {alias.name for alias in node.names})
+        or (isinstance(node, ast.Constant) and node.value in ("-c", "-m"))
+    ]
+    return sorted(set(found))
+
+
+def test_one_module_starts_python() -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in starts(path)] == [
+        f"partool/process.py:{line}" for line in starts(ROOT / "partool/process.py")
+    ]
+    assert "-P" in python_command("x")
+    assert "-I" not in python_command("x")
+
+
+def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
+    for text in ("run([sys.executable, 'x.py'])", "from sys import executable", "run(['python', '-c', text])"):
+        (tmp_path / "bad.py").write_text(f"import sys\n{text}\n")
+        assert starts(tmp_path / "bad.py") == [2]
+
+
+_PICKLERS = ("pickle", "torch", "marshal", "shelve")
+
+
+def unpickles(path: Path) -> list[int]:
+    """Return the lines of a file that read a pickle, from a file or from another rank."""
+    found: list[int] = []
+    text = path.read_text(encoding="utf-8")
+    if not any(word in text for word in (*_PICKLERS, "_object")):
+        return found
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        loads = of in _PICKLERS and node.attr in ("load", "loads", "Unpickler", "open")
+        if loads or ("_object" in node.attr and node.attr.startswith(("all_gather", "broadcast", "gather", "scatter"))):
+            found.append(node.lineno)
+    return found
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in unpickles(path)] == []
+    (tmp_path / "bad.py").write_text("pickle.load(f)\ndist.all_gather_object(a, b)\ntorch.load(f)\njson.load(f)\n")
+    assert unpickles(tmp_path / "bad.py") == [1, 2, 3]
+
+
+def test_the_checker_sees_a_violation(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    import torch\nfrom partool.cli import main\n")
+    assert {m for m, _, _ in imports(bad)} == {"torch", "partool.cli", "partool.cli.main"}
