@@ -248,6 +248,27 @@ def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
         assert starts(tmp_path / "bad.py") == [2]
 
 
+def compares_code_bases(path: Path) -> list[int]:
+    """Return the lines of a file that compare a code base by name, where a fact of its record is to be read."""
+    text = path.read_text(encoding="utf-8")
+    if "stack.name" not in text:
+        return []
+    compared = (
+        (node.lineno, [ast.unparse(side) for side in (node.left, *node.comparators)])
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Compare)
+    )
+    return sorted(line for line, sides in compared if any(side.endswith("stack.name") for side in sides))
+
+
+def test_prices_and_searches_read_facts_of_code_bases_not_names(tmp_path: Path) -> None:
+    """Tables of published runs name code bases, so ``partool.replay`` compares names."""
+    files = [path for path in sorted((ROOT / "partool").rglob("*.py")) if path.parent.name != "replay"]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in compares_code_bases(path)] == []
+    (tmp_path / "bad.py").write_text("a = job.stack.name != 'partool'\nb = PARTOOL.name == stack.name\nc = x.name\n")
+    assert compares_code_bases(tmp_path / "bad.py") == [1, 2]
+
+
 _PICKLERS = ("pickle", "torch", "marshal", "shelve")
 
 
