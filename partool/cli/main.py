@@ -73,7 +73,7 @@ def run(arguments: Sequence[str] | None = None, loaded: Callable[[], None] | Non
         _say(_help())
         sys.exit(0 if words else _USAGE)
     if words[0] in ("--version", "-V"):
-        from partool import __version__
+        from partool.version import __version__
 
         _say(f"partool {__version__}\n")
         sys.exit(0)
