@@ -55,10 +55,7 @@ hardware: {accelerator: h100-sxm, per_node: 8}
 training: {sequence_length: 64, global_batch: 16, steps: 10}
 parallel: {tensor: 2, pipeline: 1, data: {shard: 4}, micro_batch: 2, recompute: none}
 data: python-stdlib
-launch:
-  image: registry.example.com/partool:1
-  slurm: {time: "01:00:00", container: apptainer}
-  k8s: {storage: "pvc:runs"}
+launch: {slurm: {time: "01:00:00"}, k8s: {storage: "pvc:runs"}}
 """
 
 
@@ -70,7 +67,7 @@ def test_without_posix_specs_are_planned_explained_and_rendered(tmp_path: Path) 
         ["plan", str(spec), "--out", str(tmp_path / "plan.json")],
         ["explain", "PT203"],
         ["render", str(tmp_path / "plan.json"), "--target", "slurm", "--out", str(tmp_path / "slurm")],
-        ["render", str(tmp_path / "plan.json"), "--target", "k8s", "--out", str(tmp_path / "k8s")],
+        ["render", str(spec), "--target", "k8s", "--set", "launch.image=a.b/c:1", "--out", str(tmp_path / "k8s")],
         ["render", str(tmp_path / "plan.json"), "--target", "torchrun", "--out", str(tmp_path / "torchrun")],
         ["render", str(tmp_path / "plan.json"), "--target", "local"],
         ["import", str(script)],
