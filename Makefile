@@ -38,7 +38,7 @@ $(shell mkdir -p $(VENV); find partool runtime kernels -name '*.py' | sort > $(M
 endif
 
 # torch goes first and pinned, so that no other requirement can choose another build of it.
-$(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(MODULES) $(wildcard kernels/partool_kernels/cpu/*)
+$(STAMP): pyproject.toml partool/version.py CMakeLists.txt constraints.txt $(MODULES) $(wildcard kernels/partool_kernels/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --constraint constraints.txt triton

@@ -1,3 +1,5 @@
 """partool: plan, launch and run distributed training from one YAML file. Importing it never imports torch."""
 
-__version__ = "0.1.0"
+from partool.version import __version__
+
+__all__ = ["__version__"]

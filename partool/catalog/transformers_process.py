@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from partool import __version__
 from partool.catalog.profile_file import home
 from partool.process import python_command
 from partool.spec.model_code import asked_code, code_hash, hash_now
+from partool.version import __version__
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"

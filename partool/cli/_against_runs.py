@@ -98,8 +98,8 @@ def _audited(file: Path) -> Audit:
 
 
 def _profiles(fits: list[Fitted]) -> dict[Path, Profile]:
-    from partool import __version__
     from partool.replay.fit import profiles
+    from partool.version import __version__
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     try:

@@ -35,11 +35,11 @@ def write_or_exit(text: str, path: Path) -> None:
     """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", newline="\n")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
         Path(name).chmod(0o644)
         Path(name).replace(path)

@@ -308,6 +308,6 @@ def name_of(path: Path) -> str:
 
 
 def _version() -> str:
-    from partool import __version__
+    from partool.version import __version__
 
     return __version__

@@ -77,10 +77,10 @@ def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
 
 def _fitted(runs: Path | None, path: Path) -> Profile:
     """Return the profile at ``path`` with scalars (measured over predicted values) fitted to the measured ``runs``."""
-    from partool import __version__
     from partool.launch.calibrate import empty_profile
     from partool.plan.run_fit import fit_scalars
     from partool.plan.run_rows import RUNS_FILE, read_rows
+    from partool.version import __version__
 
     file = runs or home() / RUNS_FILE
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,7 @@ def run(arguments: Sequence[str] | None = None, loaded: Callable[[], None] | Non
 
     ``loaded`` is called once the command's modules are loaded, before the command does anything.
     """
+    _ready_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or bool(os.environ.get("PARTOOL_DEBUG"))
     words = [word for word in words if word != "--debug"]
@@ -73,13 +75,21 @@ def run(arguments: Sequence[str] | None = None, loaded: Callable[[], None] | Non
         _say(_help())
         sys.exit(0 if words else _USAGE)
     if words[0] in ("--version", "-V"):
-        from partool import __version__
+        from partool.version import __version__
 
         _say(f"partool {__version__}\n")
         sys.exit(0)
     if words[0] not in COMMANDS:
         _unknown(words[0])
     _guarded(words[0], words[1:], loaded, debug=debug)
+
+
+def _ready_streams() -> None:
+    """End lines alike on every system, and print ``?`` for characters that an output's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            narrow = stream.encoding.lower().replace("_", "-") not in ("utf-8", "utf8")
+            stream.reconfigure(newline="\n", errors="replace" if narrow else None)
 
 
 def _guarded(name: str, words: list[str], loaded: Callable[[], None] | None, *, debug: bool) -> None:

@@ -150,7 +150,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         for name, text in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         fail("PT512", f"the files cannot be written: {error}", "give another folder to --out", 3)
 

@@ -125,6 +125,13 @@ RULES: tuple[Rule, ...] = (
         "apt install g++",
     ),
     _rule(
+        "PT519",
+        "This operating system runs no ranks",
+        "Plans can be made and rendered anywhere; agents and ranks need processes, signals and locks of Linux.",
+        "partool launch mine.yaml   # on Windows",
+        "partool render mine.yaml --target slurm --out job",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

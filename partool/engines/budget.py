@@ -24,6 +24,8 @@ MAX_CALLS = 200
 """Functions of a module of configurations that are followed."""
 _WORD_BYTES = 64
 """What a word costs besides its letters."""
+_READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+"""Flags to open a file with; each operating system has some of them."""
 
 
 class OverBudgetError(Exception):
@@ -61,7 +63,7 @@ class Budget:
         """
         try:
             # A pipe without a writer would block the opening of it.
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            handle = os.open(path, _READ)
         except (OSError, ValueError) as error:
             raise UnreadableFileError(getattr(error, "strerror", None) or str(error)) from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):

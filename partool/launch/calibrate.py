@@ -9,11 +9,11 @@ import signal
 import subprocess
 from typing import Any
 
-from partool import __version__
 from partool.catalog.lookup import table
 from partool.catalog.machine import available_cores, processor, this_machine
 from partool.catalog.profile_file import MachineId, MeasuredFigures, Measurement, Profile
 from partool.process import python_command
+from partool.version import __version__
 
 INTERRUPTED = 130
 

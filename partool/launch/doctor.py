@@ -10,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from partool import __version__
 from partool.catalog.machine import available_cores, this_machine
 from partool.launch.store import RunStore
 from partool.launch.target import Check
 from partool.plan.types import Plan
 from partool.process import python_command
 from partool.strategies.targets import HERE, SCHEDULERS
+from partool.version import __version__
 
 _LEAST_TORCH = (2, 11)
 _LEAST_FREE_BYTES = 1 << 30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import time
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from partool.launch.store import SUBMISSION_FILE, Run, RunStore, Submission
 from partool.launch.target import ClusterTarget, LaunchError
 from partool.launch.targets import statuses
+from partool.plan import posix
 from partool.plan.run import (
     CANCEL_FILE,
     FAILURES_FILE,
@@ -86,12 +86,11 @@ def alone(run: Run) -> Iterator[None]:
     Raises LaunchError if another launcher is submitting the run.
     """
     with (run.path / _LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError("PT504", f"{run.id} is being submitted by somebody else", "partool status") from None
-        except OSError:  # a file system without locks
-            pass
+        locked = True
+        with suppress(OSError):  # a system without locks
+            locked = posix.lock(file)
+        if not locked:
+            raise LaunchError("PT504", f"{run.id} is being submitted by somebody else", "partool status")
         yield
 
 
@@ -146,7 +145,7 @@ def _write(run: Run, rendered: Rendered, spec_text: str | None) -> None:
         file = run.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         (file.parent / LOG_FOLDER).mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _content(file: Path) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import fcntl
 import io
 import os
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from partool.plan import posix
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 
 RUNS_FILE = "measured_runs.csv"
@@ -90,13 +90,9 @@ def _locked(file: Path) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f".{file.name}.lock").open("a") as lock:
         deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(errno.ETIMEDOUT, "another process holds it") from None
+        while not posix.lock(lock):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds it")
             time.sleep(0.01)
         yield
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partool import __version__
 from partool.catalog.profile import Applied
 from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
@@ -33,6 +32,7 @@ from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
 from partool.spec.stand_ins import Rest, remaining
 from partool.spec.training import CheckpointSpec, Fused, KernelsSpec
+from partool.version import __version__
 
 __all__ = ["TraceError", "traced"]
 

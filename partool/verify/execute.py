@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partool.catalog.machine import available_cores
+from partool.plan.posix import no_ranks
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool.plan.verification import RANK_LIMIT_S
@@ -61,6 +62,8 @@ def execute(
     Raises :class:`DryRunError`, also for a rank that takes longer than ``limit_s``. The processes end with this call,
     also where one of them fails, or where the caller is interrupted or terminated.
     """
+    if reason := no_ranks():
+        raise DryRunError("PT516", reason, "make the plan without --verify here, and verify it there")
     jobs = min(len(ranks), available_cores())
     progress = progress or DryProgress()
     with tempfile.TemporaryDirectory(prefix="partool-") as name, _ending_when_terminated(), ExitStack() as ended:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from partool import __version__
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool.plan.verification import (
@@ -24,6 +23,7 @@ from partool.verify.matching import mismatches
 from partool.verify.memory import corrected, pipeline_rank
 from partool.verify.ranks import differing_ranks
 from partool.verify.waits import stuck
+from partool.version import __version__
 
 
 def verified(

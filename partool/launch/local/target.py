@@ -21,6 +21,7 @@ from partool.launch.describe import errors_as_text
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError, LogLine, LogQuery, Target
 from partool.launch.telling import telling
+from partool.plan.posix import no_ranks
 from partool.plan.run import (
     LOGS,
     PLAN_FILE,
@@ -37,7 +38,9 @@ from partool.plan.run import (
 from partool.plan.types import Plan
 from partool.strategies.targets import SCHEDULERS
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+_FORWARDED = tuple(
+    number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGUSR2", "SIGHUP")
+)  # without those that this system lacks
 _START_TIMEOUT_S = 30.0
 
 
@@ -46,6 +49,9 @@ class LocalTarget:
 
     def check(self, plan: Plan | None = None) -> None:
         """Raise LaunchError if torch is missing (training needs it, although partool itself does not), or a device."""
+        if reason := no_ranks():
+            fix = f"launch it there, or render it here with --target {' or '.join(SCHEDULERS)}"
+            raise LaunchError("PT519", reason, fix, exit_code=3)
         if importlib.util.find_spec("torch") is None:
             message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
             raise LaunchError("PT501", message, fix, exit_code=3)

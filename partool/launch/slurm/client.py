@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from partool.launch.slurm.text import ACCOUNTING, COLUMNS, SlurmJob, last_words, parse_accounting, parse_queue
 from partool.launch.target import LaunchError
+from partool.plan.posix import user_id
 
 ANSWER_TIMEOUT_S = 60.0
 """Seconds to wait for an answer, enough for a busy controller."""
@@ -49,7 +50,7 @@ class Slurm:
     def named(self, name: str) -> list[SlurmJob]:
         """Return this user's jobs with the name ``name``."""
         # --me does not exist before 20.02; the numeric user id works without a name service
-        return [job for job in self._queue(f"--name={name}", f"--user={os.getuid()}") if job.name == name]
+        return [job for job in self._queue(f"--name={name}", f"--user={user_id()}") if job.name == name]
 
     def recorded(self, ids: Sequence[str]) -> list[SlurmJob]:
         """Return accounting's records of jobs that the controller has forgotten; empty without accounting."""
@@ -70,7 +71,7 @@ class Slurm:
 
     def cancel_named(self, name: str) -> None:
         """Cancel this user's jobs with the name ``name``, if there are any."""
-        call(["scancel", *self._cluster, f"--name={name}", f"--user={os.getuid()}"])
+        call(["scancel", *self._cluster, f"--name={name}", f"--user={user_id()}"])
 
     def _queue(self, *which: str) -> list[SlurmJob]:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from partool.launch.slurm.client import call
 from partool.launch.slurm.text import parse_duration
 from partool.launch.target import Check
+from partool.plan.posix import user_name
 from partool.plan.types import Plan
 from partool.spec.targets.slurm.rules import memory_bytes, time_s
 
@@ -219,13 +220,3 @@ def _table(what: str, columns: tuple[str, ...], *where: str) -> list[dict[str, s
         return []
     rows = (line.split("|") for line in answer.out.splitlines())
     return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
-
-
-def user_name() -> str:
-    """Return the name of this process's user; the number if it has no name."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from partool.launch.slurm.client import call
 from partool.launch.slurm.doctor_grace import grace_checks
-from partool.launch.slurm.doctor_limits import limit_checks, request_of, user_name
+from partool.launch.slurm.doctor_limits import limit_checks, request_of
 from partool.launch.slurm.text import parse_duration, parse_record
 from partool.launch.target import Check
+from partool.plan.posix import user_name
 from partool.plan.types import Plan
 from partool.process import interpreter
 
