@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.stacks import PARTOOL, Stack
 from partool.cost.traffic.gathers import COALESCED, Controls
 from partool.layout.one_bit import ExchangeKind
 from partool.plan.layout import OffloadLayout
@@ -25,6 +24,7 @@ from partool.spec.parallel import Offload
 from partool.spec.training import Adapt, Precision
 from partool.strategies import schedules, sequence
 from partool.strategies.schedules import ScheduleRecord
+from partool.work.stacks import PARTOOL, Stack
 
 Column = NDArray[np.float64] | float
 """A number (also an integer), or a numpy array with one entry per layout."""

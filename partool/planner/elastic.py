@@ -12,7 +12,6 @@ from partool.cost.memory.peak import host_bytes, predict_memory
 from partool.cost.memory.saved import saved_state
 from partool.cost.one_bit import one_bit_updates
 from partool.cost.optimizer import adapted, matrix_updates, moments_of
-from partool.cost.stacks import stack_of
 from partool.cost.time.predict import predict_time
 from partool.cost.traffic.gathers import controls_of_layout
 from partool.diagnostics.record import Diagnostic
@@ -28,6 +27,7 @@ from partool.planner.search.runnable import gaps, task_of
 from partool.planner.stopping import decided
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
+from partool.work.stacks import stack_of
 
 _PATH = ("launch", "min_nodes")
 

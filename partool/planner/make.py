@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from partool import __version__
 from partool.catalog.profile import Applied
-from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
@@ -33,6 +32,7 @@ from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
 from partool.spec.stand_ins import Rest, remaining
 from partool.spec.training import CheckpointSpec, Fused, KernelsSpec
+from partool.work.traced import Trace, TraceError, refresh
 
 __all__ = ["TraceError", "traced"]
 
@@ -81,8 +81,8 @@ def make_plan(
     if resolved.problem is None:
         return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)])
     # Imported late: pricing needs numpy, whose import takes longer than finding most errors of a spec.
-    from partool.cost.traced import using
     from partool.planner.make import TraceError, traced
+    from partool.work.traced import using
 
     if not trace:
         return _checked(_planned(spec, resolved, resolved.problem, base_dir, default_name), forgive)
@@ -201,9 +201,9 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.memory.saved import saved_state
-    from partool.cost.traced import current
     from partool.planner.explain import candidates, comparison, errors, reasons
     from partool.planner.totals import totals
+    from partool.work.traced import current
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)

@@ -10,7 +10,6 @@ from math import gcd
 from typing import Any
 
 from partool.cost.case import RECOMPUTE, TrainingJob
-from partool.cost.stacks import PARTOOL, Stack
 from partool.layout.stages import balance
 from partool.plan.layout import (
     DataLayout,
@@ -30,6 +29,7 @@ from partool.replay.stacks import NAMES, compiled, stack_of
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.stacks import PARTOOL, Stack
 
 _MOST = 48
 """Readings of one row that are tried."""

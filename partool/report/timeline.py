@@ -85,7 +85,7 @@ def shares_cores(plan: Plan) -> bool:
 
 def _job(plan: Plan) -> TrainingJob:
     from partool.cost.case import TrainingJob
-    from partool.cost.stacks import stack_of
+    from partool.work.stacks import stack_of
 
     return TrainingJob(
         model=plan.model,

@@ -1,6 +1,6 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
-For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
+For partool's runtime these bytes are traced (:mod:`partool.work.traced`). For other code bases, for experts and for
 rare kinds of models the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv
 2205.05198, section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism
 shards tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence
@@ -31,9 +31,9 @@ from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import in_tiles
-from partool.cost.traced import Coefficients, coefficients
-from partool.cost.traced import TracedKind as Traced
 from partool.cost.traffic.tensor import keeps_gathered
+from partool.work.traced import Coefficients, coefficients
+from partool.work.traced import TracedKind as Traced
 
 NONE, ATTENTION = RECOMPUTE.index("none"), RECOMPUTE.index("attention")
 

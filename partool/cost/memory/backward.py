@@ -11,7 +11,7 @@ from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import attention_exchange_bytes
 from partool.cost.time.gemm import in_tiles
-from partool.cost.traced import TracedKind, coefficients
+from partool.work.traced import TracedKind, coefficients
 
 
 class BackwardBytes(NamedTuple):

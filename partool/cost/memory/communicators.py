@@ -9,10 +9,10 @@ import numpy as np
 
 from partool.cost.case import SCHEDULES, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.sequence.shares import TRADE_GROUPS
-from partool.cost.stacks import PARTOOL
 from partool.schedule import connected
 from partool.spec.model import Moe
 from partool.spec.numbers import MIB
+from partool.work.stacks import PARTOOL
 
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Bytes per communicator of collectives (a process group of more than one rank)."""

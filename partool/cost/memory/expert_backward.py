@@ -12,7 +12,7 @@ from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, rou
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
-from partool.cost.traced import TracedKind, coefficients
+from partool.work.traced import TracedKind, coefficients
 
 
 class _Rows(NamedTuple):

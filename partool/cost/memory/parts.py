@@ -18,7 +18,7 @@ from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.repeats import Memo, codes
-from partool.cost.traced import current
+from partool.work.traced import current
 
 Place = Literal["first", "second", "last"]
 """A pipeline rank, by its place."""

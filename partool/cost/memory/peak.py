@@ -30,11 +30,11 @@ from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.optimizer import working_bytes
-from partool.cost.stacks import PARTOOL
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
 from partool.spec.numbers import GIB, MIB
+from partool.work.stacks import PARTOOL
 
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
 """Bytes of the framework. On a CPU rank these are the interpreter and libraries (resident set of a torch 2.13 process

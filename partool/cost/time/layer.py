@@ -24,12 +24,12 @@ from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime
-from partool.cost.stacks import Stack
 from partool.cost.time import attention, eager
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
+from partool.work.stacks import Stack
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 """Share of the memory bandwidth that element-wise kernels reach; for a CPU, the stated bandwidth is already the rate

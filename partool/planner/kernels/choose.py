@@ -14,12 +14,12 @@ from typing import Literal
 
 from partool.catalog.lookup import table
 from partool.cost.case import TrainingJob
-from partool.cost.stacks import stack_of
 from partool.cost.time.gemm import matmul_s, streamed_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner.kernels.parts import parts
 from partool.planner.kernels.requests import KernelUse, asked
 from partool.spec.hardware import Devices
+from partool.work.stacks import stack_of
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
 from partool_kernels.registry.distance import MODELLED
 from partool_kernels.registry.look_up import Registry

@@ -6,11 +6,11 @@ from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
 from partool.cost.one_bit import one_bit_updates
 from partool.cost.optimizer import adapted, matrix_updates, moments_of
-from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
+from partool.work.stacks import stack_of
 
 
 def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.stacks import PARTOOL
 from partool.cost.time.bound import Open
 from partool.cost.time.offload import FAST_LINK
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import bounds_s, host_limit, least_room, prepare, room, room_below
 from partool.planner.search.space import Space
+from partool.work.stacks import PARTOOL
 
 SLACK = 0.03
 """Relative error by which the closed equations may exceed the exact memory; layouts that exceed the memory limit

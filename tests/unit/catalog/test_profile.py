@@ -158,8 +158,8 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    from partool.cost.stacks import PARTOOL
     from partool.cost.time import attention, layer, offload
+    from partool.work.stacks import PARTOOL
     from partool_runtime.calibrate.items import NARROW_HEADS
 
     assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from partool.cost.case import Layouts, TrainingJob
 from partool.cost.kinds import kinds
-from partool.cost.stacks import own_stack
 from partool.cost.time import eager
 from partool.cost.time.layer import head_s, layer
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.stacks import own_stack
 from partool_runtime.model.decoder import Block, Contexts
 
 MODEL = ModelConfig(layers=1, hidden=64, ffn_hidden=128, heads=4, kv_heads=4, head_dim=16, vocab=8192)

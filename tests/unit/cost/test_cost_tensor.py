@@ -15,7 +15,6 @@ from partool.cost.codec import encode
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import widths
 from partool.cost.memory.peak import predict_memory
-from partool.cost.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER
 from partool.cost.tensor_shares import share_columns, shares
 from partool.cost.time.bound import bound_s
 from partool.cost.time.layer import layer
@@ -28,6 +27,7 @@ from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
+from partool.work.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER
 
 GPU = Devices(
     accelerator="h100-sxm", backend="cuda", per_node=8, nodes=4, memory_bytes=80 * 2**30, memory_bytes_per_s=3.35e12,

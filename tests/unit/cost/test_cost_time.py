@@ -15,7 +15,6 @@ from partool.cost import collective
 from partool.cost.case import RECOMPUTE, SCHEDULES, SELECTIVE, Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
-from partool.cost.stacks import PARTOOL, STACKS, own_stack
 from partool.cost.time.attention import attention_s, keys_seen
 from partool.cost.time.bound import bound_s
 from partool.cost.time.gemm import matmul_s, streamed_s
@@ -31,6 +30,7 @@ from partool.plan.terms import TIME_PARTS, TIME_TERMS, TRAFFIC_TERMS
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
 from partool.spec.training import Fused
+from partool.work.stacks import PARTOOL, STACKS, own_stack
 
 SMALL = ModelConfig(layers=2, hidden=8, ffn_hidden=12, heads=4, kv_heads=2, head_dim=2, vocab=24)
 LARGE = ModelConfig(layers=32, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)

@@ -26,8 +26,6 @@ from partool.cost.memory.peak import (
 from partool.cost.memory.rank_parameters import held_by_rank
 from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
 from partool.cost.memory.states import States, states
-from partool.cost.stacks import STACKS
-from partool.cost.traced import TracedKind, coefficients
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.plan.layout import Layout, Mesh
@@ -36,6 +34,8 @@ from partool.schedule import check, in_flight, order
 from partool.schedule.simulate import peak_held
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
+from partool.work.stacks import STACKS
+from partool.work.traced import TracedKind, coefficients
 
 GIB = 2**30
 GPU = Devices(

@@ -23,12 +23,12 @@ from partool.cost.memory.runtime_moments import _later
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
-from partool.cost.stacks import STACKS
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig, Moe
+from partool.work.stacks import STACKS
 
 GPU = Devices(
     accelerator="test", backend="cuda", nodes=1, per_node=8, memory_bytes=80 * 2**30, peak_flops=1e15,

@@ -14,11 +14,11 @@ from partool.cost.kinds import kinds
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.stacks import memory_stack
-from partool.cost.stacks import own_stack
 from partool.cost.time.layer import layer
 from partool.planner.problem import network_tile
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.stacks import own_stack
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks

@@ -21,6 +21,7 @@ LAYERS = [
     ["catalog"],
     ["schedule", "layout"],
     ["plan"],
+    ["work"],
     ["cost"],
     ["planner", "replay"],
     ["render", "verify"],

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from partool.cost import traced
-from partool.cost.traced import TracedKind as Traced
 from partool.layout.traced import COEFFICIENTS, LATENT_WIDTHS
 from partool.spec.model import Mla, ModelConfig
+from partool.work import traced
+from partool.work.traced import TracedKind as Traced
 from partool_runtime import trace
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute

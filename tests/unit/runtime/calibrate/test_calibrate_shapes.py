@@ -21,13 +21,13 @@ from partool.catalog.profile import apply_profile
 from partool.catalog.profile_file import Profile, load_profile
 from partool.cost.case import Layouts, TrainingJob
 from partool.cost.kinds import kinds
-from partool.cost.stacks import own_stack
 from partool.cost.time.attention import attention_s
 from partool.cost.time.gemm import matmul_s
 from partool.cost.time.layer import layer
 from partool.report.calibration import calibration_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
+from partool.work.stacks import own_stack
 from partool_runtime.calibrate.fit import figures, product_line
 from partool_runtime.calibrate.items import _fresh, _gemm
 
