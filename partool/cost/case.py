@@ -1,4 +1,4 @@
-"""Inputs of every cost function: a training job, and layouts whose fields are columns of numbers.
+"""Layouts whose fields are columns of numbers.
 
 A column is one number or a numpy array with an entry per layout. Each equation is written once, with numpy's functions,
 so that the same code prices one layout or a hundred thousand layouts.
@@ -7,22 +7,12 @@ so that the same code prices one layout or a hundred thousand layouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.stacks import PARTOOL, Stack
-from partool.cost.traffic.gathers import COALESCED, Controls
-from partool.layout.one_bit import ExchangeKind
-from partool.plan.layout import OffloadLayout
-from partool.schedule import Schedule
-from partool.spec.hardware import Devices
-from partool.spec.model import ModelConfig
-from partool.spec.parallel import Offload
-from partool.spec.training import Adapt, Precision
 from partool.strategies import schedules, sequence
 from partool.strategies.schedules import ScheduleRecord
 
@@ -68,12 +58,6 @@ ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
 OVERLAPS = ("none", "backward", "symmetric")
 """Ways to overlap tensor parallelism's collectives; ``Layouts.tensor_overlap`` is an index into them."""
 
-COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of one element of activations and of weights in the compute type, by precision. With fp8, elements have 2 bytes
-and are cast to fp8 only for matrix products."""
-MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4}
-"""Bytes of one element of master weights, moments and reduced gradients, by precision."""
-
 
 def among(column: Column, values: tuple[int, ...]) -> Mask:
     """Return True where a column has one of ``values``; faster than ``numpy.isin``, which sorts."""
@@ -81,119 +65,6 @@ def among(column: Column, values: tuple[int, ...]) -> Mask:
     for value in values[1:]:
         found = found | (column == value)
     return found
-
-
-IMBALANCE = 1.1
-"""Default of ``limits.expert_imbalance``: 1.0 to 1.3 with trained or forced balancing."""
-
-
-@dataclass(frozen=True)
-class MatrixUpdates:
-    """Costs of an optimizer that updates matrices of layers as wholes (Muon); another one updates all else."""
-
-    moments: int
-    """Number of tensors that it keeps per parameter."""
-    direction_bytes: int
-    """Bytes of an element of a matrix that is sent and orthogonalised."""
-
-
-@dataclass(frozen=True)
-class OneBitUpdates:
-    """Kinds of exchanges of a run."""
-
-    steps: tuple[tuple[ExchangeKind, int], ...]
-    """Number of steps of each kind."""
-    local: bool
-    """Whether a rank keeps the moves since the last exchange, and the weights there."""
-
-    @property
-    def total(self) -> int:
-        """Number of steps."""
-        return sum(count for _, count in self.steps)
-
-    def share(self, kind: ExchangeKind) -> float:
-        """Return the share of the steps that are of a kind."""
-        return dict(self.steps)[kind] / self.total
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """Training job, shared by all layouts of one search."""
-
-    model: ModelConfig
-    devices: Devices
-    sequence_length: int
-    global_batch: int
-    """Sequences per optimizer step, over all ranks."""
-    precision: Precision
-    stack: Stack = PARTOOL
-    """Facts about the code base that runs the plan: how it keeps states, and which operators it fuses and overlaps."""
-    frozen: tuple[str, ...] = ()
-    padded_vocab: int | None = None
-    """Number of embedding rows after padding by the code base; None means the model's number of rows."""
-    time_scalar: float = 1.0
-    """Ratio of measured to predicted step time on this machine, from its finished runs."""
-    memory_scalar: float = 1.0
-    """Ratio of measured to predicted memory; each term is multiplied by this ratio, so terms still sum to the total."""
-    memory_runs: int = 0
-    """Number of measured runs from which ``memory_scalar`` was computed."""
-    memory_spread: float = 0.0
-    """Relative standard deviation of the measured ratios from which ``memory_scalar`` was computed."""
-    lists: Schedule | None = None
-    """The user's schedule, for layouts whose schedule is ``file``."""
-    stage_layers: tuple[int, ...] | None = None
-    """Number of layers of each pipeline stage; None means the most even split."""
-    recompute: tuple[str, ...] | None = None
-    """Recompute policy of each layer, if the spec lists policies by layer."""
-    usable_bytes: int | None = None
-    """Bytes of a device's memory that a layout may use; None means all of its memory."""
-    expandable_segments: bool | None = None
-    """True if the allocator of an accelerator has expandable segments; None if that is not known."""
-    controls: Controls = COALESCED
-    """Settings of the all-gathers of sharded parameters."""
-    expert_imbalance: float = IMBALANCE
-    """Tokens of the busiest rank's experts relative to the mean over ranks."""
-    moments: int = 2
-    """Number of tensors that the optimizer keeps per parameter, each of the parameter's size; of an optimizer that
-    updates only matrices as wholes, those of the other parameters."""
-    matrices: MatrixUpdates | None = None
-    """None if the optimizer updates no matrices as wholes."""
-    one_bit: OneBitUpdates | None = None
-    """None if data-parallel ranks average gradients in every step."""
-    adapt: Adapt | None = None
-    """Parameters whose steps the optimizer scales by norms of whole parameters (LAMB); None if it scales none so."""
-    shared_elements: int = 0
-    """Elements of parameters that several layers have in common. They are gathered with the head, for the whole of both
-    passes; layers are priced with equal parts of them."""
-    perturbed: float = 0.0
-    """Share of the steps whose micro-batches run once more before, to find perturbations of embeddings."""
-    offload: Offload | OffloadLayout = field(default_factory=Offload)
-    """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
-    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Prices of this job that repeat (:mod:`partool.cost.repeats`), by the name of what is priced."""
-
-    @property
-    def load(self) -> float:
-        """Tokens of the busiest rank's experts relative to the mean over ranks, as the model's router allows."""
-        moe = self.model.moe
-        if moe is None or moe.routing == "balanced":
-            return 1.0
-        return self.expert_imbalance if moe.capacity is None else min(self.expert_imbalance, moe.capacity)
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of one activation element."""
-        return COMPUTE_BYTES[self.precision]
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of one element of master weights."""
-        return MASTER_BYTES[self.precision]
-
-    @cached_property
-    def domain(self) -> int:
-        """Number of ranks connected by the fast link."""
-        return self.devices.domain or self.devices.per_node
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, OneBitUpdates, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.layout.one_bit import CHUNK, ROW_BYTES, exchange_schedule, one_bit_bytes
 from partool.layout.parameters import groups, is_frozen
 from partool.layout.tensor import own_partition
@@ -16,6 +16,7 @@ from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 from partool.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.training import OneBitUpdates, TrainingWork
 
 _MOVE_BYTES = 52.0
 """Bytes of memory traffic per parameter of a step without averaged gradients, beside those of an update of AdamW, with
@@ -34,7 +35,7 @@ def one_bit_updates(
     return OneBitUpdates(tuple(schedule.counts.items()), schedule.local_most > 1)
 
 
-def kept_bytes(job: TrainingJob, layouts: Layouts, trained: Column) -> Column:
+def kept_bytes(job: TrainingWork, layouts: Layouts, trained: Column) -> Column:
     """Return the bytes of a rank's state beside moments, where it trains ``trained`` parameters."""
     if job.one_bit is None:
         return 0.0
@@ -42,7 +43,7 @@ def kept_bytes(job: TrainingJob, layouts: Layouts, trained: Column) -> Column:
     return job.master_bytes * trained * (of_rank + 1.0 / layouts.dp)
 
 
-def traffic_per_element(job: TrainingJob) -> float:
+def traffic_per_element(job: TrainingWork) -> float:
     """Return the bytes of memory traffic of a step per parameter, beside those of an update of AdamW."""
     if job.one_bit is None:
         return 0.0
@@ -50,12 +51,12 @@ def traffic_per_element(job: TrainingJob) -> float:
     return job.master_bytes / 4.0 * (apart * _MOVE_BYTES + job.one_bit.share("one_bit") * _EXCHANGE_BYTES)
 
 
-def message_bytes(job: TrainingJob, elements: Column) -> Column:
+def message_bytes(job: TrainingWork, elements: Column) -> Column:
     """Return the bytes of the message for ``elements`` parameters, before it is cut for the ranks."""
     return elements / CHUNK * (ROW_BYTES + job.master_bytes)
 
 
-def exchange_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
+def exchange_bytes(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> int:
     """Return the bytes that a pipeline rank with these stages sends in one exchange of bits; the most of tensor ranks.
 
     Exact for partool's own decoder; for other models the sizes are those of a decoder of partool with the same widths.

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import MASTER_BYTES, Column, Layouts, MatrixUpdates, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.one_bit import traffic_per_element
 from partool.cost.time.gemm import matmul_s
 from partool.layout.matrices import NEWTON_SCHULZ_STEPS, MatrixStack, matrix_stacks, scaled_matrices
@@ -17,6 +17,7 @@ from partool.layout.parameters import is_frozen, parameters
 from partool.spec.model import ModelConfig
 from partool.spec.training import Adapt, OptimizerSpec, Precision
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.training import MASTER_BYTES, MatrixUpdates, TrainingWork
 
 _STREAM_SHARE = 0.80
 """Share of the memory bandwidth that updates reach."""
@@ -72,12 +73,12 @@ def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> int:
     return sum(info.elements for info in parameters(model) if not is_frozen(info.name, frozen))
 
 
-def update_s(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
+def update_s(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
     """Return the seconds of norm, clipping and update on the device of a rank that owns ``elements`` parameters."""
     return device_update_s(job, elements) + matrices_s(job, layouts) + norms_s(job, layouts)
 
 
-def device_update_s(job: TrainingJob, elements: Column) -> Column:
+def device_update_s(job: TrainingWork, elements: Column) -> Column:
     """Return the seconds in which norm, clipping and update of ``elements`` parameters read and write memory."""
     moments: float = job.moments
     if job.matrices is not None:
@@ -89,7 +90,7 @@ def device_update_s(job: TrainingJob, elements: Column) -> Column:
     return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 
-def matrices_s(job: TrainingJob, layouts: Layouts) -> Column:
+def matrices_s(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the seconds in which a rank's matrices are gathered, orthogonalised and scattered; 0 without any.
 
     The ranks of a pipeline position share its matrices. One matrix is exchanged while another one is orthogonalised;
@@ -112,7 +113,7 @@ def matrices_s(job: TrainingJob, layouts: Layouts) -> Column:
     return found
 
 
-def _orthogonalise_s(job: TrainingJob, rows: int, columns: int) -> float:
+def _orthogonalise_s(job: TrainingWork, rows: int, columns: int) -> float:
     """Return the seconds to orthogonalise one matrix; :func:`newton_schulz_flops` counts the same products."""
     m, n = sorted((rows, columns))
     step = 2.0 * matmul_s(job, m, m, n, wide=True) + matmul_s(job, m, m, m, wide=True)
@@ -132,7 +133,7 @@ def _copies(layouts: Layouts) -> Column:
     return np.where(stateless, layouts.dp * layouts.cp, layouts.replicas)
 
 
-def matrix_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+def matrix_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the bytes that a rank sends on average to gather matrices on their owners and to scatter the results.
 
     The shards of a matrix go to its owner from the owner's copy of the training state; the result goes to all copies.
@@ -150,14 +151,14 @@ def _packed_bytes(model: ModelConfig, adapt: Adapt, frozen: tuple[str, ...]) -> 
     return float(_NORM_BYTES * sum(scaled_matrices(model, adapt, frozen).values()))
 
 
-def _norm_ranks(job: TrainingJob, layouts: Layouts) -> Column:
+def _norm_ranks(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the number of ranks that sum norms: all of them, or one if each holds all of every parameter."""
     if job.adapt is None:
         return 1.0
     return np.where(layouts.world > _copies(layouts), layouts.world, 1.0)
 
 
-def norms_s(job: TrainingJob, layouts: Layouts) -> Column:
+def norms_s(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the seconds of the all-reduce of norms of whole parameters; 0 if no steps are scaled by them."""
     if job.adapt is None:
         return 0.0
@@ -165,7 +166,7 @@ def norms_s(job: TrainingJob, layouts: Layouts) -> Column:
     return collective.all_reduce_s(job, _packed_bytes(job.model, job.adapt, job.frozen), ranks)
 
 
-def norm_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+def norm_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the bytes that a rank sends to sum norms of whole parameters."""
     if job.adapt is None:
         return 0.0
@@ -173,7 +174,7 @@ def norm_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     return 2.0 * (ranks - 1) / ranks * _packed_bytes(job.model, job.adapt, job.frozen)
 
 
-def working_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+def working_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the bytes of the temporaries of an optimizer that treats matrices as wholes; 0 for any other."""
     if job.adapt is not None:
         held = _trained(job.model, job.frozen) * _copies(layouts) / layouts.world

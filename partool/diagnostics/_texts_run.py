@@ -196,6 +196,14 @@ RULES: tuple[Rule, ...] = (
         "partool launch --resume last --step 200",
     ),
     _rule(
+        "PT617",
+        "A checkpoint has a version that this partool does not read",
+        "The manifest of a checkpoint says the version of its form. A checkpoint of another version may be intact, so "
+        "that resume.fallback does not skip it.",
+        "partool launch --resume last   # after a newer partool has trained",
+        "partool launch --resume last --step 200",
+    ),
+    _rule(
         "PT685",
         "A checkpoint holds more than tensors",
         "torch describes a checkpoint in .metadata, a pickle, which can name any function for its reader to call. "

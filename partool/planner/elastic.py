@@ -7,12 +7,11 @@ number of ranks, so a run continues where it stopped.
 
 from __future__ import annotations
 
-from partool.cost.case import RECOMPUTE, TrainingJob
+from partool.cost.case import RECOMPUTE
 from partool.cost.memory.peak import host_bytes, predict_memory
 from partool.cost.memory.saved import saved_state
 from partool.cost.one_bit import one_bit_updates
 from partool.cost.optimizer import adapted, matrix_updates, moments_of
-from partool.cost.stacks import stack_of
 from partool.cost.time.predict import predict_time
 from partool.cost.traffic.gathers import controls_of_layout
 from partool.diagnostics.record import Diagnostic
@@ -28,16 +27,22 @@ from partool.planner.search.runnable import gaps, task_of
 from partool.planner.stopping import decided
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
+from partool.work.stacks import stack_of
+from partool.work.traced import Trace, shipped
+from partool.work.training import TrainingWork
 
 _PATH = ("launch", "min_nodes")
 
 
-def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
-    """Return (number of nodes → plan, reasons why other numbers have no plan), from ``launch.min_nodes`` nodes up."""
+def sizes(plan: Plan, trace: Trace | None = None) -> tuple[dict[int, Plan], list[str]]:
+    """Return (number of nodes → plan, reasons why other numbers have no plan), from ``launch.min_nodes`` nodes up.
+
+    ``trace`` has the bytes that blocks save; None means the data that come with partool.
+    """
     found: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
-        smaller = resized(plan, nodes)
+        smaller = resized(plan, nodes, trace)
         if isinstance(smaller, Plan):
             found[nodes] = smaller
         else:
@@ -45,9 +50,9 @@ def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
     return found, reasons
 
 
-def check_elastic(plan: Plan) -> list[Diagnostic]:
+def check_elastic(plan: Plan, trace: Trace | None = None) -> list[Diagnostic]:
     """Return an error if no smaller number of nodes has a plan, or a note that lists the numbers without a plan."""
-    found, reasons = sizes(plan)
+    found, reasons = sizes(plan, trace)
     if not reasons:
         return []
     if found:
@@ -58,7 +63,7 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
     return [Diagnostic("PT530", message, path=_PATH, help=help)]
 
 
-def resized(plan: Plan, nodes: int) -> Plan | str:
+def resized(plan: Plan, nodes: int, trace: Trace | None = None) -> Plan | str:
     """Return the plan for ``nodes`` nodes, fewer than in ``plan``, or the reason why no such plan exists.
 
     Every step trains on the same sequences in the same order. As there are fewer ranks, each holds more sharded state.
@@ -74,7 +79,7 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     missing = gaps(task_of(plan, devices), layouts[0])
     if missing and plan.runnable:
         return f"the runtime does not run {missing[0].what} yet"
-    chosen = _fitting(plan, job_of_plan(plan, devices), layouts)
+    chosen = _fitting(plan, job_of_plan(plan, devices, trace), layouts)
     if isinstance(chosen, str):
         return chosen
     layout, prediction = chosen
@@ -129,7 +134,7 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
     ]
 
 
-def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
+def _fitting(plan: Plan, job: TrainingWork, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
     """Return the first layout if it fits, else the fastest layout that fits.
 
     If no layout fits, return the reason why the last layout does not fit.
@@ -163,9 +168,9 @@ def _shard(mesh: Mesh, dp: int) -> int:
     return next((n for n in divisors(dp) if n >= mesh.dp_shard), dp)
 
 
-def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
-    """Return the job that a plan prices, on these devices."""
-    return TrainingJob(
+def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> TrainingWork:
+    """Return the job that a plan prices, on these devices; ``trace`` is as in :func:`sizes`."""
+    return TrainingWork(
         expandable_segments=expandable(plan.launch, devices),
         model=plan.model,
         devices=devices,
@@ -173,6 +178,7 @@ def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
         stack=stack_of(plan.engine, devices.backend, plan.layout.compile, plan.layout.derived.fused),
+        trace=trace or shipped(),
         controls=controls_of_layout(plan.layout.data),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
@@ -193,7 +199,7 @@ def _limits(plan: Plan) -> LimitsSpec:
     return LimitsSpec.model_validate(plan.spec.get("limits", {}))
 
 
-def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:
+def _lacking(plan: Plan, job: TrainingWork, layout: Layout, memory: MemoryPrediction) -> str:
     """Return text that says whether device or host memory is too small, with sizes; empty if the layout fits."""
     if memory.total_bytes > memory.capacity_bytes:
         need, have = memory.total_bytes / GIB, memory.capacity_bytes / GIB

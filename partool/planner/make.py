@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partool.catalog.profile import Applied
-from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
@@ -33,6 +32,7 @@ from partool.spec.spec import Spec
 from partool.spec.stand_ins import Rest, remaining
 from partool.spec.training import CheckpointSpec, Fused, KernelsSpec
 from partool.version import __version__
+from partool.work.traced import Trace, TraceError, refresh
 
 __all__ = ["TraceError", "traced"]
 
@@ -80,18 +80,13 @@ def make_plan(
     resolved = resolve(spec, base_dir, work)
     if resolved.problem is None:
         return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)])
-    # Imported late: pricing needs numpy, whose import takes longer than finding most errors of a spec.
-    from partool.cost.traced import using
-    from partool.planner.make import TraceError, traced
-
-    if not trace:
-        return _checked(_planned(spec, resolved, resolved.problem, base_dir, default_name), forgive)
+    problem = resolved.problem
     try:
-        with using(traced(resolved.problem)):
-            return _checked(_planned(spec, resolved, resolved.problem, base_dir, default_name), forgive)
+        problem = replace(problem, trace=traced(problem)) if trace else problem
     except TraceError as error:
         help = "partool plan without --trace uses the data that come with partool"
         return PlanResult(None, [*resolved.diagnostics, Diagnostic("PT303", str(error), path=("model",), help=help)])
+    return _checked(_planned(spec, resolved, problem, base_dir, default_name), forgive, problem.trace)
 
 
 def check_rest(rest: Rest, base_dir: Path, seen: Iterable[Diagnostic] = ()) -> list[Diagnostic]:
@@ -179,29 +174,28 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": findings}), found)
 
 
-def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
+def _checked(result: PlanResult, forgive: Collection[str], trace: Trace) -> PlanResult:
     """Return ``result`` with the findings of rules that check whole plans; if any is an error, the plan is None."""
     plan = result.plan
     if plan is None:
         return result
-    found = [*_elastic(plan), *check_kernels(plan, forgive)]
+    found = [*_elastic(plan, trace), *check_kernels(plan, forgive)]
     if "PT492" in forgive:
         plan = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
     return PlanResult(None if _failed(found) else plan, [*result.diagnostics, *found])
 
 
-def _elastic(plan: Plan) -> list[Diagnostic]:
+def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
     if plan.launch.min_nodes is None:
         return []
     from partool.planner.elastic import check_elastic
 
-    return check_elastic(plan)
+    return check_elastic(plan, trace)
 
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.memory.saved import saved_state
-    from partool.cost.traced import current
     from partool.planner.explain import candidates, comparison, errors, reasons
     from partool.planner.totals import totals
 
@@ -232,7 +226,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
             f"Memory: five in six runs need at most {memory.error:.0%} more; {memory.words}.",
             *([measured.reason] if measured.reason else []),
         ),
-        "inputs": {**resolved.inputs, "cost/trace": current().sha256},
+        "inputs": {**resolved.inputs, "cost/trace": solution.problem.trace.sha256},
     }
 
 

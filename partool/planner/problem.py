@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 
 from partool.catalog.profile import Applied
-from partool.cost.case import EAGER, SCHEDULES, Column, Mask, TrainingJob
+from partool.cost.case import EAGER, SCHEDULES, Column, Mask
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.micro import layer_elements
-from partool.cost.traffic.gathers import Controls, controls_of
+from partool.cost.traffic.gathers import controls_of
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
@@ -26,6 +26,9 @@ from partool.spec.spec import Spec
 from partool.spec.watched import note_read
 from partool.strategies.engines import ENGINES, EngineRecord
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.gathers import Controls
+from partool.work.traced import Trace, shipped
+from partool.work.training import TrainingWork
 
 LEAST_TOKENS = 1024
 """Minimum number of tokens of a tile: matrix products with fewer rows do not keep a device busy."""
@@ -100,11 +103,13 @@ class Problem:
     """The schedule in the file that the spec names."""
     description: Description | None = None
     """The runtime's description of a model that transformers builds; rules read it as ``described``."""
+    trace: Trace = field(default_factory=shipped)
+    """Bytes that the model's blocks save: the data that come with partool, or those of ``plan --trace``."""
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Counter of search work, shared with all problems derived from this one; its value is equal on all machines."""
-    jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
+    jobs: dict[Compile, TrainingWork] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`partool.planner.search.cost_job.cost_job`, cached by the setting of ``compile``."""
 
     @property

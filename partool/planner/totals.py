@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from partool.cost.case import MASTER_BYTES
 from partool.layout.checkpoint import checkpoint_bytes
 from partool.plan.layout import Layout
 from partool.plan.totals import Totals
@@ -11,6 +10,7 @@ from partool.planner.checks.data_size import UncountedError, count_tokens
 from partool.planner.problem import Problem
 from partool.spec.training import DataSpec
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.training import MASTER_BYTES
 
 
 def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpec, saved_bytes: int) -> Totals:

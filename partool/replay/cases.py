@@ -9,8 +9,7 @@ from itertools import islice, product
 from math import gcd
 from typing import Any
 
-from partool.cost.case import RECOMPUTE, TrainingJob
-from partool.cost.stacks import Stack
+from partool.cost.case import RECOMPUTE
 from partool.layout.stages import balance
 from partool.plan.layout import (
     DataLayout,
@@ -30,6 +29,8 @@ from partool.replay.stacks import NAMES, compiled, stack_of
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.stacks import Stack
+from partool.work.training import TrainingWork
 
 _MOST = 48
 """Readings of one row that are tried."""
@@ -48,7 +49,7 @@ class RunCase:
     source: str
     sweep: tuple[str, ...]
     """Rows of one sweep differ only in their configuration."""
-    options: tuple[tuple[TrainingJob, Layout], ...]
+    options: tuple[tuple[TrainingWork, Layout], ...]
     """One reading, or several where the row leaves something open."""
     open: tuple[str, ...] = ()
     """Settings that the row does not state, in the order of :data:`OPEN`."""
@@ -93,7 +94,7 @@ def case_of(cells: Cells) -> RunCase:
     return RunCase(cells, cells.text("source"), tuple(cells.text(name) for name in names), options, open)
 
 
-def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, Layout], ...]) -> Iterator[str]:
+def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingWork, Layout], ...]) -> Iterator[str]:
     """Yield the settings that a row leaves open, though they change its price."""
     layouts = [layout for _, layout in options]
     if not dimensions_known(cells):
@@ -177,7 +178,7 @@ class Reading:
 
 def _options(
     cells: Cells, model: ModelConfig, devices: Devices, precision: str
-) -> Iterator[tuple[TrainingJob, Layout]]:
+) -> Iterator[tuple[TrainingWork, Layout]]:
     stack = stack_of(cells)
     usual = next((size for name, size in _DEFAULT_LENGTH.items() if name in cells.lower("source")), 4096)
     length = cells.count("seq_len") or usual
@@ -186,7 +187,7 @@ def _options(
         mesh = layout.mesh
         batch = layout.micro_batch * layout.derived.accumulation * mesh.dp
         vocab = -(-model.vocab // (128 * mesh.tp)) * 128 * mesh.tp if "megatron" in stack.name else None
-        yield TrainingJob(model, devices, length, batch, precision, stack, padded_vocab=vocab), layout  # type: ignore[arg-type]
+        yield TrainingWork(model, devices, length, precision, stack, global_batch=batch, padded_vocab=vocab), layout  # type: ignore[arg-type]
 
 
 def _readings(cells: Cells, stack: Stack, devices: Devices, length: int) -> Iterator[Reading]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
-from partool.cost.case import TrainingJob
 from partool.cost.time.predict import attention_flops_per_token, matmul_flops_per_token
 from partool.layout.parameters import count, parameters
 from partool.plan.layout import Layout
 from partool.replay.cells import Cells
 from partool.replay.methods import AGAIN
+from partool.work.training import TrainingWork
 
 _GIB = 2**30
 
 
-def step_s(cells: Cells, job: TrainingJob, layout: Layout) -> float | None:
+def step_s(cells: Cells, job: TrainingWork, layout: Layout) -> float | None:
     """Return the seconds of the step that a job and a layout describe, or None where a row has no time.
 
     A time per step, or tokens per second, or FLOP/s or a share of the peak by the source's own way of counting.
@@ -33,7 +33,7 @@ def step_s(cells: Cells, job: TrainingJob, layout: Layout) -> float | None:
     return None
 
 
-def counted_flops(cells: Cells, job: TrainingJob) -> float:
+def counted_flops(cells: Cells, job: TrainingWork) -> float:
     """Return the FLOPs of a step as the source counts them: attention causal or whole, recomputation in or out."""
     text = cells.lower("notes", "source")
     tokens = job.global_batch * job.sequence_length

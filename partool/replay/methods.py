@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from partool.cost.case import FULL, RECOMPUTE
-from partool.cost.stacks import Stack
 from partool.replay.cells import Cells
 from partool.replay.models import hybrid
 from partool.spec.parallel import ZeroStage
 from partool.strategies.schedules import SCHEDULES
+from partool.work.stacks import Stack
 
 _INEXPRESSIBLE = (
     (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|rank\d+", "tuning of few parameters"),

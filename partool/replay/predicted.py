@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partool.cost.case import RECOMPUTE, TrainingJob
+from partool.cost.case import RECOMPUTE
 from partool.cost.memory.peak import predict_memory, rank_memories
 from partool.cost.time.predict import predict_time
 from partool.plan.layout import Layout
 from partool.replay import measured
 from partool.replay.cases import RunCase
+from partool.work.training import TrainingWork
 
 _PLAUSIBLE = 1.25
 """Predicted over actual memory up to which a reading is believed: the run did fit, and predictions are this far off."""
@@ -20,7 +21,7 @@ class Result:
     """One predicted row."""
 
     case: RunCase
-    job: TrainingJob
+    job: TrainingWork
     layout: Layout
     predicted: float
     measured: float | None
@@ -49,7 +50,7 @@ def time_result(case: RunCase) -> Result | None:
     return best[3] if best else None
 
 
-def _over(job: TrainingJob, layout: Layout) -> float:
+def _over(job: TrainingWork, layout: Layout) -> float:
     """Return by how much a reading lies above what a run that was published can have needed, in capacities."""
     found = predict_memory(job, layout, 0.0)
     used = found.total_bytes / max(found.capacity_bytes, 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from partool.cost.stacks import STACKS, Stack, own_stack, sending_once
 from partool.replay.cells import Cells
 from partool.strategies.engines import ENGINES
+from partool.work.stacks import STACKS, Stack, own_stack, sending_once
 
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""

@@ -13,7 +13,7 @@ from partool.schedule import StageTimes, TimedAction, generate, in_flight, simul
 from partool.strategies.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from partool.cost.case import TrainingJob
+    from partool.work.training import TrainingWork
 
 _REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
 """Names of schedules whose action lists begin and end alike for few and for many micro-batches."""
@@ -83,11 +83,11 @@ def shares_cores(plan: Plan) -> bool:
     return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), encode(plan.layout))) > 0.0
 
 
-def _job(plan: Plan) -> TrainingJob:
-    from partool.cost.case import TrainingJob
-    from partool.cost.stacks import stack_of
+def _job(plan: Plan) -> TrainingWork:
+    from partool.work.stacks import stack_of
+    from partool.work.training import TrainingWork
 
-    return TrainingJob(
+    return TrainingWork(
         model=plan.model,
         devices=plan.devices,
         sequence_length=plan.training.sequence_length,

@@ -28,7 +28,7 @@ class EngineRecord:
     name: str
     title: str
     stack: str | None
-    """Name of its constants in :data:`partool.cost.stacks.STACKS`; None for partool's runtime, whose constants depend
+    """Name of its constants in :data:`partool.work.stacks.STACKS`; None for partool's runtime, whose constants depend
     on what it compiles and fuses."""
     settled: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``parallel``, by their path, that have one value in every plan for the system."""

@@ -3,7 +3,7 @@
 Nothing is computed and no memory is allocated: the runtime's own modules run on fake tensors. Each tensor that is
 alive after a forward pass (or that a compiled block passes to its backward pass) is expressed by its size as a
 multiple of one of the model's widths per token, so that one trace holds for every size of a kind of model. The planner
-reads the result from ``partool/cost/traced.json``, so that a plan does not depend on whether torch is installed.
+reads the result from ``partool/work/traced.json``, so that a plan does not depend on whether torch is installed.
 
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
     python -m partool_runtime.trace FILE.json       one model at its own widths; the file (for ``-``, standard input)

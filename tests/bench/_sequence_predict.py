@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from _sequence_job import Case, TrainingJob
+from _sequence_job import Case, TrainingWork
 
 from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS, Layouts
-from partool.cost.case import TrainingJob as CostJob
 from partool.cost.kinds import Kind, kinds
 from partool.cost.sequence.price import exchange
 from partool.cost.time.attention import _head_share, attention_s
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork as CostJob
 
 LOOPBACK_BYTES_PER_S = 1.5e9
 """Bandwidth per rank of gloo exchanges within one machine, on the machine of the published results."""
 
 
-def predicted_s(case: Case, job: TrainingJob) -> float:
+def predicted_s(case: Case, job: TrainingWork) -> float:
     """Return the seconds of the attention of the layers, forward and backward, without projections."""
     found = 0.0
     for backward in (False, True):
@@ -27,7 +27,7 @@ def predicted_s(case: Case, job: TrainingJob) -> float:
     return found
 
 
-def _pass_s(case: Case, job: TrainingJob, cost: CostJob, kind: Kind, *, backward: bool) -> float:
+def _pass_s(case: Case, job: TrainingWork, cost: CostJob, kind: Kind, *, backward: bool) -> float:
     layouts = Layouts(
         cp=job.ranks,
         micro_batch=job.shape.batch,
@@ -43,7 +43,7 @@ def _pass_s(case: Case, job: TrainingJob, cost: CostJob, kind: Kind, *, backward
     return float(busy_s + found.exposed(cost, busy_s))
 
 
-def _job(job: TrainingJob, flops_per_s: float) -> CostJob:
+def _job(job: TrainingWork, flops_per_s: float) -> CostJob:
     shape = job.shape
     model = ModelConfig(
         layers=len(shape.kinds), hidden=shape.queries * shape.head_dim, ffn_hidden=1, heads=shape.queries,

@@ -27,13 +27,13 @@ import torch
 from _record import write
 from _start import start_ranks
 
-from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory.communicators import communicators
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.spec import load_text
 from partool.strategies.schedules import SCHEDULES
+from partool.work.training import TrainingWork
 
 RANK = Path(__file__).parent / "_first_contact_rank.py"
 BESIDE = ("contexts", "process")
@@ -106,7 +106,9 @@ def plan_of(parallel: str, ranks: int, kind: str, accelerator: str = "auto") -> 
 def counted(plan: Plan) -> dict[str, int]:
     """Return how many groups the planner counts, by kind."""
     training = plan.training
-    job = TrainingJob(plan.model, plan.devices, training.sequence_length, training.global_batch, training.precision)
+    job = TrainingWork(
+        plan.model, plan.devices, training.sequence_length, training.precision, global_batch=training.global_batch
+    )
     found = communicators(job, encode(plan.layout))
     return {kind: number for kind, number in zip(("collective", "wires"), map(int, found), strict=True) if number}
 

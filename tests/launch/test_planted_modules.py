@@ -14,11 +14,11 @@ from launch_helpers import make_plan
 from patience import PATIENCE
 
 from partool.cli import export
-from partool.cost.traced import refresh
 from partool.launch import calibrate, doctor, tune
 from partool.launch.local.target import LocalTarget
 from partool.launch.store import RunStore
 from partool.render import Job, render
+from partool.work.traced import refresh
 
 PARTOOL = Path(sys.executable).with_name("partool")
 PLANTED = (

@@ -17,7 +17,6 @@ from layouts import laid
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
-from partool.cost.case import TrainingJob
 from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
@@ -25,6 +24,7 @@ from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
+from partool.work.training import TrainingWork
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
@@ -210,7 +210,7 @@ def check(name: str, case: Case) -> None:
 
 def check_traffic(name: str, plan: Plan, ranks: Ranks, counter: CommCounter) -> None:
     """Compare counted calls and bytes with the planner's."""
-    job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
+    job = TrainingWork(plan.model, plan.devices, LENGTH, "fp64", global_batch=SEQUENCES)
     planned: dict[str, list[int]] = {}
     for call in tensor_calls(job, plan.layout, (0,), ranks.tp.place):
         of_kind = planned.setdefault(call.kind, [0, 0, 0])

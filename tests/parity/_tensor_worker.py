@@ -17,7 +17,6 @@ from _ranks import joined
 from layouts import laid
 from torch import nn
 
-from partool.cost.case import TrainingJob
 from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
@@ -25,6 +24,7 @@ from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.model import Mla, ModelConfig, RopeScaling, Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
+from partool.work.training import TrainingWork
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
@@ -276,7 +276,7 @@ def check_stages(case: Case, ranks: Ranks) -> None:
 
 def check_traffic(plan: Plan, seen: dict[str, CollectiveTraffic], ranks: Ranks, case: Case) -> None:
     """Compare sent bytes with the planner's count, call by call; logits are not sent."""
-    job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
+    job = TrainingWork(plan.model, plan.devices, LENGTH, "fp64", global_batch=SEQUENCES)
     expected: dict[str, list[int]] = {}
     for call in tensor_calls(job, plan.layout, [0], ranks.tp.place):
         total = expected.setdefault(call.kind, [0, 0])

@@ -15,11 +15,11 @@ from often import chosen, often
 from test_checkpoint import stored_values
 from test_tensor_trainer import assert_equal, assert_same_state
 
-from partool.cost.case import TrainingJob
 from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.report.experts import expert_loads
+from partool.work.training import TrainingWork
 from partool_runtime.checkpoint import step_folder
 
 MIXED: dict[str, Any] = {
@@ -255,7 +255,9 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = balanced_cases(Path("text"))[name]
     training = case.training
-    job = TrainingJob(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    job = TrainingWork(
+        case.model, case.devices, training.sequence_length, training.precision, global_batch=training.global_batch
+    )
     planned = traffic_bytes(job, case.layout)
     summary = next(event for event in ran.events(f"case {name}", "summary") if event["scope"] == "rank")
     measured = summary["measures"]["traffic"]

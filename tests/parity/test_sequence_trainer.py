@@ -19,11 +19,11 @@ from _tensor_plans import HALVES, ONE, QUARTERS
 from often import chosen, often
 from test_checkpoint import stored_values
 
-from partool.cost.case import TrainingJob
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.work.training import TrainingWork
 from partool_runtime.checkpoint import step_folder
 
 FOUR = Mesh(cp=4)
@@ -254,7 +254,9 @@ def test_training_on_shares_equals_one_process(ran: Jobs, name: str) -> None:
 def test_bytes_between_ranks_of_a_sequence_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = core_cases(partial(make_plan, ran.folder))[name][0]
     training = case.training
-    job = TrainingJob(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    job = TrainingWork(
+        case.model, case.devices, training.sequence_length, training.precision, global_batch=training.global_batch
+    )
     sent_bytes = []
     for rank in range(case.layout.mesh.world_size):
         summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")

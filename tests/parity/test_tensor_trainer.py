@@ -19,12 +19,12 @@ from often import chosen, often
 from safetensors.torch import load_file
 from test_checkpoint import stored_values
 
-from partool.cost.case import TrainingJob
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.cost.traffic.tensor import tensor_calls
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.work.training import TrainingWork
 from partool_runtime.checkpoint import step_folder
 
 TWO_BY_TWO = Mesh(tp=2, dp_shard=2)
@@ -222,7 +222,9 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 def test_bytes_between_tensor_ranks_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = core_cases(Path("text"))[name][0]
     training, mesh = case.training, case.layout.mesh
-    job = TrainingJob(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    job = TrainingWork(
+        case.model, case.devices, training.sequence_length, training.precision, global_batch=training.global_batch
+    )
     for rank in range(mesh.world_size):
         summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")
         sent_bytes = summary["measures"]["traffic"]["tensor"]["value"]

@@ -13,7 +13,8 @@ import torch
 from _ranks import Pools, RankError, Results
 from test_zero import assert_same_run, assert_same_weights
 
-from partool.cost.traffic.gathers import Controls, Messages, gathers, kept_bytes, reductions
+from partool.cost.traffic.gathers import Messages, gathers, kept_bytes, reductions
+from partool.work.gathers import Controls
 
 ELEMENT_BYTES = 8
 CASES = {ranks: worker.cases(ranks) for ranks in (2, 4)}

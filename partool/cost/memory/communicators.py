@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import SCHEDULES, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.case import SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool.schedule import connected
 from partool.spec.model import Moe
 from partool.spec.numbers import MIB
+from partool.work.training import TrainingWork
 
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Bytes per communicator of collectives (a process group of more than one rank)."""
@@ -34,7 +35,7 @@ class Communicators(NamedTuple):
         return self.collective * COMMUNICATOR_BYTES[backend] + self.wires * WIRE_BYTES[backend]
 
 
-def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
+def communicators(job: TrainingWork, layouts: Layouts) -> Communicators:
     """Return how many communicators the fullest rank has.
 
     partool's runtime opens a group for each axis and purpose, and none twice; an axis that is the whole world uses the
@@ -92,7 +93,7 @@ def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
     yield layouts.dp * cp * own, stride
 
 
-def _some_keys(job: TrainingJob, layouts: Layouts) -> Mask:
+def _some_keys(job: TrainingWork, layouts: Layouts) -> Mask:
     """Return True where several tensor ranks, but not all, hold the same key head."""
     keys = job.model.heads if job.model.mla else job.model.kv_heads
     outer = layouts.tp // layouts.tensor_inner
@@ -100,7 +101,7 @@ def _some_keys(job: TrainingJob, layouts: Layouts) -> Mask:
     return found if 1 < keys < job.model.heads else False
 
 
-def _ends_apart(job: TrainingJob, layouts: Layouts) -> Mask:
+def _ends_apart(job: TrainingWork, layouts: Layouts) -> Mask:
     """Return True where the first and the last stage are on different ranks and exchange activations."""
     apart: Mask = ~np.asarray(layouts.folded | layouts.ring, dtype=bool)
     if job.lists is None:
@@ -110,7 +111,7 @@ def _ends_apart(job: TrainingJob, layouts: Layouts) -> Mask:
     return found
 
 
-def _wires(job: TrainingJob, layouts: Layouts) -> Column:
+def _wires(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the most wires of a rank: one to and one from each rank that holds a stage next to one of its own."""
     found = 2 * np.minimum(layouts.pp - 1, 2)
     if job.lists is None or job.lists.moves != "activations":

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, router_per_token, widths
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
-from partool.cost.traced import TracedKind, coefficients
+from partool.work.traced import TracedKind, coefficients
+from partool.work.training import TrainingWork
 
 
 class _Rows(NamedTuple):
@@ -30,14 +31,14 @@ class _Rows(NamedTuple):
     """Of the gradients of the experts' matrices, in the compute type."""
 
 
-def experts_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> BackwardBytes | None:
+def experts_backward(job: TrainingWork, layouts: Layouts, whole: Column) -> BackwardBytes | None:
     """Return what the backward pass of a layer with experts takes; None if what such layers save is not traced.
 
     ``whole`` are the bytes that the layer saves without recomputation. The experts' part begins with the gradients of
     rows that travel (:mod:`partool_runtime.parallel.expert.dispatch`) and ends when the gradients of the rows by gate
     and up exist with all of the matrices.
     """
-    known = coefficients(job.model, job.precision, TracedKind(0, "none", job.stack.fused))
+    known = coefficients(job.trace, job.model, job.precision, TracedKind(0, "none", job.stack.fused))
     if known is None:
         return None
     sizes, tokens, small = widths(job, layouts, MOE), micro_batch_tokens(job, layouts), job.compute_bytes
@@ -64,7 +65,7 @@ def experts_backward(job: TrainingJob, layouts: Layouts, whole: Column) -> Backw
     return BackwardBytes(working, reducing, after, stream + results)
 
 
-def _rows(job: TrainingJob, layouts: Layouts, saved: float) -> _Rows:
+def _rows(job: TrainingWork, layouts: Layouts, saved: float) -> _Rows:
     moe, small, parallel = job.model.moe, job.compute_bytes, np.asarray(layouts.ep) > 1
     assert moe is not None, "a dense model"
     tokens, load = micro_batch_tokens(job, layouts), np.where(parallel, job.load, 1.0)
@@ -75,7 +76,7 @@ def _rows(job: TrainingJob, layouts: Layouts, saved: float) -> _Rows:
     return _Rows(own * load, own, small * inner, saved * inner, small * experts)
 
 
-def _after(job: TrainingJob, layouts: Layouts, rows: _Rows, sizes: LayerWidths, whole: Column) -> Column:
+def _after(job: TrainingWork, layouts: Layouts, rows: _Rows, sizes: LayerWidths, whole: Column) -> Column:
     """Return the most bytes of what follows the experts: rows on their way back, shared experts, router, attention.
 
     They come on top of what the layer saves outside of the experts, and of the stream's gradient; ``whole`` are the
@@ -84,7 +85,7 @@ def _after(job: TrainingJob, layouts: Layouts, rows: _Rows, sizes: LayerWidths, 
     model, small, wide = job.model, job.compute_bytes, max(job.compute_bytes, 4)
     moe, tokens, parallel = model.moe, micro_batch_tokens(job, layouts), np.asarray(layouts.ep) > 1
     assert moe is not None, "a dense model"
-    known = coefficients(model, job.precision, TracedKind(0, "none", job.stack.fused))
+    known = coefficients(job.trace, model, job.precision, TracedKind(0, "none", job.stack.fused))
     assert known is not None, "asked by the caller"
     own_tokens = tokens / np.where(parallel, layouts.tp, 1)
     width = moe.shared_experts * tensor_shares.width(moe.ffn_hidden, tensor_shares.outer(layouts))

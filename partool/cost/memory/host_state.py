@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.case import Column, Layouts, Mask
 from partool.spec.numbers import GIB, MIB
+from partool.work.training import TrainingWork
 
 BUFFERS = 4
 """Number of buckets in host memory when the state is on disks. One bucket is being updated, one read, one written, and
@@ -28,13 +29,13 @@ SPARE, _WEIGHTS = 2, 2
 """Number of gradient buckets, and of weight buckets, that may be in transfer at once."""
 
 
-def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
+def pinned_terms(job: TrainingWork) -> tuple[str, ...]:
     """Return the keys of ``plan.terms.HOST_TERMS`` whose memory is pinned because devices read or write it directly."""
     found = ("gradients", "weights", "activations")
     return found if job.offload.parameters == "nvme" else (*found, "parameters")
 
 
-def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+def wire_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the bytes of one transferred gradient element; ``auto`` selects the compute type if no precision is lost.
 
     Where gradients are not summed over ranks, no precision is lost, as a backward pass produces gradients in the
@@ -61,27 +62,27 @@ def waits_on_device(layouts: Layouts) -> Mask:
     return (layouts.pp > 1) | ((layouts.accumulation > 1) & np.logical_not(accumulates(layouts)))
 
 
-def moment_bytes(job: TrainingJob) -> float:
+def moment_bytes(job: TrainingWork) -> float:
     """Return the bytes of host memory that all moments of one parameter take."""
     return job.moments * (2 if job.offload.moments == "bf16" else job.master_bytes)
 
 
-def state_bytes(job: TrainingJob) -> float:
+def state_bytes(job: TrainingWork) -> float:
     """Return the bytes of host memory that the master and the moments of one parameter take."""
     return job.master_bytes + moment_bytes(job)
 
 
-def buffers(job: TrainingJob) -> int:
+def buffers(job: TrainingWork) -> int:
     """Return the number of buckets that are in host memory at once when the state is on disks."""
     return BUFFERS if job.offload.buffers == "auto" else job.offload.buffers
 
 
-def smallest_bucket(job: TrainingJob) -> int:
+def smallest_bucket(job: TrainingWork) -> int:
     """Return the minimum bytes of a bucket if the spec says ``auto`` for the bucket size."""
     return _SMALLEST_ON_DISKS if job.offload.optimizer == "nvme" else _SMALLEST_BUCKET
 
 
-def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
+def bucket_elements(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
     """Return the number of gradient elements in a bucket.
 
     If the spec says ``auto``, a bucket has 64 MiB, or a smaller power of two if a step would have few buckets.
@@ -95,7 +96,7 @@ def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Col
     return np.minimum(size / wire, np.maximum(elements, 1.0))
 
 
-def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
+def undo_bytes(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
     """Return the host bytes of the copies with which updates are undone; ``auto`` gives at least one bucket's copy."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
@@ -107,7 +108,7 @@ def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
     return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
 
 
-def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
+def host_terms(job: TrainingWork, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
     """Return the host bytes of an offloaded optimizer, by key of ``plan.terms.HOST_TERMS``.
 
     ``frozen`` is the number of parameters that have masters only; ``trained`` is the number of parameters that have

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, Column, TrainingJob
+from partool.cost.case import RECOMPUTE, Column
 from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad, WeightRing
 from partool.cost.time.pipeline import held_by_ranks, layers_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
 from partool.plan.layout import Layout
 from partool.plan.schedule import sizes_of
 from partool.schedule import begun_by_ranks
 from partool.strategies.schedules import SCHEDULES
+from partool.work.training import TrainingWork
 
 
-def held_by_layout(job: TrainingJob, layout: Layout) -> RankLoad:
+def held_by_layout(job: TrainingWork, layout: Layout) -> RankLoad:
     """Return the load of each pipeline rank; every layer counts under its recompute policy."""
     stages, last = stages_of_ranks(layout), len(layout.pipeline.bounds) - 1
     ring = _joined(ring_by_ranks(job, layout)) if moves_weights(layout) else None

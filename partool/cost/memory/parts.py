@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory import in_flight as closed
 from partool.cost.memory.rank_parameters import RankLoad, held_by_rank
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.repeats import Memo, codes
-from partool.cost.traced import current
+from partool.work.training import TrainingWork
 
 Place = Literal["first", "second", "last"]
 """A pipeline rank, by its place."""
@@ -49,14 +49,14 @@ class _KnownParts:
         """Keys of ``States.host``."""
 
 
-def parts(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[Parts]:
+def parts(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[Parts]:
     """Return the state and the work of the pipeline ranks at ``places`` if layers are split as evenly as possible."""
     if not layouts.shape:
         return list(zip(_states(job, layouts, places), _work(job, layouts, places), strict=True))
     return list(zip(_states_at(job, layouts, places), _work_at(job, layouts, places), strict=True))
 
 
-def _states_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[States]:
+def _states_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
     """Return the state of the pipeline ranks at ``places``; ``layouts`` has columns."""
     known = _known(job, places)
 
@@ -69,7 +69,7 @@ def _states_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> l
     return [_next_states(state, known.host) for _ in places]
 
 
-def least_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, keep: bool = True) -> Column:
+def least_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool = True) -> Column:
     """Return the bytes of training state on the device in the optimizer's step, of the rank that has most.
 
     ``keep`` is as in :func:`least_passes`.
@@ -78,7 +78,7 @@ def least_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, 
 
 
 def least_passes(
-    job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, keep: bool = True
+    job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool = True
 ) -> tuple[Column, Column]:
     """Return bytes on the device and on the host that the fullest rank has at least.
 
@@ -100,7 +100,7 @@ def least_passes(
     return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (device, host))
 
 
-def _bytes_of_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place], which: slice, *, keep: bool) -> Any:
+def _bytes_of_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place], which: slice, *, keep: bool) -> Any:
     """Return some of the columns of the state's bytes.
 
     They are the most of any rank in the optimizer's step, then those that :func:`least_passes` reads of each rank.
@@ -121,7 +121,7 @@ def _bytes_of_state(job: TrainingJob, layouts: Layouts, places: Sequence[Place],
     return _known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows, which)
 
 
-def _bytes_of_work(job: TrainingJob, layouts: Layouts, places: Sequence[Place], *, keep: bool) -> Any:
+def _bytes_of_work(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool) -> Any:
     """Return three columns of each rank.
 
     They are the bytes of passes with all saved activations, those with earlier gradients instead, and the bytes of
@@ -143,7 +143,7 @@ def _bytes_of_work(job: TrainingJob, layouts: Layouts, places: Sequence[Place], 
     return _known(job, places).least_work.results(codes(layouts.shape[0], _work_case(layouts)), of_rows)
 
 
-def _work_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
+def _work_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
     def of_work(first: Any) -> list[Column]:
         found = _work(job, layouts.take(first), places)
         return [getattr(one, name) for one in found for name in _WORK]
@@ -152,9 +152,8 @@ def _work_at(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> lis
     return [PassBytes(*(next(done) for _ in _WORK)) for _ in places]
 
 
-def _known(job: TrainingJob, places: Sequence[Place]) -> _KnownParts:
-    # Traced bytes are not a part of the job.
-    found: _KnownParts = job.memo.setdefault(f"memory of {', '.join(places)} by {current().sha256}", _KnownParts())
+def _known(job: TrainingWork, places: Sequence[Place]) -> _KnownParts:
+    found: _KnownParts = job.memo.setdefault(f"memory of {', '.join(places)}", _KnownParts())
     return found
 
 
@@ -179,18 +178,18 @@ def _next_states(rows: Iterator[Column], host: tuple[str, ...]) -> States:
     return States(**plain, host={name: next(rows) for name in host})
 
 
-def _held(job: TrainingJob, layouts: Layouts, place: Place) -> RankLoad:
+def _held(job: TrainingWork, layouts: Layouts, place: Place) -> RankLoad:
     last = layouts.pp - 1
     rank: Column = 0 * last if place == "first" else last if place == "last" else np.minimum(1, last)
     return held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank))
 
 
-def _states(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[States]:
+def _states(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
     stack = memory_stack(job.stack.name)
     return [states(job, layouts, stack, _held(job, layouts, place)) for place in places]
 
 
-def _work(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
+def _work(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
     stack, held = memory_stack(job.stack.name), [_held(job, layouts, place) for place in places]
     layers = bytes_of_layers(job, layouts, stack, held)
     return [work(job, layouts, stack, each, layers) for each in held]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from partool.catalog.profile import SMALLEST_ERROR
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess
 from partool.cost.memory.communicators import communicators
@@ -34,6 +34,7 @@ from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
 from partool.spec.numbers import GIB, MIB
+from partool.work.training import TrainingWork
 
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
 """Bytes of the framework. On a CPU rank these are the interpreter and libraries (resident set of a torch 2.13 process
@@ -105,7 +106,7 @@ class Memory:
         return [Memory(*row) for row in zip(*columns, strict=True)]
 
 
-def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
+def peak_memory(job: TrainingWork, layouts: Layouts) -> Memory:
     """Return the predicted peak memory of each layout's fullest rank if layers are split evenly over stages.
 
     The first pipeline rank is evaluated as it has the most micro-batches in flight, the last as it has the head and the
@@ -138,14 +139,14 @@ def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     )
 
 
-def _places(job: TrainingJob, layouts: Layouts) -> tuple[Place, ...]:
+def _places(job: TrainingWork, layouts: Layouts) -> tuple[Place, ...]:
     if np.max(layouts.pp) == 1:
         return ("last",)
     uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
     return ("first", "last", "second") if uneven else ("first", "last")
 
 
-def least_memory(job: TrainingJob, layouts: Layouts, *, keep: bool = True) -> Column:
+def least_memory(job: TrainingWork, layouts: Layouts, *, keep: bool = True) -> Column:
     """Return bytes that :func:`peak_memory` exceeds: those of the training state in the optimizer's step.
 
     ``layouts`` has columns. The memory of activations takes most of the time of :func:`peak_memory`. ``keep`` is as in
@@ -154,7 +155,7 @@ def least_memory(job: TrainingJob, layouts: Layouts, *, keep: bool = True) -> Co
     return _with_framework(job, least_state(job, layouts, _places(job, layouts), keep=keep))
 
 
-def least_memory_of_passes(job: TrainingJob, layouts: Layouts, *, keep: bool = True) -> tuple[Column, Column]:
+def least_memory_of_passes(job: TrainingWork, layouts: Layouts, *, keep: bool = True) -> tuple[Column, Column]:
     """Return bytes that :func:`peak_memory` exceeds, by :func:`least_passes`, and bytes of host memory of a node.
 
     ``layouts`` has columns. Comparing all moments of a step takes most of the time of :func:`peak_memory`. Without
@@ -164,13 +165,13 @@ def least_memory_of_passes(job: TrainingJob, layouts: Layouts, *, keep: bool = T
     return _with_framework(job, device), host * np.minimum(layouts.world, job.devices.per_node)
 
 
-def _with_framework(job: TrainingJob, least: Column) -> Column:
+def _with_framework(job: TrainingWork, least: Column) -> Column:
     """Return the bytes of a rank with ``least`` bytes of tensors and without communicators, or a few less."""
     least = FRAMEWORK_BYTES[job.devices.backend] + (1.0 + _fragmented(job)) * least
     return np.asarray(job.memory_scalar * least - len(MEMORY_TERMS))  # each term is rounded down
 
 
-def _fragmented(job: TrainingJob) -> float:
+def _fragmented(job: TrainingWork) -> float:
     """Return the allocator's overhead as a share of everything allocated."""
     if job.devices.backend == "cpu":
         return CPU_FRAGMENTATION
@@ -178,7 +179,7 @@ def _fragmented(job: TrainingJob) -> float:
     return memory_stack(job.stack.name).fragmentation if known is None else FRAGMENTATION[known]
 
 
-def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryPrediction:
+def predict_memory(job: TrainingWork, layout: Layout, headroom: float) -> MemoryPrediction:
     """Return the predicted peak memory of one layout, computed exactly for each pipeline rank.
 
     ``headroom`` is the share of memory to keep free.
@@ -203,12 +204,12 @@ def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryP
     )
 
 
-def host_bytes(job: TrainingJob, layout: Layout) -> int:
+def host_bytes(job: TrainingWork, layout: Layout) -> int:
     """Return the bytes of host memory that offloading takes on the fullest node."""
     return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
 
 
-def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
+def _host(job: TrainingWork, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
     """Return the fields of the prediction that describe the host memory of the rank that needs most host memory."""
     if not layout.offload.active:
         return {}
@@ -221,12 +222,12 @@ def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[
     }
 
 
-def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
+def rank_memories(job: TrainingWork, layout: Layout) -> list[Memory]:
     """Return, for each pipeline position, the peak memory of one rank."""
     return ranks_of(job, encode(layout), held_by_layout(job, layout)).of_each(layout.mesh.pp)
 
 
-def rank_moments(job: TrainingJob, layout: Layout) -> list[list[Moment]]:
+def rank_moments(job: TrainingWork, layout: Layout) -> list[list[Moment]]:
     """Return, for each pipeline position, the moments of a step of one rank; all their fields are single numbers."""
     layouts, stack = encode(layout), memory_stack(job.stack.name)
     held = held_by_layout(job, layout)
@@ -236,7 +237,7 @@ def rank_moments(job: TrainingJob, layout: Layout) -> list[list[Moment]]:
     return [list(rank) for rank in zip(*each, strict=True)]
 
 
-def ranks_of(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Memory:
+def ranks_of(job: TrainingWork, layouts: Layouts, held: RankLoad) -> Memory:
     """Return the peak memory of ranks with the loads ``held``; columns are those of ``layouts`` and of the loads."""
     stack = memory_stack(job.stack.name)
     layers = bytes_of_layers(job, layouts, stack, [held])
@@ -248,7 +249,7 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
 
 
-def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> Memory:
+def _memory(job: TrainingWork, layouts: Layouts, state: States, done: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     there = (
         _all_phases(state, done, working_bytes(job, layouts))
@@ -288,7 +289,7 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle, idle)
 
 
-def _sigma(job: TrainingJob, layouts: Layouts, total: Column, outside: Column) -> Column:
+def _sigma(job: TrainingWork, layouts: Layouts, total: Column, outside: Column) -> Column:
     """Return the standard deviation of the total in bytes, from runs of what the layouts use.
 
     partool's own code has at least the floor: its few measured runs on accelerators were all on one device.
@@ -299,7 +300,7 @@ def _sigma(job: TrainingJob, layouts: Layouts, total: Column, outside: Column) -
     return memory_excess(job.stack.family, job.devices.architecture, layouts, least=least) * (total - outside)
 
 
-def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
+def _narrowed(job: TrainingWork, sigma: Column, total: Column) -> Column:
     """Return the standard deviation in bytes after measured runs, which is at least 2 % of ``total``.
 
     ``sigma``, the standard deviation without measured runs, weighs as much as one run.
@@ -310,7 +311,7 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
     return np.asarray(np.maximum(SMALLEST_ERROR * total, both))
 
 
-def _moments(job: TrainingJob, layouts: Layouts, stack: MemoryStack, state: States, done: PassBytes) -> list[Moment]:
+def _moments(job: TrainingWork, layouts: Layouts, stack: MemoryStack, state: States, done: PassBytes) -> list[Moment]:
     """Return the moments that may be the fullest; only of partool's runtime it is known what exists at each."""
     if not stack.traced_moments:
         return plain_moments(state, done)

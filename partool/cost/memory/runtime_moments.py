@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory.moments import Moment
 from partool.cost.memory.rank_parameters import BegunStages
 from partool.cost.memory.runtime_step import Step, UnitElements
 from partool.cost.memory.states import States
 from partool.cost.memory.work import PassBytes
 from partool.cost.optimizer import working_bytes
+from partool.work.training import TrainingWork
 
 
-def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> list[Moment]:
+def moments(job: TrainingWork, layouts: Layouts, state: States, done: PassBytes) -> list[Moment]:
     """Return the moments of a rank.
 
     The backward passes of a step's first micro-batch find no gradients yet, but in a pipeline they may find more

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory.moments import Moment
 from partool.cost.memory.states import States
 from partool.cost.memory.work import PassBytes
+from partool.work.training import TrainingWork
 
 
 class UnitElements(NamedTuple):
@@ -75,7 +76,7 @@ class Step:
     """True if each parameter is gathered into its own memory; then only shards are copied, where they are cast."""
 
     @classmethod
-    def of(cls, job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> Step:
+    def of(cls, job: TrainingWork, layouts: Layouts, state: States, done: PassBytes) -> Step:
         """Return the common values of the passes of layouts' ranks with a state and with what their passes hold."""
         small, zero = job.compute_bytes, np.asarray(layouts.zero)
         shards = np.where(zero > 0, layouts.shards * layouts.cp, 1)

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
 from partool.cost.memory.host_state import moment_bytes
 from partool.cost.memory.layout_ranks import held_by_layout
 from partool.cost.memory.states import ElementCounts, element_counts
 from partool.cost.one_bit import kept_bytes
 from partool.plan.layout import Layout
+from partool.work.training import TrainingWork
 
 
 class SavedState(NamedTuple):
@@ -24,7 +25,7 @@ class SavedState(NamedTuple):
     """Bytes that its largest block has at most."""
 
 
-def saved_state(job: TrainingJob, layout: Layout) -> SavedState:
+def saved_state(job: TrainingWork, layout: Layout) -> SavedState:
     """Return the bytes that a rank of partool's runtime writes: master weights and moments, each block once.
 
     Of several ranks that hold the same block, the one that has least to write writes it; here they are taken to write
@@ -40,7 +41,7 @@ def saved_state(job: TrainingJob, layout: Layout) -> SavedState:
     return SavedState(round(float(np.max(total))), round(float(np.max(np.minimum(block, total)))))
 
 
-def _moments(job: TrainingJob, layouts: Layouts, counts: ElementCounts, trained: Column) -> Column:
+def _moments(job: TrainingWork, layouts: Layouts, counts: ElementCounts, trained: Column) -> Column:
     on_host = 1.0 - layouts.gpu_fraction
     found = np.where(on_host > 0, moment_bytes(job), job.moments * job.master_bytes) * trained
     if job.matrices is not None:

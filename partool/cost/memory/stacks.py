@@ -1,4 +1,4 @@
-"""Facts about how code bases keep training state and activations; names are as in :mod:`partool.cost.stacks`.
+"""Facts about how code bases keep training state and activations; names are as in :mod:`partool.work.stacks`.
 
 Bytes per parameter follow each project's documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes, or
 6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters

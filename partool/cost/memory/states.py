@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.memory.rank_parameters import DENSE, MOE, GatherGroups, RankLoad, model_groups
 from partool.cost.memory.stacks import MemoryStack
@@ -14,6 +14,7 @@ from partool.cost.one_bit import kept_bytes
 from partool.cost.tensor_shares import share_columns
 from partool.cost.traffic.gathers import kept_elements
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 HOST_FACTOR = 1.5
 """For other code bases, ratio of host memory to the training state kept there: pinned staging buffers and the
@@ -92,7 +93,7 @@ class ElementCounts:
     """Number of elements of the largest group."""
 
 
-def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
+def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
     """Return the bytes of the training state of a rank."""
     sizes = element_counts(job, layouts, held)
     small = job.compute_bytes
@@ -148,7 +149,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, **units, host=terms)
 
 
-def _units(job: TrainingJob, layouts: Layouts, sizes: ElementCounts, held: RankLoad) -> dict[str, Column]:
+def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, held: RankLoad) -> dict[str, Column]:
     """Return the fields of :class:`States` that say what is gathered and reduced at once."""
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
     tied = sizes.input * held.last if job.model.tied_embeddings else 0.0
@@ -165,7 +166,7 @@ def _units(job: TrainingJob, layouts: Layouts, sizes: ElementCounts, held: RankL
     }
 
 
-def _leaving(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+def _leaving(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
     """Return the maximum bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
     if not stack.buckets_to_host:
         return 0.0
@@ -174,7 +175,7 @@ def _leaving(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: Elem
     return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
-def _stored(job: TrainingJob, layouts: Layouts, stack: MemoryStack, away: Column, sizes: ElementCounts) -> Column:
+def _stored(job: TrainingWork, layouts: Layouts, stack: MemoryStack, away: Column, sizes: ElementCounts) -> Column:
     """Return the host bytes of parameter shards; if shards are in files, only groups in transfer take host memory."""
     if not stack.counted_host_memory:
         return HOST_FACTOR * away
@@ -199,11 +200,11 @@ def _dense_first(model: ModelConfig) -> bool:
     return model.moe is not None and model.moe.first_dense_layers > 0 and model.moe.every == 1
 
 
-def _groups(job: TrainingJob) -> GatherGroups:
+def _groups(job: TrainingWork) -> GatherGroups:
     return model_groups(job.model, job.padded_vocab, job.frozen)
 
 
-def element_counts(job: TrainingJob, layouts: Layouts, held: RankLoad) -> ElementCounts:
+def element_counts(job: TrainingWork, layouts: Layouts, held: RankLoad) -> ElementCounts:
     """Return the numbers of elements on ranks with the loads ``held``."""
     groups, shares = _groups(job), share_columns(job, layouts)
     common: Column = 0.0
@@ -255,7 +256,7 @@ def element_counts(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Elemen
 
 
 def _gathered(
-    job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, everything: Column
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, everything: Column
 ) -> Column:
     """Return the bytes of gathered parameters.
 
@@ -274,7 +275,7 @@ def _gathered(
     return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, whole)
 
 
-def _ahead(job: TrainingJob, sizes: ElementCounts, everything: Column) -> Column:
+def _ahead(job: TrainingWork, sizes: ElementCounts, everything: Column) -> Column:
     """Return the total number of elements in the group in use, in prefetched groups, and in persistent parameters."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
@@ -284,7 +285,7 @@ def _ahead(job: TrainingJob, sizes: ElementCounts, everything: Column) -> Column
 
 
 def _gradients(
-    job: TrainingJob, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
 ) -> tuple[Column, Column, Column]:
     """Return the bytes of gradients at a backward pass's end, at the peak of activations, and at the optimizer step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
@@ -316,7 +317,7 @@ def _gradients(
     return ended * on_device, before * on_device, stepping
 
 
-def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
     """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
 
     A sequential gather writes directly into the parameters and needs no message. Ranks that pass weights on have other

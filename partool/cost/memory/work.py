@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob, among
+from partool.cost.case import (
+    FULL,
+    KEEP_ATTENTION,
+    ONE_AT_THE_END,
+    SELECTIVE,
+    Column,
+    Layouts,
+    among,
+)
 from partool.cost.memory import sequence as sequence_memory
 from partool.cost.memory.activations import (
     early_loss,
@@ -25,6 +33,7 @@ from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoa
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import exchange_bytes, loss_bytes
 from partool.cost.sequence import shares as sequence_shares
+from partool.work.training import TrainingWork
 
 _ON_DEVICE = 3.0
 """Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
@@ -106,7 +115,7 @@ class PassBytes:
     """Moments with gradients of some of the stages, as in :class:`RankLoad`."""
 
 
-def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
+def work(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
     saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
     reducing, after, recomputing = _beside_experts(held, layers)
@@ -150,7 +159,7 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     )
 
 
-def _tables_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+def _tables_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the bytes of cosines and sines for the positions of a rank's tokens (``model/rope.py`` of the runtime)."""
     if job.model.position != "rope":
         return 0.0
@@ -187,7 +196,7 @@ def at_the_end(layouts: Layouts, held: RankLoad) -> Column:
     return np.where(several, few, 1.0)
 
 
-def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
+def _movable(job: TrainingWork, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
     """Return the bytes of saved activations that go to the host.
 
     The saved tensors of the last layer and of two layers in transfer stay on the device. Where blocks are not compiled,
@@ -204,7 +213,7 @@ def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers)
     return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
 
 
-def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
+def _copies_bytes(job: TrainingWork, held: RankLoad) -> Column:
     """Return the bytes of a rank's flat copies of weights and gradients; 0 unless ranks pass weights to each other."""
     ring = held.ring
     if ring is None:
@@ -213,7 +222,7 @@ def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
     return np.where(ring.there, ring.elements * each, 0.0)
 
 
-def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
+def bytes_of_layers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
     """Return the bytes of one layer by (kind, policy)."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
@@ -234,7 +243,7 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
     return found
 
 
-def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> BackwardBytes:
+def _backward_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> BackwardBytes:
     """Return what the backward pass of a layer of ``kind`` takes, without the tensors that it rebuilds."""
     if job.devices.backend == "cpu":
         return BackwardBytes(0.0)
@@ -271,7 +280,7 @@ def _beside_experts(held: RankLoad, layers: Layers) -> list[Column]:
 
 
 def _activations(
-    job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
 ) -> tuple[Column, Column, Column]:
     """Return bytes: saved by all micro-batches in flight, of one layer's backward pass, and saved by the final norm."""
     saved: Column = 0.0

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from partool.cost.case import SEQUENCE_METHODS, Column, Layouts, TrainingJob
+from partool.cost.case import SEQUENCE_METHODS, Column, Layouts
 from partool.cost.kinds import Kind
 from partool.cost.sequence.types import (
     AttentionBuffers,
@@ -20,6 +20,7 @@ from partool.cost.sequence.types import (
     SequenceTeams,
 )
 from partool.layout.sequence import Spans
+from partool.work.training import TrainingWork
 
 
 class MethodPrice(Protocol):
@@ -48,7 +49,7 @@ PRICED = tuple(enumerate(SEQUENCE_METHODS))
 """Index and name of each method."""
 
 
-def exchange(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
+def exchange(job: TrainingWork, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
     """Return the seconds of one layer's exchanges among ranks that share a sequence."""
     found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
     if not np.any(several):

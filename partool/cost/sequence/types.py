@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import collective, tensor_shares
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.collective import RankGroup
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
@@ -18,6 +18,7 @@ from partool.layout.startrail import Trails
 from partool.plan.layout import Layout
 from partool.spec.parallel import Inside, SequenceMethod
 from partool.strategies.sequence import METHODS
+from partool.work.training import TrainingWork
 
 TRADE_OPERATORS, BLOCK_OPERATORS, GATHER_OPERATORS = 6.0, 12.0, 10.0
 """Number of kernels that the host starts to exchange heads, to merge a received block, and to gather keys."""
@@ -79,7 +80,7 @@ class SequenceTeams(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, job: TrainingJob, layout: Layout) -> SequenceTeams:
+    def of(cls, job: TrainingWork, layout: Layout) -> SequenceTeams:
         """Return the group sizes of a layout, and the tokens of each rank."""
         return cls(
             layout.sequence.method,
@@ -141,7 +142,7 @@ class ExchangeTime:
         """Seconds of all exchanges, hidden or not."""
         return self.outside + self.turns + self.rings
 
-    def exposed_core(self, job: TrainingJob, attention_s: Column) -> Column:
+    def exposed_core(self, job: TrainingWork, attention_s: Column) -> Column:
         """Return the exposed seconds within the core: the part of the transfers that attention does not hide."""
         stack, shown = job.stack, self.inside
         for times, seconds, share in self.steps:
@@ -149,7 +150,7 @@ class ExchangeTime:
             shown = shown + times * (left + (stack.contention - 1.0) * (seconds - left))
         return shown
 
-    def exposed(self, job: TrainingJob, attention_s: Column) -> Column:
+    def exposed(self, job: TrainingWork, attention_s: Column) -> Column:
         """Return the exposed seconds of all exchanges."""
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
@@ -170,7 +171,7 @@ class ExchangeTime:
 class SequencePass:
     """One pass of one layer: the argument of each method's ``exchange``."""
 
-    job: TrainingJob
+    job: TrainingWork
     layouts: Layouts
     kind: Kind
     backward: bool
@@ -222,7 +223,7 @@ class AttentionElements(NamedTuple):
 class AttentionBuffers:
     """Attention of one layer, in the pass that needs more memory: the argument of each method's ``buffers``."""
 
-    job: TrainingJob
+    job: TrainingWork
     layouts: Layouts
     sizes: AttentionElements
     window: int | None

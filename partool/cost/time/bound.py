@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.case import (
+    CAPPED,
+    HALVED,
+    SCHEDULES,
+    Column,
+    Layouts,
+    Mask,
+    among,
+)
 from partool.cost.optimizer import update_s
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.crowd import crowds
@@ -21,6 +29,7 @@ from partool.cost.time.passes import PassLimits, passes, recorded, shared_most
 from partool.cost.time.split import Split, split
 from partool.cost.time.step import held_elements, owned_elements, saved_bytes
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait, sync
+from partool.work.training import TrainingWork
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 _GPIPE = SCHEDULES.index("gpipe")
@@ -40,7 +49,7 @@ class Open:
     """True if the bound also holds for recompute policies that take longer than that of the layouts."""
 
 
-def bound_s(job: TrainingJob, layouts: Layouts, left: Open | None = None) -> Column:
+def bound_s(job: TrainingWork, layouts: Layouts, left: Open | None = None) -> Column:
     """Return a lower bound of the step time of each layout.
 
     The busiest rank processes all micro-batches. The last rank also waits until the first micro-batch has reached it,
@@ -56,7 +65,7 @@ def bound_s(job: TrainingJob, layouts: Layouts, left: Open | None = None) -> Col
     return job.time_scalar * (bound + _outside_s(job, layouts, known, left))
 
 
-def _pipelined(job: TrainingJob, layouts: Layouts, known: PassLimits) -> tuple[Column, Column]:
+def _pipelined(job: TrainingWork, layouts: Layouts, known: PassLimits) -> tuple[Column, Column]:
     """Return the least seconds of the busiest pipeline rank per micro-batch, and of a whole step's passes."""
     costs, m, total = known.costs, layouts.accumulation, known.both_s
     if job.stage_layers is not None and not np.any(layouts.ring):
@@ -102,7 +111,7 @@ def _extrapolated(layouts: Layouts) -> Mask:
     return long & np.logical_not(layouts.ring)
 
 
-def _outside_s(job: TrainingJob, layouts: Layouts, known: PassLimits, left: Open | None) -> Column:
+def _outside_s(job: TrainingWork, layouts: Layouts, known: PassLimits, left: Open | None) -> Column:
     """Return the least seconds of a step outside of its micro-batches."""
     costs, pp = known.costs, layouts.pp
     dense, expert = held_elements(job, layouts, costs)
@@ -136,7 +145,7 @@ def _outside_s(job: TrainingJob, layouts: Layouts, known: PassLimits, left: Open
     return exposed + slowdown + tensor + optimizer + job.stack.overhead_s
 
 
-def _offloaded(job: TrainingJob, layouts: Layouts, known: PassLimits, owned: Column) -> tuple[Column, Column]:
+def _offloaded(job: TrainingWork, layouts: Layouts, known: PassLimits, owned: Column) -> tuple[Column, Column]:
     """Return the least exposed seconds of offloading, and the least seconds by which it slows down the passes.
 
     Longer passes hide more of the host's work, and layers that recompute leave fewer bytes to offload. The exact share
@@ -160,7 +169,7 @@ def _offloaded(job: TrainingJob, layouts: Layouts, known: PassLimits, owned: Col
     return late.exposed_s, slower.slowdown_s
 
 
-def _travelling_s(job: TrainingJob, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
+def _travelling_s(job: TrainingWork, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
     Per round of micro-batches, all gradients go around the ring once. Weights go around twice, or only once for the
@@ -179,7 +188,7 @@ def _travelling_s(job: TrainingJob, layouts: Layouts, known: PassLimits, limits:
     return collective.send_s(job, sent, stride) - collective.send_s(job, 0.0, stride)
 
 
-def _interleaved_s(job: TrainingJob, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
+def _interleaved_s(job: TrainingWork, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
     """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before rank r, and the ranks before

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.kinds import Kind, kinds
 from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
@@ -20,6 +20,7 @@ from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, l
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
@@ -73,7 +74,7 @@ class Micro:
         return found
 
 
-def micro(job: TrainingJob, layouts: Layouts) -> Micro:
+def micro(job: TrainingWork, layouts: Layouts) -> Micro:
     """Return the cost of one micro-batch under each layout.
 
     Layouts that differ only in fields that do not affect a micro-batch are computed once per job. Results for columns
@@ -99,7 +100,7 @@ _FEW = 512
 """Minimum number of layouts for which a search for equal cases saves time."""
 
 
-def _repeated(job: TrainingJob, layouts: Layouts, memo: Memo, where: Any = slice(None)) -> Micro:
+def _repeated(job: TrainingWork, layouts: Layouts, memo: Memo, where: Any = slice(None)) -> Micro:
     """Return the costs at the places ``where`` of layouts, computing only cases that are not in the memo."""
     counts = Counter(kinds(job.model))
     found = memo.results(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
@@ -108,13 +109,13 @@ def _repeated(job: TrainingJob, layouts: Layouts, memo: Memo, where: Any = slice
     return Micro(layers, dict(counts), _unit_of(rows), _unit_of(rows), {})
 
 
-def prepare(job: TrainingJob, layouts: Layouts) -> None:
+def prepare(job: TrainingWork, layouts: Layouts) -> None:
     """Compute the costs of a micro-batch under many layouts at once, for later calls of :func:`micro`."""
     memo: Memo = job.memo.setdefault("micro", _KnownMicros()).many
     memo.learn(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
 
 
-def _computed(job: TrainingJob, layouts: Layouts, rows: Any) -> list[Column]:
+def _computed(job: TrainingWork, layouts: Layouts, rows: Any) -> list[Column]:
     """Return the columns of all units of the layouts at the indices ``rows``."""
     found = _micro(job, layouts.take(rows))
     units = (*found.layers.values(), found.first, found.last)
@@ -137,7 +138,7 @@ _CASE = (
 """Names of the columns of layouts that affect the cost of a micro-batch, besides those of the pipeline."""
 
 
-def _case(job: TrainingJob, layouts: Layouts) -> list[Any]:
+def _case(job: TrainingWork, layouts: Layouts) -> list[Any]:
     """Return the columns on which the cost of a micro-batch depends.
 
     Of a pipeline these are whether there is one, whether its schedule splits backward passes, and whether the loss has
@@ -161,14 +162,14 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
     return UnitSeconds(**plain, exposed={name: next(rows) for name in COMMUNICATION})
 
 
-def _micro(job: TrainingJob, layouts: Layouts) -> Micro:
+def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
     counts = Counter(kinds(job.model))
     passes = {kind: layer(job, layouts, kind) for kind in counts}
     units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
     return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
 
 
-def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
+def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
     again = found.again.total_s(job)
     backward = found.backward.total_s(job) + again
     exposed = {
@@ -190,7 +191,7 @@ def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitS
     )
 
 
-def _first(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
+def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
     shares = share_columns(job, layouts)
     found = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
@@ -200,7 +201,7 @@ def _first(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
     )
 
 
-def _last(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
+def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     shares = share_columns(job, layouts)
     elements: Column = shares.head
     if job.model.tied_embeddings:
@@ -232,7 +233,7 @@ def _again(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Col
 
 
 def _end(
-    job: TrainingJob,
+    job: TrainingWork,
     layouts: Layouts,
     seconds: Callable[..., Column],
     sent: tensor_time.TensorSeconds,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.memory.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
 from partool.cost.optimizer import device_update_s
+from partool.work.training import TrainingWork
 
 _LINK_SHARE = 0.8
 """Share of the host link's rate that copies from pinned memory reach."""
@@ -61,7 +62,7 @@ class Chain:
 
 
 def offload(
-    job: TrainingJob, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
+    job: TrainingWork, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
 ) -> OffloadTime:
     """Return the seconds of offloading on a rank whose optimizer owns ``elements`` parameters.
 
@@ -108,7 +109,7 @@ def offload(
     return OffloadTime(transfers, adam + share * whole.early_s, np.maximum(waits, 0.0), slowdown, disk)
 
 
-def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
+def chain(job: TrainingWork, layouts: Layouts, elements: Column) -> Chain:
     """Return the seconds of each stage for the optimizer state of ``elements`` parameters with partool's runtime.
 
     The update is one pass that reads gradient, master and moments, writes master and moments back, and writes the
@@ -163,14 +164,14 @@ def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
     return min(1.0, max(0.0, lag_s / backward_s, 1.0 - room_s / host_s if host_s > 0.0 else 0.0))
 
 
-def link_rate(job: TrainingJob) -> float:
+def link_rate(job: TrainingWork) -> float:
     """Return the bytes per second that one rank sends to host memory; a node's devices share the memory's bandwidth."""
     devices = job.devices
     assert devices.host_link_bytes_per_s is not None
     return _LINK_SHARE * min(devices.host_link_bytes_per_s, devices.host_memory_bytes_per_s / devices.per_node)
 
 
-def update_rate(job: TrainingJob) -> float:
+def update_rate(job: TrainingWork) -> float:
     """Return the bytes per second at which one rank's cores stream host memory."""
     devices = job.devices
     memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
@@ -178,12 +179,12 @@ def update_rate(job: TrainingJob) -> float:
     return memory if threads == "auto" else min(memory, threads * _CORE_BYTES_PER_S)
 
 
-def disk_rate(job: TrainingJob) -> float:
+def disk_rate(job: TrainingWork) -> float:
     """Return the bytes per second that one rank reads from disks and writes to them, together."""
     return _DISK_SHARE * job.devices.disk_bytes_per_s / job.devices.per_node
 
 
-def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTime:
+def _in_turns(job: TrainingWork, layouts: Layouts, elements: Column) -> OffloadTime:
     """Return the seconds of offloading on a CPU; nothing overlaps, as the same cores also run the passes."""
     share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
     if not np.any(share) and not np.any(layouts.offload_parameters):
@@ -201,7 +202,7 @@ def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTi
 
 
 def _published(
-    job: TrainingJob, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
+    job: TrainingWork, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
 ) -> OffloadTime:
     """Return the seconds of offloading in other code bases, which update once the norm is known, without overlap."""
     link, memory = link_rate(job), update_rate(job)

@@ -12,10 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, Column, Layouts, TrainingJob
+from partool.cost.case import RECOMPUTE, Column, Layouts
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.micro import Micro, micro
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class PassLimits:
         return self.forward_s + self.backward_s
 
 
-def passes(job: TrainingJob, layouts: Layouts) -> PassLimits:
+def passes(job: TrainingWork, layouts: Layouts) -> PassLimits:
     """Return the least and the most seconds of passes under each layout."""
     if job.recompute is not None and len(set(job.recompute)) > 1:
         return _listed(job, layouts, job.recompute)
@@ -68,7 +69,7 @@ def passes(job: TrainingJob, layouts: Layouts) -> PassLimits:
     return PassLimits(costs, forward, backward + least, path, backward + most, least_layer, least_layer, alike=False)
 
 
-def shared_most(job: TrainingJob, layouts: Layouts) -> Column:
+def shared_most(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the largest share of the layers that may recompute.
 
     A share 1/q of n layers is rounded up to at most 1 + (n - 1)/q layers on each pipeline rank. Without pipeline ranks
@@ -79,7 +80,7 @@ def shared_most(job: TrainingJob, layouts: Layouts) -> Column:
     return np.where(layouts.pp > 1, rounded, share)
 
 
-def recorded(job: TrainingJob, layouts: Layouts) -> Layouts:
+def recorded(job: TrainingWork, layouts: Layouts) -> Layouts:
     """Return the rows that stand for exact layouts, which name one policy and the share of layers that recompute."""
     if job.recompute is None:
         return layouts
@@ -96,7 +97,7 @@ def _least(columns: list[Column]) -> Column:
     return found
 
 
-def _again(job: TrainingJob, layouts: Layouts, costs: Micro, same: Column, more: Column) -> tuple[Column, Column]:
+def _again(job: TrainingWork, layouts: Layouts, costs: Micro, same: Column, more: Column) -> tuple[Column, Column]:
     """Return the least and the most seconds of recomputation where layers differ.
 
     Without pipeline ranks the first layers recompute. With them, at least the share of all layers recomputes, and each
@@ -127,7 +128,7 @@ def _first_layers(model: ModelConfig) -> dict[Kind, tuple[int, ...]]:
     }
 
 
-def _listed(job: TrainingJob, layouts: Layouts, policies: tuple[str, ...]) -> PassLimits:
+def _listed(job: TrainingWork, layouts: Layouts, policies: tuple[str, ...]) -> PassLimits:
     """Return the seconds under the spec's list of policies: both limits are those of the list."""
     rows = {
         policy: replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy), recompute_share=1.0)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import HALVED_RING, Column, Layouts, TrainingJob
+from partool.cost.case import HALVED_RING, Column, Layouts
 from partool.cost.case import SCHEDULES as NAMES
 from partool.cost.codec import encode
 from partool.cost.memory.rank_parameters import WeightRing
@@ -25,6 +25,7 @@ from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
 from partool.schedule.weipipe import room, volume
 from partool.strategies.schedules import SCHEDULES
+from partool.work.training import TrainingWork
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
@@ -93,14 +94,14 @@ def _held(text: str) -> tuple[int, ...]:
     return tuple(peak_held(actions) for actions in read(text).lists)
 
 
-def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
+def stage_elements(job: TrainingWork, layout: Layout) -> list[int]:
     """Return the number of parameters in each stage's layers on one tensor rank; a message of weights holds all."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
 
 
-def sent_bytes(job: TrainingJob, layout: Layout) -> int:
+def sent_bytes(job: TrainingWork, layout: Layout) -> int:
     """Return the bytes that the busiest pipeline rank sends to other ranks of its pipeline per step.
 
     For activations and gradients this is one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
@@ -122,7 +123,7 @@ def messages(layout: Layout) -> int:
     return max(sends) * layout.derived.accumulation
 
 
-def _sent_weights_bytes(job: TrainingJob, layout: Layout) -> int:
+def _sent_weights_bytes(job: TrainingWork, layout: Layout) -> int:
     elements = stage_elements(job, layout)
     weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, job.master_bytes))
     rounds = layout.derived.accumulation // layout.mesh.pp
@@ -134,12 +135,12 @@ def _sent_weights_bytes(job: TrainingJob, layout: Layout) -> int:
     return round(max(found))
 
 
-def boundary_bytes(job: TrainingJob, layout: Layout) -> int:
+def boundary_bytes(job: TrainingWork, layout: Layout) -> int:
     """Return the bytes that one stage sends to the next, for one micro-batch."""
     return int(boundary_elements(job, encode(layout))) * job.compute_bytes
 
 
-def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
+def boundary_elements(job: TrainingWork, layouts: Layouts) -> Column:
     """Return a column of how many elements one stage sends to the next: a rank's share of the residual stream."""
     length, stack = sequence_shares.tokens(job, layouts), job.stack
     if stack.sequence_parallel is not None:
@@ -149,7 +150,7 @@ def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
     return layouts.micro_batch * rows * tensor_shares.width(job.model.hidden, layouts.tensor_inner)
 
 
-def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
+def ring_by_ranks(job: TrainingWork, layout: Layout) -> list[WeightRing]:
     """Return how many copies of weights and gradients each pipeline rank holds where ranks pass weights on."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.kinds import Kind, kinds
@@ -36,6 +35,7 @@ from partool.schedule import StageTimes
 from partool.schedule.simulate import idle_share
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
+from partool.work.training import TrainingWork
 
 
 @lru_cache(maxsize=16)
@@ -66,7 +66,7 @@ def _keys(model: ModelConfig, sequence_length: int, kind: Kind) -> float:
     return keys_seen(sequence_length, kind.window)
 
 
-def model_flops(job: TrainingJob) -> float:
+def model_flops(job: TrainingWork) -> float:
     """Return the FLOPs of one optimizer step over all ranks, without recomputation."""
     tokens = job.global_batch * job.sequence_length
     per_token = matmul_flops_per_token(job.model) + attention_flops_per_token(job.model, job.sequence_length)
@@ -95,14 +95,14 @@ class Stages:
         return [float(sum(unit.exposed[name] for unit in stage)) for stage in self.units]
 
 
-def time_terms(job: TrainingJob, layout: Layout) -> dict[str, float]:
+def time_terms(job: TrainingWork, layout: Layout) -> dict[str, float]:
     """Return the predicted seconds of one optimizer step on the slowest rank, by time term."""
     terms = _terms(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     return {name: job.time_scalar * terms.get(name, 0.0) for name in TIME_TERMS}
 
 
 def predict_time(
-    job: TrainingJob, layout: Layout, training_steps: int, terms: dict[str, float] | None = None
+    job: TrainingWork, layout: Layout, training_steps: int, terms: dict[str, float] | None = None
 ) -> TimePrediction:
     """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training.
 
@@ -130,7 +130,7 @@ def predict_time(
     )
 
 
-def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
+def stage_times(job: TrainingWork, layout: Layout) -> StageTimes:
     """Return the seconds of each stage per micro-batch, and of a transfer, as used by :func:`predict_time`."""
     found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     scale = job.time_scalar
@@ -141,7 +141,7 @@ def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
     return StageTimes(forward, backward, weight, send or 0.0, gradient_send_s=gradient)
 
 
-def pipeline_idle_share(job: TrainingJob, layout: Layout) -> float:
+def pipeline_idle_share(job: TrainingWork, layout: Layout) -> float:
     """Return the share of the passes' time in which pipeline ranks do not compute, on average over the ranks.
 
     The time term ``pipeline_bubble`` is the idle time of the busiest rank alone: stages that differ make other ranks
@@ -153,14 +153,14 @@ def pipeline_idle_share(job: TrainingJob, layout: Layout) -> float:
     return idle_share(busy, span_s(layout, times))
 
 
-def _costs(job: TrainingJob, layout: Layout) -> dict[Recompute, Micro]:
+def _costs(job: TrainingWork, layout: Layout) -> dict[Recompute, Micro]:
     """Return the cost of a micro-batch under each recompute policy that at least one layer follows."""
     # Where ranks pass weights on, the last stage's backward pass directly follows its forward pass: no recomputation.
     more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
     return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
 
 
-def _stages(job: TrainingJob, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
+def _stages(job: TrainingWork, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
     found = []
     of_layer = kinds(job.model)
     any_cost = next(iter(costs.values()))
@@ -176,7 +176,7 @@ def _stages(job: TrainingJob, layout: Layout, costs: dict[Recompute, Micro]) -> 
     return Stages(tuple(found))
 
 
-def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
+def _terms(job: TrainingWork, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
     """Return seconds by time term: the busiest rank's passes, the schedule's idle time, and work after the passes."""
     m, pp = layout.derived.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
@@ -206,7 +206,7 @@ def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
     }
 
 
-def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> StageTimes:
+def _times(job: TrainingWork, layout: Layout, base: StepParts, stages: Stages) -> StageTimes:
     """Return the seconds of stages and of transfers between ranks, for the schedule."""
     forward, backward, weight = (stages.total(name) for name in ("forward_s", "backward_s", "weight_s"))
     if not moves_weights(layout):
@@ -219,7 +219,7 @@ def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
     return StageTimes(forward, backward, weight, weights_s, gradient_send_s=gradients_s)
 
 
-def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
+def _outer_sync_s(job: TrainingWork, layout: Layout, stages: Stages) -> float:
     """Return the seconds in which a ring's ranks, which all have embedding and head, sum the gradients of both."""
     if not moves_weights(layout):
         return 0.0
@@ -247,7 +247,7 @@ def _parameters(layout: Layout, stages: Stages) -> RankParameters:
     return RankParameters(dense, expert, groups)
 
 
-def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
+def _parts(job: TrainingWork, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
     """Return the seconds of each of ``TIME_PARTS``, by name, averaged over pipeline ranks."""
     share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
@@ -268,7 +268,7 @@ def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recomp
     return {name: job.time_scalar * value for name, value in parts.items()}
 
 
-def _add_layer(parts: dict[str, float], job: TrainingJob, found: Layer, share: float) -> None:
+def _add_layer(parts: dict[str, float], job: TrainingWork, found: Layer, share: float) -> None:
     for suffix, one in (("forward", found.forward), ("backward", found.backward)):
         parts[f"matmul_{suffix}"] += share * float(one.matmul_s)
         parts[f"attention_{suffix}"] += share * float(one.attention_s)
@@ -281,5 +281,5 @@ def _add_layer(parts: dict[str, float], job: TrainingJob, found: Layer, share: f
         parts["expert_parallel"] += share * float(one.expert_s)
 
 
-def _launch_s(job: TrainingJob, one: LayerPass) -> float:
+def _launch_s(job: TrainingWork, one: LayerPass) -> float:
     return float(one.total_s(job) - one.device_s)

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.time.step import StepParts, owned_elements
 from partool.cost.time.sync import PassSeconds, RankParameters, sync
 from partool.cost.time.tensor import sync_s
+from partool.work.training import TrainingWork
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Slowest:
         return shared + self.offload_s + self.optimizer_s + self.tensor_s
 
 
-def slowest(job: TrainingJob, layouts: Layouts, base: StepParts, ranks: RankWork) -> Slowest:
+def slowest(job: TrainingWork, layouts: Layouts, base: StepParts, ranks: RankWork) -> Slowest:
     """Return the seconds outside of micro-batches; ``base`` has the mean costs of the pipeline ranks.
 
     The rank with most of the optimizer's state sets the time of the update and of offloading.

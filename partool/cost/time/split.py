@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import SCHEDULES, Column, Layouts, TrainingJob
+from partool.cost.case import SCHEDULES, Column, Layouts
 from partool.cost.time.passes import PassLimits
+from partool.work.training import TrainingWork
 
 _ROUNDED = 0.05
 """Layers by which the largest stage may exceed the smallest possible: the search rounds the times of embedding and head
@@ -41,7 +42,7 @@ class Split:
     """Number of layers that any stage has at most."""
 
 
-def split(job: TrainingJob, layouts: Layouts, known: PassLimits) -> Split:
+def split(job: TrainingWork, layouts: Layouts, known: PassLimits) -> Split:
     """Return the limits of each layout's stages, for layouts with several pipeline ranks.
 
     Every stage has a layer or more. If all layers cost the same, the largest stage is as small as whole layers allow,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import collective, tensor_shares
-from partool.cost.case import FULL, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.case import FULL, SELECTIVE, Column, Layouts
 from partool.cost.optimizer import update_s
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.micro import Micro, micro
@@ -15,6 +15,7 @@ from partool.cost.time.offload import OffloadTime, chain, device_share, offload
 from partool.cost.time.pipeline import boundary_elements
 from partool.cost.time.sync import PassSeconds, RankParameters, Sync, sync
 from partool.cost.traffic.total import trained_share
+from partool.work.training import TrainingWork
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class StepParts:
     """Seconds of the last backward pass."""
 
 
-def step(job: TrainingJob, layouts: Layouts) -> StepParts:
+def step(job: TrainingWork, layouts: Layouts) -> StepParts:
     """Return the costs of the parts of a step; those of parameters and collectives are averages over pipeline ranks."""
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
@@ -57,7 +58,7 @@ def step(job: TrainingJob, layouts: Layouts) -> StepParts:
     return StepParts(costs, shared, moved, optimizer, send, owned, passes.backward_s)
 
 
-def held_elements(job: TrainingJob, layouts: Layouts, costs: Micro) -> tuple[Column, Column]:
+def held_elements(job: TrainingWork, layouts: Layouts, costs: Micro) -> tuple[Column, Column]:
     """Return the mean numbers of a pipeline rank's parameters outside and inside experts."""
     pp = layouts.pp
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
@@ -65,7 +66,7 @@ def held_elements(job: TrainingJob, layouts: Layouts, costs: Micro) -> tuple[Col
     return dense + np.where(layouts.ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0), expert
 
 
-def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
+def hidden_share(job: TrainingWork, layouts: Layouts) -> float:
     """Return the least share of one layout's optimizer state that must stay on the device to hide the host's work.
 
     See :func:`partool.cost.time.offload.device_share`; the columns of ``layouts`` are single numbers.
@@ -76,7 +77,7 @@ def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
     return device_share(float(found.last_s), slowest, float(whole.lag_s))
 
 
-def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Column) -> Column:
+def owned_elements(job: TrainingWork, layouts: Layouts, dense: Column, expert: Column) -> Column:
     """Return the number of trained parameters in a rank's optimizer shard; experts are sharded over fewer ranks."""
     shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
@@ -85,7 +86,7 @@ def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Co
     return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
 
 
-def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+def saved_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the approximate bytes of activations that a micro-batch saves on a pipeline rank (arXiv 2205.05198)."""
     rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
     model = job.model

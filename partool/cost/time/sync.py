@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import Column, Layouts, OneBitUpdates, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.collective import RankGroup
 from partool.cost.one_bit import message_bytes
 from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
+from partool.work.training import OneBitUpdates, TrainingWork
 
 _ALWAYS_EXPOSED = 0.08
 """Share of gradient reduction that is exposed even in long backward passes, as the first layers' gradients come
@@ -51,7 +52,7 @@ class RankParameters:
         return np.where(self.expert > 0, self.groups if self.expert_groups is None else self.expert_groups, 0.0)
 
 
-def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
+def sync(job: TrainingWork, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
     """Return the seconds of collectives of a rank's parameters and gradients among data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     # With ZeRO-3, passes that find perturbations gather once more; they reduce nothing.
@@ -105,7 +106,7 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
 
 
 def _one_bit(
-    job: TrainingJob,
+    job: TrainingWork,
     held: RankParameters,
     ranks: RankGroup,
     updates: OneBitUpdates,
@@ -125,7 +126,7 @@ def _one_bit(
     return full * gradient + one_bit * exchange, full * (exposed + waits) + one_bit * (exchange + waits)
 
 
-def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
+def _wait_shares(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column]:
     """Return a rank's waits at reductions and at gathers for ranks on the same cores, as shares of the passes' time.
 
     With pipelines, replicas of shards or an optimizer in host memory, a rank waits for every reduction. Otherwise, with
@@ -145,7 +146,7 @@ def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
     return np.where(several, np.where(in_flight, sums, stack.wait_share), 0.0), np.where(several, gathers, 0.0)
 
 
-def pipeline_wait(job: TrainingJob, layouts: Layouts) -> Column:
+def pipeline_wait(job: TrainingWork, layouts: Layouts) -> Column:
     """Return a pipeline rank's wait for ranks on the same cores, per second of passes; 0 if collectives include it.
 
     On shared cores identical stages take turns, whatever the schedule says.
@@ -167,8 +168,8 @@ class PassSeconds:
 
 
 def _groups_s(
-    job: TrainingJob,
-    cost: Callable[[TrainingJob, Column, RankGroup], Column],
+    job: TrainingWork,
+    cost: Callable[[TrainingWork, Column, RankGroup], Column],
     held: RankParameters,
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
@@ -182,7 +183,7 @@ def _groups_s(
 
 
 def _gather_s(
-    job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
+    job: TrainingWork, held: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
 ) -> Column:
     """Return the seconds of gathering all parameters once, except those that stay gathered with ZeRO-3."""
     controls = job.controls
@@ -203,7 +204,7 @@ def _in_messages(held: RankParameters, each: int) -> RankParameters:
     return replace(held, groups=held.groups * each, expert_groups=some)
 
 
-def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
+def _refresh_s(job: TrainingWork, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
     """Return the seconds of the message that updates the parameters that stay gathered; it is sent once a step."""
     if not job.controls.persistent_elements:
         return 0.0
@@ -211,14 +212,14 @@ def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: 
     return np.where(zero == 3, collective.gather_s(job, kept * each_bytes, ranks), 0.0)
 
 
-def _expert_group(job: TrainingJob, layouts: Layouts) -> RankGroup:
+def _expert_group(job: TrainingWork, layouts: Layouts) -> RankGroup:
     ranks = layouts.dp * layouts.cp
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
     size = np.maximum(ranks * with_tensor // np.maximum(layouts.expert_ranks, 1), 1)
     return collective.group(job, size, layouts.tp * layouts.expert_ranks)
 
 
-def _wire_bytes(job: TrainingJob) -> tuple[float, float]:
+def _wire_bytes(job: TrainingWork) -> tuple[float, float]:
     if job.precision in ("fp32", "fp64"):
         return float(job.master_bytes), float(job.compute_bytes)
     return job.stack.gradient_bytes, job.stack.gather_bytes

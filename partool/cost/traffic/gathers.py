@@ -14,25 +14,12 @@ from math import ceil, prod
 from partool.layout.parameters import layer_parameters, parameters
 from partool.plan.layout import DataLayout
 from partool.spec.model import ModelConfig
-from partool.spec.parallel import DataParallel, Gather, ZeroStage
+from partool.spec.parallel import DataParallel, ZeroStage
+from partool.work.gathers import Controls, Shape
 
-Shape = tuple[int, ...]
 Unit = Sequence[Shape]
 """Shapes of the parameters of one all-gather; where tensor ranks hold parts of parameters, shapes of one rank's
 parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """Settings of the all-gathers of a layer's parameters."""
-
-    gather: Gather = "coalesced"
-    prefetch: int = 1
-    persistent_elements: int = 0
-
-    def keeps(self, shape: Shape, zero: ZeroStage) -> bool:
-        """Return True if a parameter stays gathered between steps."""
-        return zero == 3 and 0 < prod(shape) <= self.persistent_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +38,6 @@ class Messages:
 
 
 NOTHING = Messages(0, 0)
-COALESCED = Controls()
-"""Default settings of FSDP2."""
 
 
 def padded(shape: Shape, ranks: int) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts
 from partool.cost.sequence import shares as sequence_shares
+from partool.work.training import TrainingWork
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
@@ -42,6 +43,6 @@ class Moves(NamedTuple):
     """Collectives of a fully recomputed layer. The layer's last sum is left out: no gradient needs it."""
 
 
-def tokens(job: TrainingJob, layouts: Layouts) -> Column:
+def tokens(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the number of tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)

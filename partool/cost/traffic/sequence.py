@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from partool.cost import tensor_shares
-from partool.cost.case import TrainingJob
 from partool.cost.kinds import axis_of, kinds
 from partool.cost.sequence import dsp as sequence_dsp
 from partool.cost.sequence.price import price_of
@@ -16,12 +15,13 @@ from partool.cost.time.pipeline import stages_of_ranks
 from partool.layout.grid import Axis, Turn, turns
 from partool.plan.layout import Layout
 from partool.strategies.sequence import METHODS
+from partool.work.training import TrainingWork
 
 MANY = 64
 """Maximum number of ranks per sequence at which the sent elements of every rank are counted."""
 
 
-def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
+def sequence_bytes(job: TrainingWork, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step, over all micro-batches and passes; 0 for one rank.
 
     Recomputing the core of attention repeats the exchanges within it; recomputing whole layers also repeats the
@@ -33,7 +33,7 @@ def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
     return round(layout.derived.accumulation * (1.0 + job.perturbed) * most)
 
 
-def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
+def _busiest_bytes(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> int:
     """Return the bytes that the busiest of the ranks that run ``stages`` sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
@@ -53,7 +53,7 @@ def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> i
     return layout.micro_batch * max(totals)
 
 
-def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
+def _turns(job: TrainingWork, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
     """Return how many elements each rank of DSP sends; all pipeline stages begin and end with the same axis sharded."""
     grid = job.model.grid
     if grid is None:
@@ -88,7 +88,7 @@ def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, 
     )
 
 
-def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
+def heads_of(job: TrainingWork, layout: Layout) -> AttentionSizes:
     """Return the sizes of attention over one sequence on the tensor rank with the most heads."""
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))

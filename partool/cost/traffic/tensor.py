@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, TrainingJob, among
+from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, among
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.sequence import shares as sequence_shares
@@ -29,6 +29,7 @@ from partool.layout.tensor import Partition, by_name, chunks, own_partition
 from partool.plan.layout import Layout
 from partool.plan.schedule import splits_backward
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 
 class CollectiveCall(NamedTuple):
@@ -47,13 +48,13 @@ class CollectiveCall(NamedTuple):
         return self.times * (rounds * self.payload_bytes * (self.ranks - 1) // self.ranks)
 
 
-def padded_tokens(job: TrainingJob, layouts: Layouts) -> Column:
+def padded_tokens(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the number of a micro-batch's tokens, plus the padding of the last tensor rank's share of the sequence."""
     tp, length = layouts.tp, sequence_shares.tokens(job, layouts)
     return layouts.micro_batch * tp * -(-length // tp)
 
 
-def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
+def embedding_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding, sharded by vocabulary rows: looked-up rows are summed over the ranks."""
     shares, plain = _where(layouts)
     padded, hidden = padded_tokens(job, layouts) * shares, job.model.hidden
@@ -64,7 +65,7 @@ def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
 
 
-def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool = True) -> Moves:
+def layer_moves(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: bool = True) -> Moves:
     """Return the collectives of one layer of a kind: those of attention and those of its network or experts.
 
     Without ``weights``, its backward pass computes no gradients of weights.
@@ -76,7 +77,7 @@ def layer_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool
     return Moves(*(one + other for one, other in zip(moves, experts, strict=True)))
 
 
-def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
+def _pair_moves(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
     """Return the collectives of pairs of matrices, the first sharded by columns, the second by rows.
 
     Attention is one pair, the network another one. Of a layer of experts only the shared experts are a pair, and only
@@ -112,7 +113,7 @@ def _pair_moves(job: TrainingJob, layouts: Layouts, kind: Kind, *, weights: bool
     return Moves(forward, backward, again)
 
 
-def _network_pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
+def _network_pairs(job: TrainingWork, layouts: Layouts, kind: Kind) -> Column:
     """Return 1 where the layer's network, or its shared experts, are a pair of matrices with collectives of its own."""
     if not kind.moe:
         return 1
@@ -120,7 +121,7 @@ def _network_pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
     return np.where(layouts.ep > 1, int(moe is not None and moe.shared_experts > 0), 0)
 
 
-def _expert_moves(job: TrainingJob, layouts: Layouts) -> Moves:
+def _expert_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     """Return the collectives around routed experts.
 
     Where ranks share experts, tensor ranks route different tokens: those of their shard of the norms, or shares
@@ -140,7 +141,7 @@ def _expert_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     return Moves(pass_, pass_, [Move("all_gather", "tp", sharded, hidden)])
 
 
-def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
+def head_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     """Return the collectives of the head and the loss, whose logits stay sharded.
 
     For each token the ranks need its largest logit, then the sum of exponentials and the logit of its label.
@@ -160,12 +161,12 @@ def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     return Moves(forward, backward, [])
 
 
-def keeps_gathered(job: TrainingJob, layouts: Layouts) -> Column:
+def keeps_gathered(job: TrainingWork, layouts: Layouts) -> Column:
     """Return 1 where passes keep gathered inputs: if weight gradients are postponed or blocks are compiled."""
     return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
-def halves_passes(job: TrainingJob, layouts: Layouts) -> Column:
+def halves_passes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return 1 where backward passes are split: first the gradients of inputs, later the gradients of weights."""
     own = job.lists is not None and splits_backward(job.lists)
     names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
@@ -179,7 +180,7 @@ def _where(layouts: Layouts) -> tuple[Column, Column]:
     return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
 
 
-def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
+def tensor_bytes(job: TrainingWork, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step to the ranks that share its matrices."""
     if layout.mesh.tp == 1:
         return 0
@@ -195,7 +196,7 @@ def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def tensor_calls(
-    job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
+    job: TrainingWork, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
 ) -> list[CollectiveCall]:
     """Return the collectives of a step for tensor rank ``rank`` (i0 · d2 + i1), which runs ``stages``.
 
@@ -208,7 +209,7 @@ def tensor_calls(
 
 
 def _passes(
-    job: TrainingJob, layout: Layout, stages: Sequence[int], *, ascent: bool = False
+    job: TrainingWork, layout: Layout, stages: Sequence[int], *, ascent: bool = False
 ) -> Iterator[CollectiveCall]:
     """Yield the collectives of all passes over all micro-batches, or those of the passes that find perturbations."""
     held = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
@@ -229,7 +230,7 @@ def _passes(
             yield from _counted(job, layout, move, times)
 
 
-def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
+def _counted(job: TrainingWork, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
     """Yield the calls of a collective of ``units`` layers (or of embedding or head) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
@@ -251,12 +252,12 @@ class _Cut(NamedTuple):
     sequence_norms: bool
 
     @classmethod
-    def of(cls, job: TrainingJob, layout: Layout) -> _Cut:
+    def of(cls, job: TrainingWork, layout: Layout) -> _Cut:
         """Return the settings of a layout."""
         return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
 
 
-def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
+def _sync(job: TrainingWork, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
     """Yield the collectives that sum partial gradients once a step, over the ranks that hold the same parameter."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.one_bit import exchange_bytes
 from partool.cost.optimizer import matrix_bytes, norm_bytes
@@ -20,6 +19,7 @@ from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.layout import Layout
 from partool.plan.types import ExchangePart
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ZeroTraffic:
     weights around a ring, also the bytes to sum the gradients of embedding and head."""
 
 
-def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
+def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
     """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
     found = traffic(job, layout)
     reduced = found.scatter_bytes + found.replica_bytes
@@ -53,7 +53,7 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     }
 
 
-def exchanges(job: TrainingJob, layout: Layout) -> dict[str, ExchangePart]:
+def exchanges(job: TrainingWork, layout: Layout) -> dict[str, ExchangePart]:
     """Return how many steps are of each kind and what a rank sends in one; empty if all steps average gradients."""
     if job.one_bit is None:
         return {}
@@ -63,7 +63,7 @@ def exchanges(job: TrainingJob, layout: Layout) -> dict[str, ExchangePart]:
     return {kind: ExchangePart(steps=steps, sent_bytes=sent[kind]) for kind, steps in job.one_bit.steps}
 
 
-def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
+def traffic(job: TrainingWork, layout: Layout) -> ZeroTraffic:
     """Return ZeRO's calls and bytes; a ring gather or scatter sends (n-1)/n of the whole.
 
     Parameters are gathered once a step, or with ZeRO-3 for each pass of each micro-batch; with ZeRO-3 the last group
@@ -75,7 +75,7 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
     return max(found, key=lambda one: one.gather_bytes + one.scatter_bytes + one.replica_bytes)
 
 
-def _traffic(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
+def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
     """Return the traffic of a pipeline rank that holds ``stages``."""
     on_rank = _rank_groups(job, layout, stages)
     # Ranks that share a sequence have gradients of different tokens, like ranks with different sequences.
@@ -110,7 +110,7 @@ def _traffic(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTra
 _NOTHING = ZeroTraffic(0, 0, 0.0, 0.0, 0.0)
 
 
-def _of_experts(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
+def _of_experts(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
     """Return the traffic of a rank's experts among the ranks with the same experts."""
     mesh, zero, k = layout.mesh, layout.data.zero, layout.derived.accumulation
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
@@ -136,7 +136,7 @@ def _trained_experts(model: ModelConfig, frozen: tuple[str, ...]) -> float:
     return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / max(count(infos), 1)
 
 
-def _ring_bytes(job: TrainingJob, layout: Layout) -> float:
+def _ring_bytes(job: TrainingWork, layout: Layout) -> float:
     """Return the bytes sent to sum gradients of embedding and head over a ring, whose ranks all have both modules."""
     if not moves_weights(layout):
         return 0.0
@@ -153,7 +153,7 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
     return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
 
 
-def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> list[int]:
+def _rank_groups(job: TrainingWork, layout: Layout, stages: Iterable[int]) -> list[int]:
     """Return the number of elements in each group of parameters that a pipeline rank with ``stages`` all-gathers."""
     first, *layers, last = _group_elements(job, layout)
     found: list[int] = []
@@ -165,7 +165,7 @@ def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> lis
     return [first, *found, last] if everywhere else found
 
 
-def _group_elements(job: TrainingJob, layout: Layout) -> list[int]:
+def _group_elements(job: TrainingWork, layout: Layout) -> list[int]:
     """Return the number of elements in each group of parameters, on the tensor rank with the most elements.
 
     Experts that ranks share are groups of their own, and not counted here.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, inf
 
-from partool.cost.stacks import PARTOOL
 from partool.diagnostics.record import Diagnostic
 from partool.plan.host_memory import copied_bytes, ranks_bytes
 from partool.plan.types import Plan
 from partool.planner.search.price import host_room
 from partool.spec.numbers import GIB
 from partool.spec.targets.rules import rules_of
+from partool.work.stacks import PARTOOL
 
 _PATH = ("checkpoint", "mode")
 _MARGIN = 1.1

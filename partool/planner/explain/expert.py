@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partool.cost.stacks import sending_once
 from partool.cost.time.predict import time_terms
 from partool.planner.search.price import Priced
+from partool.work.stacks import sending_once
 
 _TERM = "expert_parallel"
 

@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import Literal
 
 from partool.catalog.lookup import table
-from partool.cost.case import TrainingJob
-from partool.cost.stacks import stack_of
 from partool.cost.time.gemm import matmul_s, streamed_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner.kernels.parts import parts
 from partool.planner.kernels.requests import KernelUse, asked
 from partool.spec.hardware import Devices
+from partool.work.stacks import stack_of
+from partool.work.training import TrainingWork
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
 from partool_kernels.registry.distance import MODELLED
 from partool_kernels.registry.look_up import Registry
@@ -180,9 +180,9 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
     return list(dict.fromkeys(wanted))
 
 
-def _job(plan: Plan) -> TrainingJob:
+def _job(plan: Plan) -> TrainingWork:
     training, layout = plan.training, plan.layout
-    return TrainingJob(
+    return TrainingWork(
         model=plan.model,
         devices=plan.devices,
         sequence_length=training.sequence_length,
@@ -199,7 +199,7 @@ def _device_names(devices: Devices) -> list[str]:
     return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
 
 
-def _line(job: TrainingJob, one: KernelUse, tables: _Tables, step_s: float) -> KernelLine:
+def _line(job: TrainingWork, one: KernelUse, tables: _Tables, step_s: float) -> KernelLine:
     modelled_s = call_s = _modelled_s(job, one)
     choice = tables.credible(one, modelled_s)
     measured = choice is not None and choice.source == "exact" and choice.time_s is not None
@@ -213,7 +213,7 @@ def _line(job: TrainingJob, one: KernelUse, tables: _Tables, step_s: float) -> K
     return KernelLine(one, choice, call_s, modelled_s, measured, lost_s, step_s)
 
 
-def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
+def _modelled_s(job: TrainingWork, one: KernelUse) -> float:
     if one.moved_bytes is not None:
         return job.time_scalar * job.stack.derate * float(streamed_s(job, one.moved_bytes))
     m, n, k = one.sides
@@ -259,7 +259,7 @@ class _Tables:
             return self._registry.others(request) if self._others else None
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
-    def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
+    def lost(self, job: TrainingWork, one: KernelUse, choice: Choice) -> float:
         """Return the extra time of a configuration over the best configuration, as a share of the best time."""
         assert one.request is not None
         median = self._median(one.request)
@@ -286,7 +286,7 @@ class _Tables:
         return self._measured[key]
 
 
-def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
+def _tiled_s(job: TrainingWork, one: KernelUse, config: Config) -> float | None:
     """Return the predicted seconds of a product; None for a fused kernel, or if ``config`` has no tile sizes."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)

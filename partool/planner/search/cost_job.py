@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from partool.catalog.profile import Applied
-from partool.cost.case import TrainingJob
 from partool.cost.one_bit import one_bit_updates
 from partool.cost.optimizer import adapted, matrix_updates, moments_of
-from partool.cost.stacks import stack_of
 from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
+from partool.work.stacks import stack_of
+from partool.work.training import TrainingWork
 
 
-def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:
+def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingWork:
     """Return the cached input of the cost functions for layouts with this ``compile`` (None: the problem's setting)."""
     compile = compile or problem.compile
     if compile not in problem.jobs:
@@ -21,17 +21,18 @@ def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:
     return problem.jobs[compile]
 
 
-def _job(problem: Problem, compile: Compile) -> TrainingJob:
+def _job(problem: Problem, compile: Compile) -> TrainingWork:
     training, measured = problem.spec.training, problem.measured
     if measured is None or measured.devices.accelerator != problem.devices.accelerator:
         measured = Applied(problem.devices)
-    return TrainingJob(
+    return TrainingWork(
         model=problem.model,
         devices=problem.devices,
         sequence_length=training.sequence_length,
         global_batch=training.global_batch,
         precision=training.precision,
         stack=stack_of(problem.spec.engine, problem.devices.backend, compile, fused(problem, compile)),
+        trace=problem.trace,
         frozen=tuple(problem.spec.model.frozen),
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts, TrainingJob
+from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.codec import LayoutLists, decode
 from partool.cost.kinds import Kind
 from partool.cost.time.micro import Micro, micro
@@ -25,6 +25,7 @@ from partool.schedule import rank_of
 from partool.spec.parallel import Compile, Recompute
 from partool.strategies.schedules import SCHEDULES as KNOWN
 from partool.strategies.sequence import PREFERENCE
+from partool.work.training import TrainingWork
 
 _GRAINS = 20
 Bounds = tuple[tuple[int, int], ...]
@@ -98,7 +99,7 @@ def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
     return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
 
 
-def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
+def job_of_rows(problem: Problem, rows: Layouts) -> TrainingWork:
     """Return the input of the cost functions for rows that are either all compiled or all uncompiled."""
     return cost_job(problem, "block" if np.all(rows.compiled) else "none")
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
+from partool.cost.case import RECOMPUTE, Column, Layouts, Mask
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.peak import Memory, least_memory, least_memory_of_passes, peak_memory, predict_memory
@@ -22,6 +22,7 @@ from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
+from partool.work.training import TrainingWork
 
 HOST_SHARE = 0.9
 """Share of a node's memory that training may use; the rest is for the system, file cache and data loader."""
@@ -39,7 +40,7 @@ class Priced:
     layout: Layout
 
     @property
-    def job(self) -> TrainingJob:
+    def job(self) -> TrainingWork:
         """The input of the cost functions for this layout."""
         return cost_job(self.problem, self.layout.compile)
 

@@ -81,7 +81,8 @@ def newest_step(folder: Path) -> int | None:
 def read_manifest(path: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint's folder.
 
-    Raises ConfigurationError PT610 (missing), PT611 (damaged), and CheckpointError if the system cannot read it now.
+    Raises ConfigurationError PT610 (missing), PT611 (damaged), PT617 (another version), and CheckpointError if the
+    system cannot read it now.
     """
     if not path.is_dir():
         raise ConfigurationError("PT610", f"there is no checkpoint at {path}", _siblings_help(path))
@@ -92,7 +93,9 @@ def read_manifest(path: Path) -> CheckpointManifest:
             raise ConfigurationError("PT611", f"{path / MANIFEST} is damaged: its checksum does not match")
         if body["version"] != VERSION:
             raise ConfigurationError(
-                "PT611", f"{path / MANIFEST} has version {body['version']}; this partool reads version {VERSION}"
+                "PT617",
+                f"{path / MANIFEST} has version {body['version']}; this partool reads version {VERSION}",
+                "resume with the partool that wrote it; training does not fall back, as the checkpoint may be intact",
             )
         body["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in body["files"].items()}
         if strange := [name for name in body["files"] if name in ("", ".", "..") or "/" in name or "\0" in name]:

@@ -25,11 +25,11 @@ from partool.catalog.profile_file import (
     save_profile,
 )
 from partool.cost import collective
-from partool.cost.case import TrainingJob
 from partool.diagnostics.record import Diagnostic
 from partool.planner.make import PlanResult
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 MODEL = ModelConfig(layers=2, hidden=64, ffn_hidden=128, heads=4, kv_heads=4, head_dim=16, vocab=256)
 
@@ -149,7 +149,7 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
     }
     profile = made(accelerator, ranks=4, collectives=lines)
     found, _ = applied(tmp_path, profile, "bf16", accelerator=accelerator, per_node=4)
-    job = TrainingJob(MODEL, found.devices, 128, 8, "bf16")
+    job = TrainingWork(MODEL, found.devices, 128, "bf16", global_batch=8)
     ranks = collective.group(job, 4, 1)
     moved = 8e6 * 3 / 4
     assert float(collective.gather_s(job, 8e6, ranks)) == pytest.approx(2e-4 + moved / 1e9)
@@ -158,8 +158,8 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    from partool.cost.stacks import PARTOOL
     from partool.cost.time import attention, layer, offload
+    from partool.work.stacks import PARTOOL
     from partool_runtime.calibrate.items import NARROW_HEADS
 
     assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
@@ -260,7 +260,7 @@ def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
     from partool.cost.case import Layouts
     from partool.cost.memory.peak import peak_memory
 
-    job = TrainingJob(MODEL, devices_of()[1], 128, 8, "fp32")
+    job = TrainingWork(MODEL, devices_of()[1], 128, "fp32", global_batch=8)
     before = peak_memory(job, Layouts())
     after = peak_memory(replace(job, memory_scalar=1.5, memory_runs=3, memory_spread=0.01), Layouts())
     for name, size_bytes in before.terms.items():

@@ -10,13 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.kinds import kinds
-from partool.cost.stacks import own_stack
 from partool.cost.time import eager
 from partool.cost.time.layer import head_s, layer
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.stacks import own_stack
+from partool.work.training import TrainingWork
 from partool_runtime.model.decoder import Block, Contexts
 
 MODEL = ModelConfig(layers=1, hidden=64, ffn_hidden=128, heads=4, kv_heads=4, head_dim=16, vocab=8192)
@@ -80,12 +81,14 @@ def test_counts_are_those_of_the_operators_that_run(changes: dict[str, Any]) -> 
         assert counted == pytest.approx(numbers, rel=0.02)
 
 
-def job(rows: int, **figures: Any) -> tuple[TrainingJob, Layouts]:
+def job(rows: int, **figures: Any) -> tuple[TrainingWork, Layouts]:
     devices = CPU.model_copy(update=figures)
-    return TrainingJob(MODEL, devices, 1024, rows, "fp32", own_stack("cpu", "none")), Layouts(micro_batch=rows)
+    return TrainingWork(MODEL, devices, 1024, "fp32", own_stack("cpu", "none"), global_batch=rows), Layouts(
+        micro_batch=rows
+    )
 
 
-def extra_s(seconds: Callable[[TrainingJob, Layouts], Any], rows: int) -> float:
+def extra_s(seconds: Callable[[TrainingWork, Layouts], Any], rows: int) -> float:
     """Return the seconds that first writes to new memory add."""
     with_it, without = job(rows), job(rows, fresh_bytes_per_s=None)
     return float(seconds(*with_it)) - float(seconds(*without))
@@ -93,7 +96,7 @@ def extra_s(seconds: Callable[[TrainingJob, Layouts], Any], rows: int) -> float:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_large_tensors_of_logits_are_mapped_anew(backward: bool) -> None:
-    def head(job: TrainingJob, layouts: Layouts) -> Any:
+    def head(job: TrainingWork, layouts: Layouts) -> Any:
         return head_s(job, layouts, backward=backward)
 
     byte_s = 1 / 2e9 - 1 / 30e9
@@ -104,7 +107,7 @@ def test_large_tensors_of_logits_are_mapped_anew(backward: bool) -> None:
 
 
 def test_large_tensors_of_networks_are_mapped_anew() -> None:
-    def forward(job: TrainingJob, layouts: Layouts) -> Any:
+    def forward(job: TrainingWork, layouts: Layouts) -> Any:
         return layer(job, layouts, kinds(MODEL)[0]).forward.elementwise_s
 
     byte_s = 1 / 2e9 - 1 / 30e9

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from layouts import new_layout
 
 from partool.cost import collective
-from partool.cost.case import (
-    ATTENTION,
-    INSIDES,
-    RECOMPUTE,
-    SEQUENCE_METHODS,
-    Layouts,
-    TrainingJob,
-)
+from partool.cost.case import ATTENTION, INSIDES, RECOMPUTE, SEQUENCE_METHODS, Layouts
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.memory.communicators import communicators
@@ -36,6 +29,7 @@ from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.strategies.sequence import METHODS, ON_GRIDS
+from partool.work.training import TrainingWork
 
 ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = map(
     SEQUENCE_METHODS.index, ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
@@ -54,15 +48,15 @@ POLICY = RECOMPUTE.index("full")
 WINDOW = Kind(4096, False)
 
 
-def job(model: ModelConfig = MODEL, length: int = 32768, devices: Devices = GPU, **changes: Any) -> TrainingJob:
-    return TrainingJob(model, devices, length, 64, "bf16", **changes)
+def job(model: ModelConfig = MODEL, length: int = 32768, devices: Devices = GPU, **changes: Any) -> TrainingWork:
+    return TrainingWork(model, devices, length, "bf16", global_batch=64, **changes)
 
 
-def sent(one: TrainingJob, kind: Kind = FULL, *, backward: bool = False, **columns: Any) -> ExchangeTime:
+def sent(one: TrainingWork, kind: Kind = FULL, *, backward: bool = False, **columns: Any) -> ExchangeTime:
     return exchange(one, Layouts(**columns), kind, backward=backward)
 
 
-def busy(one: TrainingJob, kind: Kind = FULL, **columns: Any) -> float:
+def busy(one: TrainingWork, kind: Kind = FULL, **columns: Any) -> float:
     return float(attention_s(one, Layouts(**columns), kind, backward=False))
 
 
@@ -297,7 +291,7 @@ def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
 
 
 @st.composite
-def even_cases(draw: st.DrawFn) -> tuple[TrainingJob, Layout, Kind]:
+def even_cases(draw: st.DrawFn) -> tuple[TrainingWork, Layout, Kind]:
     """Draw sizes that divide evenly, so that each rank sends as much as the busiest one."""
     method = draw(st.sampled_from([name for name in SEQUENCE_METHODS if name not in ON_GRIDS]))
     inner = draw(st.sampled_from([2, 4])) if method == "usp" else 1
@@ -321,12 +315,16 @@ def even_cases(draw: st.DrawFn) -> tuple[TrainingJob, Layout, Kind]:
         compile="none", stages=((0, 4),), sequence_method=method, sequence_order=order, sequence_inner=inner,
         sequence_teams=teams, sequence_inside=draw(st.sampled_from(["teams", "rings"])),
     )  # fmt: skip
-    return TrainingJob(model, ONE_LINK, length, 64, draw(st.sampled_from(["bf16", "fp32", "fp64"]))), layout, kind
+    return (
+        TrainingWork(model, ONE_LINK, length, draw(st.sampled_from(["bf16", "fp32", "fp64"])), global_batch=64),
+        layout,
+        kind,
+    )
 
 
 @given(even_cases())
 @settings(max_examples=80, deadline=None)
-def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[TrainingJob, Layout, Kind]) -> None:
+def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[TrainingWork, Layout, Kind]) -> None:
     one, layout, kind = case
     exact = [
         tuple(map(sum, zip(*(part.bytes(one.compute_bytes) for part in parts), strict=True)))
@@ -402,7 +400,7 @@ def test_best_teams_of_uniform_links(exponent: int) -> None:
     """A rank sends 2·P/C + 2·(C - 1) times its keys and values forward: least near the root of P."""
     ranks = 2**exponent
     model = MODEL.model_copy(update={"kv_heads": 32})
-    one = TrainingJob(model, ONE_LINK, 64 * ranks, 64, "bf16")
+    one = TrainingWork(model, ONE_LINK, 64 * ranks, "bf16", global_batch=64)
     sizes = [teams for teams in (1, 2, 4, 8, 16) if ranks % teams**2 == 0]
     totals = [
         float(sent(one, cp=ranks, sequence_method=STARTRAIL, sequence_teams=teams, sequence_order=1).total)
@@ -417,7 +415,7 @@ def test_best_teams_of_uniform_links(exponent: int) -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[TrainingJob, Layout]:
+def steps(draw: st.DrawFn) -> tuple[TrainingWork, Layout]:
     method = draw(st.sampled_from(SEQUENCE_METHODS))
     changes: dict[str, Any] = {"layers": 8}
     if method == "dsp":
@@ -439,12 +437,12 @@ def steps(draw: st.DrawFn) -> tuple[TrainingJob, Layout]:
     )  # fmt: skip
     grid = changes.get("grid", (4, 4096))
     batch = layout.derived.accumulation * layout.mesh.dp
-    return TrainingJob(MODEL.model_copy(update=changes), GPU, grid[0] * grid[1], batch, "bf16"), layout
+    return TrainingWork(MODEL.model_copy(update=changes), GPU, grid[0] * grid[1], "bf16", global_batch=batch), layout
 
 
 @given(steps())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_whole_steps_of_every_method(case: tuple[TrainingJob, Layout]) -> None:
+def test_whole_steps_of_every_method(case: tuple[TrainingWork, Layout]) -> None:
     one, layout = case
     found = predict_time(one, layout, 1)
     assert float(bound_s(one, encode(layout))) <= found.step_time_s * 1.001
@@ -459,7 +457,7 @@ def test_whole_steps_of_every_method(case: tuple[TrainingJob, Layout]) -> None:
 
 def test_turns_of_dsp_are_counted_as_they_are_priced() -> None:
     model = MODEL.model_copy(update={"grid": (32, 64), "layer_types": ("row", "row", "column", "row")})
-    one = TrainingJob(model, ONE_LINK, 2048, 64, "bf16")
+    one = TrainingWork(model, ONE_LINK, 2048, "bf16", global_batch=64)
     layout = new_layout(
         mesh=Mesh(cp=8), zero=0, micro_batch=2, accumulation=3, recompute=("full",) * 4, compile="none",
         stages=((0, 4),), sequence_method="dsp", sequence_order="grid",

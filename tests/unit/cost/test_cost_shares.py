@@ -9,7 +9,7 @@ from layouts import new_layout
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
-from partool.cost.case import FULL, Layouts, TrainingJob
+from partool.cost.case import FULL, Layouts
 from partool.cost.memory.peak import peak_memory, predict_memory
 from partool.cost.time.bound import bound_s
 from partool.cost.time.micro import micro
@@ -22,6 +22,7 @@ from partool.planner import make_plan
 from partool.spec import load_text
 from partool.spec.hardware import HardwareSpec
 from partool.spec.model import ModelConfig, ModelSpec
+from partool.work.training import TrainingWork
 
 
 def model(preset: str) -> ModelConfig:
@@ -30,10 +31,10 @@ def model(preset: str) -> ModelConfig:
     return found
 
 
-def job(preset: str, **changes: object) -> TrainingJob:
+def job(preset: str, **changes: object) -> TrainingWork:
     devices = resolve_hardware(HardwareSpec(accelerator="h100-sxm", nodes=8), "bf16").devices
     assert devices is not None
-    return TrainingJob(model(preset), devices, 4096, 64, "bf16", **changes)  # type: ignore[arg-type]
+    return TrainingWork(model(preset), devices, 4096, "bf16", global_batch=64, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ep", [2, 8])
@@ -78,7 +79,7 @@ def test_frozen_parameters_have_no_moments_gradients_or_updates() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_bounds_hold_for_heads_that_weigh_as_much_as_layers(pp: int, schedule: str) -> None:
     thin = ModelConfig(layers=12, hidden=512, ffn_hidden=1024, heads=8, kv_heads=8, head_dim=64, vocab=256000)
-    one = TrainingJob(thin, job("llama3-8b").devices, 2048, 64, "bf16")
+    one = TrainingWork(thin, job("llama3-8b").devices, 2048, "bf16", global_batch=64)
     columns = Layouts(
         pp=pp, replicas=8, accumulation=8, schedule=("gpipe", "1f1b", "interleaved", "zb-h1").index(schedule)
     )

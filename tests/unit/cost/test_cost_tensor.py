@@ -10,12 +10,11 @@ import pytest
 from layouts import laid, new_layout
 
 from partool.cost import tensor_shares
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.codec import encode
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import widths
 from partool.cost.memory.peak import predict_memory
-from partool.cost.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER
 from partool.cost.tensor_shares import share_columns, shares
 from partool.cost.time.bound import bound_s
 from partool.cost.time.layer import layer
@@ -28,6 +27,8 @@ from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
+from partool.work.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER
+from partool.work.training import TrainingWork
 
 GPU = Devices(
     accelerator="h100-sxm", backend="cuda", per_node=8, nodes=4, memory_bytes=80 * 2**30, memory_bytes_per_s=3.35e12,
@@ -39,8 +40,8 @@ SHARED = ModelConfig(layers=2, hidden=32, ffn_hidden=48, heads=8, kv_heads=2, he
 LARGE = ModelConfig(layers=8, hidden=8192, ffn_hidden=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256)
 
 
-def job(model: ModelConfig = ODD, **changes: Any) -> TrainingJob:
-    return replace(TrainingJob(model, GPU, 11, 6, "fp64"), **changes)
+def job(model: ModelConfig = ODD, **changes: Any) -> TrainingWork:
+    return replace(TrainingWork(model, GPU, 11, "fp64", global_batch=6), **changes)
 
 
 def layout(model: ModelConfig = ODD, **changes: Any) -> Layout:
@@ -171,7 +172,7 @@ def test_overlap_hides_what_products_take() -> None:
     case = job(LARGE, sequence_length=8192, precision="bf16", stack=PARTOOL_EAGER)
     kind = kinds(LARGE)[0]
 
-    def shown(case: TrainingJob = case, **columns: Any) -> tuple[float, float]:
+    def shown(case: TrainingWork = case, **columns: Any) -> tuple[float, float]:
         found = layer(case, Layouts(tp=8, **{"compiled": 0, **columns}), kind)
         return tuple(float(one.exposed["tensor_parallel"]) for one in (found.forward, found.backward))  # type: ignore[return-value]
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from layouts import new_layout
 
 from partool.cost import collective
-from partool.cost.case import RECOMPUTE, SCHEDULES, SELECTIVE, Layouts, TrainingJob
+from partool.cost.case import RECOMPUTE, SCHEDULES, SELECTIVE, Layouts
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
-from partool.cost.stacks import PARTOOL, STACKS, own_stack
 from partool.cost.time.attention import attention_s, keys_seen
 from partool.cost.time.bound import bound_s
 from partool.cost.time.gemm import matmul_s, streamed_s
@@ -31,6 +30,8 @@ from partool.plan.terms import TIME_PARTS, TIME_TERMS, TRAFFIC_TERMS
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
 from partool.spec.training import Fused
+from partool.work.stacks import PARTOOL, STACKS, own_stack
+from partool.work.training import TrainingWork
 
 SMALL = ModelConfig(layers=2, hidden=8, ffn_hidden=12, heads=4, kv_heads=2, head_dim=2, vocab=24)
 LARGE = ModelConfig(layers=32, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
@@ -42,9 +43,9 @@ GPU = Devices(
 CPU = GPU.model_copy(update={"backend": "cpu", "units": 0, "achievable_flops": 1e11, "peak_flops": None})
 
 
-def job(model: ModelConfig = LARGE, devices: Devices = GPU, **changes: Any) -> TrainingJob:
+def job(model: ModelConfig = LARGE, devices: Devices = GPU, **changes: Any) -> TrainingWork:
     values = {"sequence_length": 4096, "global_batch": 64, "precision": "bf16"} | changes
-    return TrainingJob(model, devices, **values)
+    return TrainingWork(model, devices, **values)
 
 
 def devices(**figures: Any) -> Devices:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.traffic.messages import Move
 from partool.cost.traffic.two_dim import embedding_moves, head_moves, layer_moves
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
 
 DEVICES = Devices(
     accelerator="test", backend="cuda", nodes=1, per_node=8, memory_bytes=2**36, peak_flops=1e15, achievable_flops=8e14,
@@ -23,8 +24,8 @@ GPT = ModelConfig(
 SHAPES = [(d1, ranks // d1) for ranks in (4, 8) for d1 in (1, 2, 4) if ranks // d1 > 1]
 
 
-def moves_of(shape: tuple[int, int], model: ModelConfig = GPT) -> tuple[TrainingJob, Layouts]:
-    job = TrainingJob(model, DEVICES, 32, 3, "bf16")
+def moves_of(shape: tuple[int, int], model: ModelConfig = GPT) -> tuple[TrainingWork, Layouts]:
+    job = TrainingWork(model, DEVICES, 32, "bf16", global_batch=3)
     return job, Layouts(tp=shape[0] * shape[1], tensor_inner=shape[1], micro_batch=3)
 
 
@@ -70,7 +71,7 @@ def test_a_tied_embedding_sends_less_than_its_logits_would(shape: tuple[int, int
 
 
 def test_one_dimension_sends_none_of_it() -> None:
-    job = TrainingJob(GPT, DEVICES, 32, 3, "bf16")
+    job = TrainingWork(GPT, DEVICES, 32, "bf16", global_batch=3)
     for lister in (embedding_moves, layer_moves, head_moves):
         moves = lister(job, Layouts(tp=4, micro_batch=3))
         assert sent([*moves.forward, *moves.backward, *moves.again], (4, 1)) == 0.0

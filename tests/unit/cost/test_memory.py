@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import new_layout
 
-from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Layouts, TrainingJob
+from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.codec import encode
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess, uses
 from partool.cost.memory.activations import saved_by_layer
@@ -26,8 +26,6 @@ from partool.cost.memory.peak import (
 from partool.cost.memory.rank_parameters import held_by_rank
 from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
 from partool.cost.memory.states import States, states
-from partool.cost.stacks import STACKS
-from partool.cost.traced import TracedKind, coefficients
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.plan.layout import Layout, Mesh
@@ -36,6 +34,9 @@ from partool.schedule import check, in_flight, order
 from partool.schedule.simulate import peak_held
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
+from partool.work.stacks import STACKS
+from partool.work.traced import TracedKind, coefficients, shipped
+from partool.work.training import TrainingWork
 
 GIB = 2**30
 GPU = Devices(
@@ -60,8 +61,8 @@ MOE = LLAMA.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=256, fi
 N = count(parameters(LLAMA))
 
 
-def job(model: ModelConfig = LLAMA, stack: str = "partool", precision: Any = "bf16", **changes: Any) -> TrainingJob:
-    return TrainingJob(model, GPU, 1024, 64, precision, STACKS[stack], **changes)
+def job(model: ModelConfig = LLAMA, stack: str = "partool", precision: Any = "bf16", **changes: Any) -> TrainingWork:
+    return TrainingWork(model, GPU, 1024, precision, STACKS[stack], global_batch=64, **changes)
 
 
 def test_parameters_that_layers_share_are_gathered_with_the_head() -> None:
@@ -87,7 +88,7 @@ def test_parameters_that_layers_share_are_gathered_with_the_head() -> None:
     assert shared.gathered > apart.gathered
 
 
-def state(job: TrainingJob, stack: str = "partool", **columns: Any) -> States:
+def state(job: TrainingWork, stack: str = "partool", **columns: Any) -> States:
     layouts = Layouts(**columns)
     held = held_by_rank(job, layouts, 0, closed(layouts, 0))
     return states(job, layouts, memory_stack(stack), held)
@@ -163,14 +164,14 @@ def test_pipeline_changes_what_some_stacks_keep() -> None:
     assert deepspeed.gradients == 4 * held
 
 
-def layer(job: TrainingJob, stack: str, policy: str, **columns: Any) -> float:
+def layer(job: TrainingWork, stack: str, policy: str, **columns: Any) -> float:
     tokens = job.sequence_length
     return float(saved_by_layer(job, Layouts(**columns), memory_stack(stack), 0, RECOMPUTE.index(policy)) / tokens)
 
 
 def test_layer_of_gpt_as_korthikanti_et_al() -> None:
     """arXiv 2205.05198, equations 1 to 6, per token in bytes; statistics of the norms (16 bytes) come on top."""
-    plain = TrainingJob(GPT, GPU, 32, 8, "fp16", STACKS["megatron-2021"])
+    plain = TrainingWork(GPT, GPU, 32, "fp16", STACKS["megatron-2021"], global_batch=8)
     h, scores = GPT.hidden, 5 * GPT.heads * 32
     name = "megatron-2021"
     assert layer(plain, name, "none", compiled=0) - 16 == 34 * h + scores
@@ -178,7 +179,7 @@ def test_layer_of_gpt_as_korthikanti_et_al() -> None:
     assert layer(plain, name, "attention", compiled=0) - 16 == 34 * h
     assert layer(plain, name, "selective", compiled=0) - 16 == 34 * h
     assert layer(plain, name, "full", compiled=0) == 2 * h
-    parallel = TrainingJob(GPT, GPU, 32, 8, "fp16", STACKS["megatron"])
+    parallel = TrainingWork(GPT, GPU, 32, "fp16", STACKS["megatron"], global_batch=8)
     flash = 4 * GPT.heads
     assert layer(parallel, "megatron", "none", compiled=0, tp=2) - 16 == (32 * h + flash) / 2
 
@@ -212,8 +213,8 @@ def test_formulas_agree_with_the_trace(precision: Any, policy: str, compiled: in
     counted = replace(MEMORY_STACKS["partool"], traced=False)
     for norm, activation in itertools.product(("rmsnorm", "layernorm"), ("swiglu", "gelu", "relu")):
         model = LLAMA.model_copy(update={"norm": norm, "activation": activation})
-        assert coefficients(model, precision, TracedKind(compiled, policy)) is not None
-        case = TrainingJob(model, CPU, 1024, 64, precision)
+        assert coefficients(shipped(), model, precision, TracedKind(compiled, policy)) is not None
+        case = TrainingWork(model, CPU, 1024, precision, global_batch=64)
         of_trace, of_formula = (
             float(saved_by_layer(case, Layouts(compiled=compiled), stack, 0, RECOMPUTE.index(policy)))
             for stack in (MEMORY_STACKS["partool"], counted)
@@ -282,7 +283,11 @@ def test_more_memory_never_makes_a_plan_unfit(layout: Layout, gib: float, factor
     order = {"red": 0, "amber": 1, "green": 2}
     small, large = (
         predict_memory(
-            TrainingJob(LLAMA, GPU.model_copy(update={"memory_bytes": int(size * GIB)}), 65536, 64, "bf16"), layout, 0.1
+            TrainingWork(
+                LLAMA, GPU.model_copy(update={"memory_bytes": int(size * GIB)}), 65536, "bf16", global_batch=64
+            ),
+            layout,
+            0.1,
         )
         for size in (gib, gib * factor)
     )
@@ -318,7 +323,7 @@ def plain(**changes: Any) -> Layout:
 
 
 def test_order_of_policies_and_policies_per_layer() -> None:
-    long = TrainingJob(LLAMA, GPU, 32768, 64, "bf16")
+    long = TrainingWork(LLAMA, GPU, 32768, "bf16", global_batch=64)
     totals = [predict_memory(long, plain(recompute=(policy,) * 8), 0.1).total_bytes for policy in RECOMPUTE]
     assert totals == sorted(totals, reverse=True)
     mixed = predict_memory(long, plain(recompute=("full",) * 4 + ("none",) * 4), 0.1).total_bytes
@@ -331,11 +336,14 @@ def test_order_of_policies_and_policies_per_layer() -> None:
 
 def test_activations_and_gradients_are_not_at_their_peak_together() -> None:
     """With one micro-batch per step gradients appear as activations are freed; on a CPU the phases add up."""
-    long, short = TrainingJob(LLAMA, GPU, 65536, 64, "bf16"), TrainingJob(LLAMA, GPU, 256, 64, "bf16")
+    long, short = (
+        TrainingWork(LLAMA, GPU, 65536, "bf16", global_batch=64),
+        TrainingWork(LLAMA, GPU, 256, "bf16", global_batch=64),
+    )
     assert predict_memory(long, plain(), 0.1).terms_bytes["gradients"] == 0
     assert predict_memory(long, plain(accumulation=2), 0.1).terms_bytes["gradients"] > 0
     assert predict_memory(short, plain(zero=0, mesh=Mesh(dp_replicate=8)), 0.1).terms_bytes["gradients"] > 0
-    cpu = TrainingJob(LLAMA, CPU, 65536, 64, "bf16")
+    cpu = TrainingWork(LLAMA, CPU, 65536, "bf16", global_batch=64)
     terms = predict_memory(cpu, plain(), 0.1).terms_bytes
     assert terms["gradients"] > 0
     assert terms["loss"] > 0
@@ -350,22 +358,23 @@ def test_loss_of_the_runtime_does_not_grow_with_the_batch() -> None:
     """
     model = LLAMA.model_copy(update={"vocab": 131072})
     found = [
-        predict_memory(TrainingJob(model, GPU, length, 64, "bf16"), plain(recompute=("full",) * 8), 0.1).terms_bytes[
-            "loss"
-        ]
+        predict_memory(
+            TrainingWork(model, GPU, length, "bf16", global_batch=64), plain(recompute=("full",) * 8), 0.1
+        ).terms_bytes["loss"]
         for length in (4096, 8192)
     ]
     assert found == [2**26 * 14 + 131072 * 512 * 4 + length * 512 * 2 for length in (4096, 8192)]
     whole = peak_memory(
-        TrainingJob(model, GPU, 8192, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL)
+        TrainingWork(model, GPU, 8192, "bf16", STACKS["fsdp2"], global_batch=64),
+        Layouts(shards=8, zero=3, recompute=FULL),
     )
     assert whole.terms["loss"] == 8192 * 131072 * 12
-    parallel = TrainingJob(model, GPU, 8192, 64, "bf16", STACKS["megatron"])
+    parallel = TrainingWork(model, GPU, 8192, "bf16", STACKS["megatron"], global_batch=64)
     assert peak_memory(parallel, Layouts(tp=4, recompute=FULL)).terms["loss"] == 8192 * 131072 / 4 * 8
 
 
 def test_offload_moves_bytes_to_the_host() -> None:
-    long = TrainingJob(LLAMA, GPU, 32768, 64, "bf16")
+    long = TrainingWork(LLAMA, GPU, 32768, "bf16", global_batch=64)
     device, host = plain(), plain(offload_optimizer="cpu")
     half = plain(offload_optimizer="cpu", gpu_fraction=0.5)
     terms = [predict_memory(long, layout, 0.1).terms_bytes["optimizer"] for layout in (device, half, host)]
@@ -389,14 +398,14 @@ def test_offload_moves_bytes_to_the_host() -> None:
 
 
 def test_exchange_buffers_and_communicators() -> None:
-    long = TrainingJob(LLAMA, GPU, 32768, 64, "bf16")
+    long = TrainingWork(LLAMA, GPU, 32768, "bf16", global_batch=64)
     alone = peak_memory(long, Layouts())
     assert alone.terms["communication"] == 0
     for shared in (Layouts(tp=2), Layouts(cp=2), Layouts(pp=2), Layouts(replicas=2)):
         found = peak_memory(long, shared)
         assert found.terms["communication"] > 0
         assert found.outside_bytes > alone.outside_bytes
-    routed = TrainingJob(MOE, GPU, 32768, 64, "bf16")
+    routed = TrainingWork(MOE, GPU, 32768, "bf16", global_batch=64)
     assert (
         peak_memory(routed, Layouts(ep=4, shards=4)).terms["communication"]
         > peak_memory(routed, Layouts(shards=4)).terms["communication"]
@@ -452,7 +461,7 @@ def test_sigma_follows_the_runs_that_are_known() -> None:
     """Runs of FSDP are known from three sources, runs of its tensor parallelism from one; of partool's from none."""
 
     def relative(stack: str, **layout: int) -> float:
-        memory = peak_memory(TrainingJob(LLAMA, GPU, 4096, 64, "bf16", STACKS[stack]), Layouts(**layout))
+        memory = peak_memory(TrainingWork(LLAMA, GPU, 4096, "bf16", STACKS[stack], global_batch=64), Layouts(**layout))
         return float(memory.sigma_bytes / (memory.total_bytes - memory.idle_bytes - memory.outside_bytes))
 
     sharded = {"zero": 3, "shards": 8}
@@ -468,7 +477,7 @@ def test_gradients_of_two_types_exist_as_a_backward_pass_ends() -> None:
     found = state(job(stack="nanotron"), "nanotron", zero=1, shards=4, accumulation=4)
     assert (found.gradients, found.gradients_before, found.gradients_at_step) == (6 * N, 4 * N, 4 * N)
     few_words = LLAMA.model_copy(update={"vocab": 64})
-    long = TrainingJob(few_words, GPU, 2048, 64, "bf16", STACKS["nanotron"])
+    long = TrainingWork(few_words, GPU, 2048, "bf16", STACKS["nanotron"], global_batch=64)
     terms = peak_memory(long, Layouts(pp=2, accumulation=8, recompute=FULL)).terms
     assert terms["gradients"] == 6 * (4 * count(groups(few_words)[1]) + 64 * LLAMA.hidden)
     assert terms["activations"] > 4 * 2048 * 2 * LLAMA.hidden
@@ -478,7 +487,7 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
     """Boundary tensors per micro-batch in flight; torch's pipelines also hold the whole step's logits, twice."""
     old, new = (
         peak_memory(
-            TrainingJob(GPT, GPU, 128, 8, "fp16", STACKS[stack]),
+            TrainingWork(GPT, GPU, 128, "fp16", STACKS[stack], global_batch=8),
             Layouts(pp=4, accumulation=8, recompute=FULL, compiled=0),
         )
         for stack in ("megatron-2021", "megatron")
@@ -486,7 +495,7 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
     per_micro_batch = 128 * GPT.hidden * 2
     assert old.terms["activations"] >= 4 * 2 * per_micro_batch > 4 * per_micro_batch
     assert old.terms["activations"] - new.terms["activations"] >= 4 * per_micro_batch
-    case = TrainingJob(LLAMA, GPU, 4096, 8, "bf16", STACKS["fsdp2"])
+    case = TrainingWork(LLAMA, GPU, 4096, "bf16", STACKS["fsdp2"], global_batch=8)
     losses = [
         float(peak_memory(case, Layouts(pp=2, accumulation=m, shards=2, zero=3, recompute=FULL)).terms["loss"])
         for m in (8, 16)
@@ -497,12 +506,13 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
 def test_empty_blocks_do_not_stand_in_the_way() -> None:
     """Unused memory that the allocator reserves is reported, but not counted as needed."""
     whole = peak_memory(
-        TrainingJob(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL)
+        TrainingWork(LLAMA, GPU, 65536, "bf16", STACKS["fsdp2"], global_batch=64),
+        Layouts(shards=8, zero=3, recompute=FULL),
     )
     narrow_logits = 65536 * LLAMA.vocab * 2
     assert narrow_logits < whole.reclaimable_bytes < whole.terms["fragmentation"]
     assert whole.needed_bytes == whole.total_bytes - whole.reclaimable_bytes
-    assert peak_memory(TrainingJob(LLAMA, CPU, 65536, 64, "bf16"), Layouts()).reclaimable_bytes == 0
+    assert peak_memory(TrainingWork(LLAMA, CPU, 65536, "bf16", global_batch=64), Layouts()).reclaimable_bytes == 0
 
 
 def test_columns_of_errors_are_those_of_single_layouts() -> None:

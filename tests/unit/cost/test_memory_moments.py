@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from layouts import new_layout
 
-from partool.cost.case import SCHEDULES, SELECTIVE, Layouts, TrainingJob
+from partool.cost.case import SCHEDULES, SELECTIVE, Layouts
 from partool.cost.codec import encode
 from partool.cost.memory import activations, expert_backward
 from partool.cost.memory.activations import NONE, saved_by_layer
@@ -23,12 +23,13 @@ from partool.cost.memory.runtime_moments import _later
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
-from partool.cost.stacks import STACKS
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig, Moe
+from partool.work.stacks import STACKS
+from partool.work.training import TrainingWork
 
 GPU = Devices(
     accelerator="test", backend="cuda", nodes=1, per_node=8, memory_bytes=80 * 2**30, peak_flops=1e15,
@@ -38,8 +39,8 @@ CPU = GPU.model_copy(update={"backend": "cpu"})
 LLAMA = ModelConfig(layers=8, hidden=512, ffn_hidden=1536, heads=8, kv_heads=2, head_dim=64, vocab=4096)
 
 
-def job(precision: Any = "bf16", model: ModelConfig = LLAMA, devices: Devices = GPU) -> TrainingJob:
-    return TrainingJob(model, devices, 1024, 64, precision, STACKS["partool"])
+def job(precision: Any = "bf16", model: ModelConfig = LLAMA, devices: Devices = GPU) -> TrainingWork:
+    return TrainingWork(model, devices, 1024, precision, STACKS["partool"], global_batch=64)
 
 
 def pipelined(schedule: str, *, ranks: int, chunks: int, micro_batches: int) -> Layout:

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from partool.cost.case import FULL, RECOMPUTE, Layouts, TrainingJob
+from partool.cost.case import FULL, RECOMPUTE, Layouts
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.stacks import memory_stack
-from partool.cost.stacks import own_stack
 from partool.cost.time.layer import layer
 from partool.planner.problem import network_tile
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.work.stacks import own_stack
+from partool.work.training import TrainingWork
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
@@ -90,7 +91,7 @@ def test_a_layer_keeps_per_token_what_the_equations_say(kind: str, policy: str, 
     for length in LENGTHS:
         three, two = (kept_bytes(kind, layers, length, policy, tile) for layers in (3, 2))
         measured.append(three - two)
-    job = TrainingJob(model(kind, 3), CPU, LENGTHS[0], 1, "fp64", own_stack("cpu", "none"))
+    job = TrainingWork(model(kind, 3), CPU, LENGTHS[0], "fp64", own_stack("cpu", "none"), global_batch=1)
     row = Layouts(micro_batch=SEQUENCES, compiled=0, mlp_tile_tokens=tile)
     wanted = saved_by_layer(job, row, memory_stack("partool"), 0, RECOMPUTE.index(policy))
     assert measured == [wanted, 2 * wanted]
@@ -99,9 +100,9 @@ def test_a_layer_keeps_per_token_what_the_equations_say(kind: str, policy: str, 
 LLAMA = ModelConfig(layers=32, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
 
 
-def long_job(length: int = 131072) -> TrainingJob:
+def long_job(length: int = 131072) -> TrainingWork:
     """Return a job whose norms are fused: the wide tensors of others outweigh those of tiled networks."""
-    return TrainingJob(LLAMA, GPU, length, 1, "bf16", own_stack("cuda", "none", ("norm",)))
+    return TrainingWork(LLAMA, GPU, length, "bf16", own_stack("cuda", "none", ("norm",)), global_batch=1)
 
 
 def test_tiles_take_what_is_wide_out_of_the_slope() -> None:

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from planned import plan_of, result_of
 
 from partool.cost.traffic.gathers import (
-    COALESCED,
-    Controls,
     gathers,
     kept_bytes,
     kept_elements,
@@ -25,6 +23,7 @@ from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
 from partool.planner.search.gathers import leaves
 from partool.spec.model import ModelConfig
+from partool.work.gathers import COALESCED, Controls
 
 LARGE = """\
 model: {layers: 32, hidden: 4096, heads: 32, vocab: 32000, ffn_hidden: 11008}

@@ -10,7 +10,7 @@ from planned import plan_of
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.memory.peak import predict_memory
 from partool.cost.tensor_shares import share_columns
 from partool.cost.traffic.total import traffic_bytes
@@ -21,6 +21,7 @@ from partool.planner import make_plan
 from partool.planner.problem import Problem
 from partool.planner.search.experts import forms
 from partool.spec import load_text
+from partool.work.training import TrainingWork
 
 SPEC = """\
 model: {layers: 2, hidden: 64, heads: 4, vocab: 512, moe: {experts: 4, top_k: 2, ffn_hidden: 48, routing: balanced}}
@@ -146,7 +147,7 @@ def test_a_plan_with_parts_is_told_and_planned_again() -> None:
 
 def test_parts_are_sent_all_rows_and_hold_less() -> None:
     whole, halves = (planned(f"tensor: 1, expert: 2, expert_tensor: {parts}") for parts in (1, 2))
-    job = TrainingJob(whole.model, whole.devices, 64, 16, whole.training.precision)
+    job = TrainingWork(whole.model, whole.devices, 64, whole.training.precision, global_batch=16)
     tokens, layers, hidden = 64, 2, 64
     accumulation = whole.layout.derived.accumulation
     for plan, ranks, parts in ((whole, 2, 1), (halves, 4, 2)):
@@ -157,7 +158,7 @@ def test_parts_are_sent_all_rows_and_hold_less() -> None:
     assert share_columns(job, Layouts(ep=2, etp=2)).layers[1][1] * 2 == share_columns(job, Layouts(ep=2)).layers[1][1]
     # Seven of thirteen widths are on the fuller of two ranks.
     odd = job.model.model_copy(update={"moe": job.model.moe.model_copy(update={"ffn_hidden": 13})})
-    uneven = TrainingJob(odd, whole.devices, 64, 16, whole.training.precision)
+    uneven = TrainingWork(odd, whole.devices, 64, whole.training.precision, global_batch=16)
     assert share_columns(uneven, Layouts(ep=2, etp=2)).layers[1][1] == 3 * 2 * 7 * hidden
     memory = [predict_memory(job, plan.layout, 0.0).terms_bytes for plan in (whole, halves)]
     assert memory[1]["parameters"] == memory[0]["parameters"]  # all ranks share all masters either way

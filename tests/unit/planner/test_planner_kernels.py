@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from planned import plan_of, result_of
 
 from partool.cli.main import run
-from partool.cost.case import TrainingJob
 from partool.cost.time.gemm import matmul_s, tiled_s
 from partool.cost.time.predict import matmul_flops_per_token
 from partool.plan.types import Plan
@@ -21,6 +20,7 @@ from partool.planner.checks.kernels import absolute, check_kernels
 from partool.planner.kernels.choose import Coverage, KernelLine, coverage, requests
 from partool.planner.kernels.requests import PARTS, counted
 from partool.spec import load
+from partool.work.training import TrainingWork
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables
 from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.source import source_hash
@@ -445,14 +445,14 @@ _SIDE = st.integers(16, 40_000)
 @given(_SIDE, _SIDE, _SIDE, st.sampled_from([1, 8]))
 def test_the_tile_model_is_the_cost_models_with_its_own_tiles(m: int, n: int, k: int, batch: int) -> None:
     """The best of the cost model's tiles takes what it says."""
-    job = TrainingJob(planned().model, planned().devices, 1024, 32, "fp8")
+    job = TrainingWork(planned().model, planned().devices, 1024, "fp8", global_batch=32)
     tiles = [(256, 128), (128, 128), (128, 64), (64, 64)]
     found = [tiled_s(job, (m, n, k), tile, batch=batch) for tile in tiles]
     assert min(found) == pytest.approx(float(matmul_s(job, m, n, k, batch=batch)), rel=1e-12)
 
 
 def test_split_sums_fill_a_device_and_cost_where_it_is_full() -> None:
-    job = TrainingJob(planned().model, planned().devices, 1024, 32, "fp8")
+    job = TrainingWork(planned().model, planned().devices, 1024, "fp8", global_batch=32)
     few, many = (64.0, 2112.0, 7168.0), (8192.0, 8192.0, 8192.0)
     assert tiled_s(job, few, (64, 128), splits=4) < 0.75 * tiled_s(job, few, (64, 128))
     assert tiled_s(job, many, (128, 128), splits=4) > tiled_s(job, many, (128, 128))

@@ -16,7 +16,7 @@ from often import often
 from planned import plan_of, result_of
 
 from partool.catalog.hardware import resolve_hardware
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.codec import encode
 from partool.cost.memory import host_state
 from partool.cost.time.offload import chain, device_share, disk_rate, link_rate, offload
@@ -32,6 +32,7 @@ from partool.spec.hardware import HardwareSpec
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Offload
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.training import TrainingWork
 
 ONE_CPU = """\
 model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
@@ -363,9 +364,9 @@ GPU = resolve_hardware(HardwareSpec(accelerator="h100-sxm", per_node=1), "bf16")
 MODEL = ModelConfig(layers=4, hidden=512, ffn_hidden=2048, heads=8, kv_heads=8, head_dim=64, vocab=1000)
 
 
-def job(**changes: Any) -> TrainingJob:
+def job(**changes: Any) -> TrainingWork:
     assert GPU is not None
-    return TrainingJob(MODEL, GPU, 1024, 8, "bf16", offload=Offload(**changes))
+    return TrainingWork(MODEL, GPU, 1024, "bf16", global_batch=8, offload=Offload(**changes))
 
 
 def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000) -> float:

@@ -11,13 +11,13 @@ from often import often
 from planned import spec_of
 
 from partool.cli.main import run
-from partool.cost import traced
 from partool.diagnostics.record import Diagnostic
 from partool.plan.diff import moved_inputs
 from partool.planner import make_plan
 from partool.planner.search.queries import combinations, largest, smallest_cluster
 from partool.spec import load_text
 from partool.spec.spec import Spec
+from partool.work import traced
 
 ROOT = Path(__file__).parents[3]
 MODEL = "model: {layers: 8, hidden: 2048, heads: 16, kv_heads: 8, vocab: 32000}\n"
@@ -168,7 +168,7 @@ def test_a_fresh_trace_is_named_among_the_inputs(monkeypatch: pytest.MonkeyPatch
 
     wanted = spec_of(Path(spec).read_text(encoding="utf-8"))
     plain = make_plan(wanted, base_dir=ROOT, default_name="test").plan
-    monkeypatch.setattr("partool.cost.traced.subprocess.run", answer)
+    monkeypatch.setattr("partool.work.traced.subprocess.run", answer)
     fresh = make_plan(wanted, base_dir=ROOT, default_name="test", trace=True).plan
     assert plain is not None
     assert fresh is not None

@@ -22,6 +22,7 @@ LAYERS = [
     ["catalog"],
     ["schedule", "layout"],
     ["plan"],
+    ["work"],
     ["cost"],
     ["planner", "replay"],
     ["engines"],

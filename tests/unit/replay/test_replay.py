@@ -28,7 +28,6 @@ from partool.cost.evidence import (
     shipped,
     step_error,
 )
-from partool.cost.stacks import own_stack
 from partool.cost.time.predict import predict_time
 from partool.replay.cases import SkipError, case_of
 from partool.replay.cells import Cells
@@ -37,6 +36,7 @@ from partool.replay.measured import counted_flops, step_s
 from partool.replay.models import model_of
 from partool.replay.predicted import memory_result, time_result
 from partool.replay.table import read_table
+from partool.work.stacks import own_stack
 
 BENCH = Path(__file__).parents[2] / "bench"
 DATA = Path(__file__).parents[2] / "data"

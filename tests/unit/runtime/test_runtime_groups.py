@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from often import named, often
 from planned import FOLDER, plan_of
 
-from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory.communicators import communicators
 from partool.plan.schedule import schedule_of
@@ -28,6 +27,7 @@ from partool.plan.types import Plan
 from partool.schedule import connected, generate, to_text
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
+from partool.work.training import TrainingWork
 from partool_runtime.groups import Groups
 from partool_runtime.mesh import build_ranks
 from partool_runtime.parallel.pipeline.wires import MOST_BLOCKS, open_lines, rounds
@@ -134,7 +134,7 @@ def opened(plan: Plan, rank: int) -> tuple[int, int]:
 def counted(plan: Plan) -> tuple[int, int]:
     """Return how many groups of each kind the planner counts for the fullest rank."""
     lists = schedule_of(plan.layout) if plan.layout.pipeline.schedule == "file" else None
-    job = TrainingJob(plan.model, plan.devices, 64, 32, "bf16", lists=lists)
+    job = TrainingWork(plan.model, plan.devices, 64, "bf16", global_batch=32, lists=lists)
     collective, wires = communicators(job, encode(plan.layout))
     return int(collective), int(wires)
 

@@ -6,15 +6,20 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from partool.cost import traced
-from partool.cost.traced import TracedKind as Traced
+from partool.cost.case import Layouts
+from partool.cost.memory.peak import peak_memory
 from partool.layout.traced import COEFFICIENTS, LATENT_WIDTHS
+from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig
+from partool.work import traced
+from partool.work.traced import TracedKind as Traced
+from partool.work.training import TrainingWork
 from partool_runtime import trace
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
@@ -57,7 +62,7 @@ def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
 
 def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
     """Bytes saved by one layer according to the shipped data."""
-    found = traced.coefficients(config, precision, Traced(0, policy, ()))
+    found = traced.coefficients(traced.shipped(), config, precision, Traced(0, policy, ()))
     assert found is not None
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     sizes = {
@@ -128,20 +133,18 @@ def test_the_users_model_is_traced_by_a_process() -> None:
     found = traced.refresh(config, "bf16", ("none",))
     assert found.sha256 != traced.shipped().sha256
     assert found.families == traced.shipped().families
-    with traced.using(found):
-        assert traced.current() is found
-    assert traced.current() is traced.shipped()
 
 
-def test_other_data_change_the_plan() -> None:
-    config = model("llama")
+def test_other_data_change_the_memory() -> None:
+    gpu = Devices(
+        accelerator="test", backend="cuda", nodes=1, per_node=8, memory_bytes=2**36, peak_flops=1e15,
+        achievable_flops=8e14, memory_bytes_per_s=2e12, link_bytes_per_s=4e11, fabric_bytes_per_s=5e10,
+    )  # fmt: skip
+    job = TrainingWork(model("llama"), gpu, 1024, "bf16", global_batch=8)
     families = {key: tuple(2 * value for value in values) for key, values in traced.shipped().families.items()}
-    before = traced.coefficients(config, "bf16", Traced(1, "none", ()))
-    with traced.using(traced.Trace("0", "2000-01-01", families, "other")):
-        after = traced.coefficients(config, "bf16", Traced(1, "none", ()))
-    assert before is not None
-    assert after is not None
-    assert after.token["hidden"] == 2 * before.token["hidden"]
+    other = replace(job, trace=traced.Trace("0", "2000-01-01", families, "other"))
+    before, after = (peak_memory(one, Layouts()).terms["activations"] for one in (job, other))
+    assert after > 1.5 * before > 0
 
 
 def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,5 +170,7 @@ def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rare_kinds_of_latent_attention_are_not_traced() -> None:
-    assert traced.coefficients(model("latent", activation="gelu"), "bf16", Traced(0, "none", ())) is None
+    assert (
+        traced.coefficients(traced.shipped(), model("latent", activation="gelu"), "bf16", Traced(0, "none", ())) is None
+    )
     assert len(COEFFICIENTS) == len(set(COEFFICIENTS))

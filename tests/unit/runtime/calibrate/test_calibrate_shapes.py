@@ -19,15 +19,16 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.machine import available_cores, processor
 from partool.catalog.profile import apply_profile
 from partool.catalog.profile_file import Profile, load_profile
-from partool.cost.case import Layouts, TrainingJob
+from partool.cost.case import Layouts
 from partool.cost.kinds import kinds
-from partool.cost.stacks import own_stack
 from partool.cost.time.attention import attention_s
 from partool.cost.time.gemm import matmul_s
 from partool.cost.time.layer import layer
 from partool.report.calibration import calibration_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
+from partool.work.stacks import own_stack
+from partool.work.training import TrainingWork
 from partool_runtime.calibrate.fit import figures, product_line
 from partool_runtime.calibrate.items import _fresh, _gemm
 
@@ -149,8 +150,8 @@ def devices_with(folder: Path, more: dict[str, Any], **spec: Any) -> Devices:
     return found.devices
 
 
-def job(devices: Devices) -> TrainingJob:
-    return TrainingJob(MODEL, devices, 128, 8, "fp32", own_stack("cpu", "none"))
+def job(devices: Devices) -> TrainingWork:
+    return TrainingWork(MODEL, devices, 128, "fp32", own_stack("cpu", "none"), global_batch=8)
 
 
 def core_s(rate: float, length: int = 128) -> float:
@@ -210,10 +211,10 @@ def test_accelerators_have_no_cost_of_elements(tmp_path: Path) -> None:
 def test_products_of_one_input_read_it_one_by_one(kv_heads: int, gated: bool, tp: int) -> None:
     changes = {"kv_heads": kv_heads, "activation": "swiglu" if gated else "gelu"}
     model = MODEL.model_copy(update=changes)
-    one = TrainingJob(
-        model, CPU.model_copy(update={"product_element_s": 1e-9}), 128, 8, "fp32", own_stack("cpu", "none")
+    one = TrainingWork(
+        model, CPU.model_copy(update={"product_element_s": 1e-9}), 128, "fp32", own_stack("cpu", "none"), global_batch=8
     )
-    other = TrainingJob(model, CPU, 128, 8, "fp32", one.stack)
+    other = TrainingWork(model, CPU, 128, "fp32", one.stack, global_batch=8)
     found, without = (layer(each, Layouts(micro_batch=2, tp=tp), kinds(model)[0]) for each in (one, other))
     rows, hidden, ffn, query, key = 256, 64, 128 / tp, 64 / tp, 16 * kv_heads / tp
     apart = [(query, hidden), (key, hidden), (key, hidden)] if tp == 1 else [(query + 2 * key, hidden)]

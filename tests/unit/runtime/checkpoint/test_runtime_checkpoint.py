@@ -329,6 +329,24 @@ def test_a_file_server_that_fails_is_no_damage(tmp_path, monkeypatch):
     checkpointer.close()
 
 
+def test_a_checkpoint_of_another_version_is_no_damage(tmp_path):
+    checkpointer = open_folder(tmp_path, keep=2)
+    for step in (1, 2):
+        save(checkpointer, step)
+    file = step_folder(tmp_path, 2) / "manifest.json"
+    body = json.loads(file.read_text())["manifest"] | {"version": 9}
+    file.write_text(json.dumps({"manifest": body, "checksum": _manifest._checksum(body)}))
+    before = names(tmp_path)
+
+    def load(step, advise):
+        checkpointer.load(step, blank(state_of(1)), advise=advise)
+
+    with pytest.raises(ConfigurationError, match=r"PT617.*version 9"):
+        load_newest(checkpointer, load, fallback=True)
+    assert names(tmp_path) == before
+    checkpointer.close()
+
+
 def test_only_damage_is_fallen_back_from(tmp_path):
     checkpointer = open_folder(tmp_path, keep=2)
     for step in (1, 2):

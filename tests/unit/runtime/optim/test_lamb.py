@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from partool.cost import optimizer as costs
-from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory.peak import rank_memories
 from partool.cost.time.predict import predict_time
@@ -32,6 +31,7 @@ from partool.planner.elastic import job_of_plan
 from partool.spec import load_text
 from partool.spec.model import ModelConfig
 from partool.spec.training import OptimizerSpec
+from partool.work.training import TrainingWork
 from partool_runtime.model.decoder import AnyDecoder
 from partool_runtime.optim import steps
 from partool_runtime.optim.device import DeviceOptimizer
@@ -169,7 +169,7 @@ def planned() -> Plan:
     return plan_of(SPEC)
 
 
-def job_of(model: str = "", **fields: Any) -> TrainingJob:
+def job_of(model: str = "", **fields: Any) -> TrainingWork:
     """Return the job of that plan with another model."""
     plan = planned()
     config = ModelConfig.model_validate(dict(plan.model) | yaml.safe_load(f"{{{model}}}"))

@@ -18,7 +18,6 @@ from planned import plan_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from partool.cost.case import MatrixUpdates, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory.peak import rank_memories
 from partool.cost.optimizer import matrices_s, matrix_bytes, working_bytes
@@ -32,6 +31,7 @@ from partool.planner.elastic import job_of_plan
 from partool.spec import load_text
 from partool.spec.model import ModelConfig
 from partool.spec.training import OptimizerSpec
+from partool.work.training import MatrixUpdates, TrainingWork
 from partool_runtime.optim import owners
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.muon import WholeMatrices
@@ -163,7 +163,7 @@ def planned() -> Plan:
     return plan_of(SPEC)
 
 
-def job_of(model: str, **fields: Any) -> TrainingJob:
+def job_of(model: str, **fields: Any) -> TrainingWork:
     """Return the job of that plan with another model."""
     plan = planned()
     config = ModelConfig.model_validate(dict(plan.model) | yaml.safe_load(f"{{{model}}}"))

@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -39,9 +37,9 @@ class Trace:
     torch: str
     """Version of torch that was traced."""
     date: str
-    families: dict[str, tuple[int, ...]]
+    families: dict[str, tuple[int, ...]] = field(compare=False)
     sha256: str
-    """Hash of the data, for the plan's list of inputs."""
+    """Hash of the data, for the plan's list of inputs. Traces with equal hashes are equal."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,6 @@ def parse(text: str) -> Trace:
         raise ValueError(f"the trace has coefficients {data['coefficients']}, not {list(COEFFICIENTS)}")
     families = {key: tuple(values) for key, values in data["families"].items()}
     return Trace(data["torch"], data["date"], families, hashlib.sha256(text.encode()).hexdigest())
-
-
-_CURRENT: ContextVar[Trace | None] = ContextVar("trace", default=None)
-
-
-def current() -> Trace:
-    """Return the data in use: the shipped data unless :func:`using` has replaced them."""
-    return _CURRENT.get() or shipped()
-
-
-@contextmanager
-def using(trace: Trace) -> Iterator[None]:
-    """Replace the data within this context."""
-    token = _CURRENT.set(trace)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
 
 
 def refresh(
@@ -133,22 +113,18 @@ class TracedKind(NamedTuple):
     fused: tuple[Fused, ...] = ()
 
 
-def coefficients(model: ModelConfig, precision: Precision, kind: TracedKind) -> Coefficients | None:
+@lru_cache(maxsize=256)
+def coefficients(trace: Trace, model: ModelConfig, precision: Precision, kind: TracedKind) -> Coefficients | None:
     """Return the bytes that a dense layer saves; None if the runtime cannot build models of this kind.
 
     An untraced combination of fused parts gets the coefficients without fusion, which are not smaller.
     """
-    return _coefficients(model, precision, kind, current().sha256)
-
-
-@lru_cache(maxsize=256)
-def _coefficients(model: ModelConfig, precision: Precision, kind: TracedKind, sha256: str) -> Coefficients | None:
     choice: Compile = "block" if kind.compiled else "none"
     names = (family(model, precision, choice, kind.policy, fused) for fused in (kind.fused, ()))  # type: ignore[arg-type]
-    known = next((current().families[name] for name in names if name in current().families), None)
-    if known is None:
+    numbers = next((trace.families[name] for name in names if name in trace.families), None)
+    if numbers is None:
         return None
-    values = dict(zip(COEFFICIENTS, known, strict=True))
+    values = dict(zip(COEFFICIENTS, numbers, strict=True))
     # fp64 saves what fp32 saves, at twice the size.
     scale = 2.0 if precision == "fp64" else 1.0
     return Coefficients({name: values[name] * scale for name in WIDTHS}, values["layer"])

@@ -1,0 +1,81 @@
+"""What runs, whatever it runs for: the model, its machines and code base, and the length and type of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from partool.schedule import Schedule
+from partool.spec.hardware import Devices
+from partool.spec.model import ModelConfig
+from partool.spec.training import Precision
+from partool.work.stacks import PARTOOL, Stack
+from partool.work.traced import Trace, shipped
+
+COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of one element of activations and of weights in the compute type, by precision. With fp8, elements have 2 bytes
+and are cast to fp8 only for matrix products."""
+IMBALANCE = 1.1
+"""Default of ``limits.expert_imbalance``: 1.0 to 1.3 with trained or forced balancing."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all layouts of one search have in common, and what every kind of job has.
+
+    Functions that price layers, products, attention and exchanges of activations take a workload. Those that price a
+    job's steps and its state take the class of that job, such as :class:`partool.work.training.TrainingWork`.
+    """
+
+    model: ModelConfig
+    devices: Devices
+    sequence_length: int
+    precision: Precision
+    stack: Stack = PARTOOL
+    """Facts about the code base that runs the plan: how it keeps states, and which operators it fuses and overlaps."""
+    trace: Trace = field(default_factory=shipped)
+    """Bytes that the code base's blocks save for the backward pass."""
+    padded_vocab: int | None = None
+    """Number of embedding rows after padding by the code base; None means the model's number of rows."""
+    time_scalar: float = 1.0
+    """Ratio of measured to predicted step time on this machine, from its finished runs."""
+    memory_scalar: float = 1.0
+    """Ratio of measured to predicted memory; each term is multiplied by this ratio, so terms still sum to the total."""
+    memory_runs: int = 0
+    """Number of measured runs from which ``memory_scalar`` was computed."""
+    memory_spread: float = 0.0
+    """Relative standard deviation of the measured ratios from which ``memory_scalar`` was computed."""
+    lists: Schedule | None = None
+    """The user's schedule, for layouts whose schedule is ``file``."""
+    stage_layers: tuple[int, ...] | None = None
+    """Number of layers of each pipeline stage; None means the most even split."""
+    usable_bytes: int | None = None
+    """Bytes of a device's memory that a layout may use; None means all of its memory."""
+    expandable_segments: bool | None = None
+    """True if the allocator of an accelerator has expandable segments; None if that is not known."""
+    expert_imbalance: float = IMBALANCE
+    """Tokens of the busiest rank's experts relative to the mean over ranks."""
+    shared_elements: int = 0
+    """Elements of parameters that several layers have in common. They are gathered with the head, for the whole of both
+    passes; layers are priced with equal parts of them."""
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Prices of this workload that repeat (:mod:`partool.cost.repeats`), by the name of what is priced."""
+
+    @property
+    def load(self) -> float:
+        """Tokens of the busiest rank's experts relative to the mean over ranks, as the model's router allows."""
+        moe = self.model.moe
+        if moe is None or moe.routing == "balanced":
+            return 1.0
+        return self.expert_imbalance if moe.capacity is None else min(self.expert_imbalance, moe.capacity)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return COMPUTE_BYTES[self.precision]
+
+    @cached_property
+    def domain(self) -> int:
+        """Number of ranks connected by the fast link."""
+        return self.devices.domain or self.devices.per_node
