@@ -38,8 +38,10 @@ from partool_runtime.errors import (
     EXIT_CONFIGURATION,
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_PREEMPTED,
     FULL,
     ConfigurationError,
+    Preempted,
     lasting_refusals,
 )
 from partool_runtime.stop import STOP_SIGNALS
@@ -121,10 +123,12 @@ def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", 
         try:
             with contextlib.ExitStack() as held:
                 with lasting_refusals(options.run_dir):
-                    held.enter_context(_lock(options))
+                    held.enter_context(_lock(options, signals))
                 verdict = _run(options, worker, timing or WaitTimes(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+        except Preempted as error:
+            verdict = Verdict(EXIT_PREEMPTED, str(error), f"partool: {error}")
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -281,8 +285,12 @@ def _window_s(plan: Path) -> int:
 
 
 @contextmanager
-def _lock(options: AgentOptions) -> Iterator[None]:
-    """Create the run's folder and lock it for this process; the kernel releases the lock at any end of the process."""
+def _lock(options: AgentOptions, signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Create the run's folder and lock it for this process; the kernel releases the lock at any end of the process.
+
+    The agent of an attempt before may still be ending its ranks, so that this one waits for it, if a scheduler has
+    started it. Raises Preempted if ``signals`` gets a stop signal meanwhile.
+    """
     options.run_dir.mkdir(parents=True, exist_ok=True)
     run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None
     give_up = time.monotonic() + (_window_s(options.plan) + _LOCK_BEYOND_WINDOW_S if rendered else 0.0)
@@ -295,6 +303,9 @@ def _lock(options: AgentOptions) -> Iterator[None]:
                 if time.monotonic() >= give_up:
                     message = f"another agent is at work in {run_dir}"
                     raise ConfigurationError("PT504", message, "partool status shows it") from None
+                if signals:
+                    reason = f"{signals[0].name} while the agent waited for another one at work in {run_dir}"
+                    raise Preempted(reason) from None
                 time.sleep(0.2)
             except OSError as error:  # a cluster's file system mounted without locks: schedulers start a run once
                 say(f"partool: {run_dir} cannot be locked: {error.strerror}", err=True)

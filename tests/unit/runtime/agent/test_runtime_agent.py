@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from partool.plan.run import agent_command, rank_environment
+from partool.plan.run import agent_command, lock_file, rank_environment
 from partool.plan.types import Plan, Variable
 from partool.spec.launch import LaunchSpec
 from partool_runtime.agent.error_files import ErrorRecord
 from partool_runtime.agent.failures import FailureLog, is_lost_peer, reached_step, signature
-from partool_runtime.agent.options import AgentPlace, check_plan, parse, place
+from partool_runtime.agent.options import AgentOptions, AgentPlace, check_plan, parse, place
 from partool_runtime.agent.rank_logs import RankLogs
 from partool_runtime.agent.report import shortened
-from partool_runtime.agent.run import main
+from partool_runtime.agent.run import main, run_agent
 from partool_runtime.agent.secrets import _make_key, agents_key, read_secrets
 from partool_runtime.errors import ConfigurationError
 
@@ -274,3 +277,19 @@ def test_a_key_is_made_where_a_file_system_has_no_links(tmp_path: Path, monkeypa
     _make_key(tmp_path / "agents.key")  # another node's key, a moment later
     assert agents_key(tmp_path, print) == made
     assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir()] == [("agents.key", 0o600)]
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_ends_an_agent_that_waits_for_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The job went back to the queue and began anew while the agent of its last attempt still ends ranks."""
+    options = AgentOptions(tmp_path / "plan.json", tmp_path, plan_hash="0" * 64)
+    with (tmp_path / lock_file(0)).open("a+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        stop = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM))
+        stop.start()
+        try:
+            code = run_agent(options)
+        finally:
+            stop.cancel()
+    assert code == 75
+    assert "SIGTERM while the agent waited for another one" in capfd.readouterr().err
