@@ -97,7 +97,7 @@ def test_a_failure_ends_all_nodes_with_one_code(tmp_path: Path) -> None:
     wrong = NodeRun(tmp_path / "wrong", {"0": "follow", "1": "configuration"}).start_nodes()
     other_plan = plan_for_nodes(shutdown_timeout_s=7)
     refused = NodeRun(tmp_path / "refused", {}).start_nodes(other_plan=other_plan)
-    unusable = NodeRun(tmp_path / "unusable", {}).start_nodes(other_plan=make_plan(2))
+    unusable = NodeRun(tmp_path / "unusable", {}).start_nodes(other_plan=make_plan(2), stranger_s=4.0 * PATIENCE)
 
     assert failed.end() == [1, 1]
     status = failed.status
