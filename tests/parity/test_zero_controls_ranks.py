@@ -10,10 +10,11 @@ import _zero_worker as zero
 import pytest
 import test_zero
 import torch
+from _expected_traffic import Messages, gathers, kept_bytes, reductions
 from _ranks import Pools, RankError, Results
 from test_zero import assert_same_run, assert_same_weights
 
-from partool.cost.traffic.gathers import Controls, Messages, gathers, kept_bytes, reductions
+from partool.cost.traffic.gathers import Controls
 
 ELEMENT_BYTES = 8
 CASES = {ranks: worker.cases(ranks) for ranks in (2, 4)}

@@ -59,6 +59,19 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """Return the full name of each name that a module's imports bind."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                bound[alias.asname or top] = alias.name if alias.asname else top
+    return bound
+
+
 def graph(files: dict[str, Path]) -> dict[str, set[str]]:
     """Return the modules that each module imports; a name in a package counts as its submodule, else as the package."""
     edges: dict[str, set[str]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house import cycles, executed, graph, modules, shared_names
+from house import cycles, executed, graph, imported_names, modules, shared_names
 
 from partool.process import python_command
 
@@ -205,16 +205,33 @@ def test_one_module_prints() -> None:
     assert found == []
 
 
-def test_private_torch_names_stay_in_one_package() -> None:
-    found = []
-    for path in sorted((ROOT / "runtime").rglob("*.py")):
-        if path.parent.name == "torch_internals":
-            continue
-        for module, line, _ in imports(path):
-            parts = module.split(".")
-            if parts[0] == "torch" and any(part.startswith("_") for part in parts[1:]):
-                found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert found == []
+def private_torch_names(path: Path) -> list[str]:
+    """Return the private names of torch that a file imports or reads as attributes of torch's modules, with lines."""
+    text = path.read_text(encoding="utf-8")
+    if "torch" not in text:
+        return []
+    tree = ast.parse(text)
+    bound = {name: full for name, full in imported_names(tree).items() if full.split(".")[0] == "torch"}
+    used = [(line, module) for module, line, _ in imports(path)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            used += [(node.lineno, f"{bound[head]}.{rest}")] if head in bound else []
+    private = [(line, name) for line, name in used if re.match(r"torch\..*?(?<=\.)_(?!_)", name)]
+    return [f"{line} {name}" for line, name in sorted(set(private))]
+
+
+def test_private_torch_names_stay_in_one_package(tmp_path: Path) -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [path for path in files if path.parent.name != "torch_internals"]
+    assert [f"{path.relative_to(ROOT)}:{name}" for path in files for name in private_torch_names(path)] == []
+    bad = "import torch\nimport torch.distributed as dist\nfrom torch._ops import X\ntorch._foreach_mul_(a, b)\n"
+    bad += "torch._C.f()\ndist.distributed_c10d._world\ntorch.__version__\nself._x\nother._y\n"
+    (tmp_path / "bad.py").write_text(bad)
+    assert private_torch_names(tmp_path / "bad.py") == [
+        "3 torch._ops", "3 torch._ops.X", "4 torch._foreach_mul_", "5 torch._C", "5 torch._C.f",
+        "6 torch.distributed.distributed_c10d._world",
+    ]  # fmt: skip
 
 
 def starts(path: Path) -> list[int]:
