@@ -185,6 +185,23 @@ def test_kernels_import_neither_partool_nor_the_runtime() -> None:
     assert [m for m in modules if m.split(".")[0] in {"partool", "partool_runtime"}] == []
 
 
+def raises_interrupts(path: Path) -> list[int]:
+    """Return the lines of a file that raise KeyboardInterrupt, which belongs to the process that a user interrupts."""
+    text = path.read_text(encoding="utf-8")
+    if "KeyboardInterrupt" not in text:
+        return []
+    raised = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise) and node.exc is not None)
+    return sorted(node.lineno for node in raised if "KeyboardInterrupt" in ast.unparse(node.exc or node))
+
+
+def test_only_commands_raise_interrupts(tmp_path: Path) -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [path for path in files if path.parent != ROOT / "partool/cli"]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in raises_interrupts(path)] == []
+    (tmp_path / "bad.py").write_text("raise KeyboardInterrupt\nraise KeyboardInterrupt() from x\nraise Stopped\n")
+    assert raises_interrupts(tmp_path / "bad.py") == [1, 2]
+
+
 PRINTERS = {"partool/plan/terminal.py"}
 AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent/run", "agent/together", "agent/elastic", "export")}
 
