@@ -42,8 +42,8 @@ from partool_runtime.errors import (
     ConfigurationError,
     lasting_refusals,
 )
+from partool_runtime.plan_file import load_plan
 from partool_runtime.stop import STOP_SIGNALS
-from partool_runtime.worker import load_plan
 
 
 class Restarts:

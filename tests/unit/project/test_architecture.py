@@ -10,25 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _layers import KERNEL_LAYERS, LAYERS, RUNTIME_LAYERS, level_of, upward
 from house import cycles, executed, graph, imported_names, modules, shared_names
 
 from partool.process import python_command
 
 ROOT = Path(__file__).parents[3]
-LAYERS = [
-    ["strategies"],
-    ["diagnostics"],
-    ["spec"],
-    ["catalog"],
-    ["schedule", "layout"],
-    ["plan"],
-    ["cost"],
-    ["planner", "replay"],
-    ["engines"],
-    ["render", "verify"],
-    ["launch", "report"],
-    ["cli"],
-]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
 AT_TOP = {"__init__", "__main__", "process"}
 """Modules of ``partool`` that lie in no package; only ``process`` may be imported, by every package."""
@@ -127,6 +114,42 @@ def test_runtime_imports_only_pure_data_from_partool() -> None:
             if parts[0] == "partool" and len(parts) > 1 and parts[1] not in RUNTIME_MAY_IMPORT | {"__version__"}:
                 found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert found == []
+
+
+UPWARD = {
+    ("partool_runtime.fused.self_check", "partool_runtime.parallel.comm"): "ranks agree on the result of a check",
+    ("partool_runtime.parallel.apply", "partool_runtime.offload"): "layers are wrapped for offload in the fixed order",
+    ("partool_runtime.parallel.apply", "partool_runtime.offload.lanes"): "as above",
+    ("partool_runtime.parallel.apply", "partool_runtime.offload.memory"): "as above",
+    ("partool_runtime.parallel.sequence.batches", "partool_runtime.stepping"): "the protocols of passes and timers",
+    ("partool_runtime.parallel.weipipe.passes", "partool_runtime.stepping"): "as above",
+    ("partool_kernels.fp8.linear", "partool_kernels.gemm_a8w8.op"): "products of fp8 layers; formats lie in fp8, too",
+    ("partool_kernels.fp8.linear", "partool_kernels.select.here"): "as above",
+    ("partool_kernels.fp8.linear", "partool_kernels.select.products"): "as above",
+}
+"""Imports that lead up in the order of packages, with what they are for. This list only shrinks."""
+
+
+@pytest.mark.parametrize(
+    ("package", "layers"), [("partool_runtime", RUNTIME_LAYERS), ("partool_kernels", KERNEL_LAYERS)]
+)
+def test_packages_of_runtime_and_kernels_import_downwards(package: str, layers: list[list[str]]) -> None:
+    edges = graph(modules(ROOT), typing=False)
+    assert [name for name in edges if name.split(".")[0] == package and level_of(name, layers) is None] == []
+    assert upward(edges, package, layers) == [pair for pair in UPWARD if pair[0].split(".")[0] == package]
+
+
+def test_the_order_sees_imports_that_lead_up_and_aside() -> None:
+    layers = [["low", "room.types"], ["*.describe"], ["room", "beside"]]
+    edges = {
+        "p.low": {"p.room.types", "p.room.more", "q.room.more"},
+        "p.room.more": {"p.low", "p.room.last", "p.other.describe", "p.beside"},
+        "p.other.describe": {"p.room.types", "p.room"},
+    }
+    assert upward(edges, "p", layers) == [
+        ("p.low", "p.room.more"), ("p.low", "p.room.types"), ("p.other.describe", "p.room"),
+        ("p.room.more", "p.beside"),
+    ]  # fmt: skip
 
 
 def test_no_modules_import_each_other() -> None:
