@@ -23,15 +23,6 @@ BLOCK = 2**16
 """Number of consecutive elements of the flat tensor whose squares are summed together."""
 
 
-def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float, bool]:
-    """Return the sum of squares of a tensor, accumulated in float64, and whether all its elements are finite.
-
-    The result is the correctly rounded sum of the values of :func:`block_sums`.
-    """
-    blocks, finite = block_sums(tensor, mode)
-    return total(blocks), finite
-
-
 def total(blocks: Sequence[float]) -> float:
     """Return the correctly rounded sum of ``blocks``, whatever their order; infinity if the sum overflows."""
     try:

@@ -30,8 +30,13 @@ def watched(work: Work, after_s: float = _AFTER_S) -> Iterator[None]:
     The first Ctrl-C ends the search with the best layout so far; before a layout is known that may fit, and from
     the second time on, it raises KeyboardInterrupt.
     """
+    from partool.planner.problem import Stopped
+
     with _interruptible(work), told(partial(line, work), sys.stderr, after_s):
-        yield
+        try:
+            yield
+        except Stopped as stopped:
+            raise KeyboardInterrupt from stopped
     if work.stopped and work.cut:
         say("partool: interrupted: this is the best of the layouts that were searched so far", err=True)
 

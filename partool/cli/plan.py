@@ -7,16 +7,15 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
-from partool.cli._against_runs import AgainstRuns, Calibrate, against_runs, specs_or_exit
+from partool.cli._against_runs import against_runs, specs_or_exit
 from partool.cli._files import printing, write_or_exit
 from partool.cli._foreign import is_plan, one_run
 from partool.cli._load import (
     Output,
-    TrustCode,
     answer_or_exit,
     check_specs,
     load_plan_or_exit,
@@ -24,7 +23,9 @@ from partool.cli._load import (
     read_plan_or_exit,
     varied,
 )
-from partool.cli._verify import RANK_LIMIT_S, RankLimit, exit_on_error, exit_on_faults, verified_plan
+from partool.cli._options import takes
+from partool.cli._plan_options import PlanOptions
+from partool.cli._verify import exit_on_error, exit_on_faults, verified_plan
 from partool.plan.terminal import one_stream, say
 from partool.plan.types import Plan
 
@@ -37,135 +38,75 @@ _DIFFERENT = 10
 _ERRORS = 1
 
 
-def command(
-    specs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="SPEC...",
-            help="The spec (YAML), a plan (JSON) to show, or files of one run of another training system.",
-        ),
-    ] = None,
-    *,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
-    output: Annotated[Output, typer.Option("--output", help="text, json, or findings as github or sarif.")] = "text",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the plan to this file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a report as one HTML page.")] = None,
-    timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Also write the schedule in time, for Perfetto.")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only findings and the exit code; takes many specs.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
-    against: Annotated[
-        Path | None, typer.Option("--against", help="Compare with this plan; exit 10 if it differs.")
-    ] = None,
-    diff: Annotated[
-        Path | None, typer.Option("--diff", help="Show what differs from this plan, predictions side by side.")
-    ] = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vary",
-            help="key=a,b,c: the best plan for each value; repeatable. Of sequence_length also the longest that fits "
-            "with each way to share sequences.",
-        ),
-    ] = None,
-    improved: Annotated[
-        bool,
-        typer.Option(
-            "--improve", help="Open the layout, and say what to change: in the engine's words if it is not ours."
-        ),
-    ] = False,
-    smallest: Annotated[bool, typer.Option("--smallest", help="Plan the smallest cluster that fits.")] = False,
-    largest: Annotated[
-        Literal["micro_batch", "sequence_length", "global_batch", "model"] | None,
-        typer.Option("--largest", help="Plan the largest value of this that fits; of a model, the most layers."),
-    ] = None,
-    why: Annotated[bool, typer.Option("--why", help="All reasons for the layout.")] = False,
-    table: Annotated[
-        bool, typer.Option("--table", help="Memory and time by term, and the layouts that were not chosen.")
-    ] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="The screen, its tables, all reasons and all warnings.")
-    ] = False,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="All parts of time and memory.")] = False,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
-    ] = False,
-    show: Annotated[
-        Literal["gemms", "kernels", "layout", "environment", "timeline", "tensor"] | None,
-        typer.Option(
-            "--show",
-            help="Matrix products of a rank, how well tuned the kernels are that compute them, stages, variables with "
-            "origin, the pipeline in time, how tensor ranks share every parameter.",
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Dry-run the code of all ranks that differ, without devices (needs torch)."),
-    ] = False,
-    rank_limit: RankLimit = RANK_LIMIT_S,
-    trust_code: TrustCode = False,
-    runs: AgainstRuns = None,
-    calibrate: Calibrate = False,
-) -> None:
+@takes(PlanOptions)
+def command(options: PlanOptions) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
-    if runs is not None:
-        others = (specs, overrides, html, timeline, check, strict, against, diff, vary, improved, smallest, largest)
-        refused = any((*others, why, table, everything, trace, show, verify, trust_code))
-        against_runs(runs, output, out, calibrate=calibrate, every=breakdown, others=refused)
+    if options.runs is not None:
+        refused, every = options.beyond_runs, options.breakdown
+        against_runs(
+            options.runs, options.output, options.out, calibrate=options.calibrate, every=every, others=refused
+        )
         return
-    specs = specs_or_exit(specs, calibrate=calibrate)
-    _refuse_together(verify and (check or vary))
-    views = {"why": why, "table": table, "whole": everything}
-    _refuse_views(views, check or vary or improved or against or diff or breakdown or show or output != "text")
-    if check:
-        raise typer.Exit(check_specs(specs, overrides or [], output, strict))
-    _refuse_several(specs, searches=bool(vary or smallest or largest))
+    specs = specs_or_exit(options.specs, calibrate=options.calibrate)
+    _refuse_together(options)
+    _refuse_views(options)
+    if options.check:
+        raise typer.Exit(check_specs(specs, options.changes, options.output, options.strict))
+    _refuse_several(specs, searches=bool(options.vary or options.smallest or options.largest))
+    if options.improved:
+        _improve(specs, options)
+    elif options.vary:
+        spec = specs[0]
+        rows = varied(spec, options.changes, options.vary)
+        _print_varied(rows, longest_sequences(spec, options.changes, options.vary), options.output)
+    else:
+        _plan(specs, options)
+
+
+def _plan(specs: list[Path], options: PlanOptions) -> None:
+    """Plan a spec, write the files that are asked for, and print the plan or its differences from another plan."""
     spec, *also = specs
-    if improved:
-        _improve(specs, overrides or [], output, out, others=bool(vary or smallest or largest or verify or html))
-        return
-    if vary:
-        rows = varied(spec, overrides or [], vary)
-        _print_varied(rows, longest_sequences(spec, overrides or [], vary), output)
-        return
-    previous = read_plan_or_exit(against) if against else None
-    older = read_plan_or_exit(diff) if diff else None
-    changes = list(overrides or [])
-    if smallest or largest:
-        changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
+    previous = read_plan_or_exit(options.against) if options.against else None
+    older = read_plan_or_exit(options.diff) if options.diff else None
+    changes = options.changes
+    if options.smallest or options.largest:
+        changes += answer_or_exit(spec, changes, "smallest" if options.smallest else options.largest or "")
     # PT491 is only a warning here, so that the table shows the missing kernels; a plan of --out may be launched.
-    forgive = ("PT491",) if show == "kernels" and out is None else ()
-    plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive, also=also)
-    plan, failed = verified_plan(plan, rank_limit) if verify else (plan, None)
+    forgive = ("PT491",) if options.show == "kernels" and options.out is None else ()
+    plan = load_plan_or_exit(
+        spec, changes, options.output, options.strict, trace=options.trace, forgive=forgive, also=also
+    )
+    plan, failed = verified_plan(plan, options.rank_limit) if options.verify else (plan, None)
+    out = options.out
     if out is not None:
         write_or_exit(plan.to_json(), out)
-    words = _words([out] if out else specs, [] if out else changes, trust_code=trust_code)
-    _reports(plan, html, timeline, words)
-    if previous is not None or older is not None:
-        exit_on_error(failed)
-        exit_on_faults(plan, strict=strict)
-    if previous is not None:
-        _against(previous, plan, output)
-        return
-    if older is not None:
-        _diff(older, plan, output)
-        return
-    if output == "json":
-        say(_as_json(plan, show, shlex.join(words)), nl=False)
-    elif output == "text":
-        _print(plan, words, show, breakdown=breakdown, told=not is_plan(spec) and one_stream(), views=views)
+    words = _words([out] if out else specs, [] if out else changes, trust_code=options.trust_code)
+    _reports(plan, options.html, options.timeline, words)
+    if previous is None and older is None:
+        _show(plan, words, options, told=not is_plan(spec) and one_stream())
     exit_on_error(failed)
-    exit_on_faults(plan, strict=strict)
+    exit_on_faults(plan, strict=options.strict)
+    if previous is not None:
+        _against(previous, plan, options.output)
+    elif older is not None:
+        _diff(older, plan, options.output)
 
 
-def _refuse_together(asked: object) -> None:
-    if asked:
+def _show(plan: Plan, words: list[str], options: PlanOptions, *, told: bool) -> None:
+    if options.output == "json":
+        say(_as_json(plan, options.show, shlex.join(words)), nl=False)
+    elif options.output == "text":
+        _print(plan, words, options.show, breakdown=options.breakdown, told=told, views=options.views)
+
+
+def _refuse_together(options: PlanOptions) -> None:
+    if options.verify and (options.check or options.vary):
         raise typer.BadParameter("--verify goes with one plan, not with --check or --vary")
 
 
-def _refuse_views(views: dict[str, bool], others: object) -> None:
-    if any(views.values()) and others:
+def _refuse_views(options: PlanOptions) -> None:
+    others = (options.check, options.vary, options.improved, options.against, options.diff, options.breakdown)
+    if any(options.views.values()) and (any((*others, options.show)) or options.output != "text"):
         raise typer.BadParameter(
             "--why, --table and --all are views of a plan's text: leave out --check, --vary, --improve, --against, "
             "--diff, --breakdown, --show and --output"
@@ -182,14 +123,15 @@ def _refuse_several(specs: list[Path], *, searches: bool) -> None:
         )
 
 
-def _improve(files: list[Path], overrides: list[str], output: Output, out: Path | None, *, others: bool) -> None:
+def _improve(files: list[Path], options: PlanOptions) -> None:
     from partool.cli._improve import improve
     from partool.cli._load import loaded_or_exit
 
-    if others:
+    if options.vary or options.smallest or options.largest or options.verify or options.html:
         raise typer.BadParameter("--improve goes alone with --set, --out and --output")
     spec, *also = files
-    improve(spec, *loaded_or_exit(spec, overrides, output, also), overrides, output=output, out=out)
+    changes, output = options.changes, options.output
+    improve(spec, *loaded_or_exit(spec, changes, output, also), changes, output=output, out=options.out)
 
 
 def _print(

@@ -80,8 +80,3 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
     """
     m, n = sorted((rows, columns))
     return NEWTON_SCHULZ_STEPS * (4.0 * m * m * n + 2.0 * m**3)
-
-
-def stack_flops(stack: MatrixStack) -> float:
-    """Return the FLOPs to orthogonalise all matrices of a parameter."""
-    return stack.count * newton_schulz_flops(stack.rows, stack.columns)

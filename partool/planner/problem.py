@@ -65,6 +65,10 @@ host memory than the spec allows, so that a finding can say how much is needed.
 """
 
 
+class Stopped(Exception):  # noqa: N818 - an answer to the user's request, not an error
+    """A search was stopped (:meth:`Work.stop`) before it found a layout that it would take."""
+
+
 @dataclass
 class Work:
     """Work of the searches so far. The unit is a row: one layout priced with the closed equations (about 10 µs)."""

@@ -117,12 +117,6 @@ ERRORS: tuple[LaunchRule, ...] = (
 """Rules whose findings are errors; they run while a spec is read."""
 
 
-def check_errors(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Yield the findings of all rules that refuse a spec."""
-    for rule in ERRORS:
-        yield from rule(launch)
-
-
 def check_warnings(launch: LaunchSpec) -> Iterator[Diagnostic]:
     """Yield the findings of all rules that warn; the plan keeps them."""
     yield from _launch_env.doubtful(launch)

@@ -19,15 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from pydantic import ValidationError
-
-from partool.plan.outline import other_version
 from partool.plan.run import starting_file
 from partool.plan.types import Plan
 from partool_runtime.agent import numa
 from partool_runtime.agent.error_files import write_error
 from partool_runtime.agent.lifeline import end_with_parent
-from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, exit_code
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, exit_code
+from partool_runtime.plan_file import load_plan
 from partool_runtime.private import keep_compiled_code_private
 from partool_runtime.pulse import Pulse
 from partool_runtime.stop import StopRequest
@@ -67,22 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             error.__traceback__ = error.__traceback__.tb_next  # leaves this function out of the traceback
         _end(arguments.run_dir, error)
     return EXIT_DONE
-
-
-def load_plan(path: Path) -> Plan:
-    """Read a plan; raises ConfigurationError if the plan cannot be read or cannot be run."""
-    try:
-        plan = Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        if found := other_version(path):
-            raise ConfigurationError("PT503", *found) from None
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        fix = "make it again: partool plan SPEC --out FILE"
-        raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None
-    if not plan.runnable:
-        codes = ", ".join(plan.not_runnable)
-        raise ConfigurationError("PT505", f"the runtime cannot run this plan ({codes})", f"see partool explain {codes}")
-    return plan
 
 
 def load_job(name: str) -> Job:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _expected_traffic import tensor_calls
 from _plans import small_plan
 from _ranks import in_group
 from layouts import laid
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
-from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.learning_rate import lr_factor

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _expected_traffic import sent_by_stages
 from _plans import small_plan
 from layouts import laid
 from torch.nn import functional as F
 
-from partool.cost.sequence.dsp import sent_by_stages
 from partool.layout.grid import exchanges, turns
 from partool.layout.sequence import bounds, index
 from partool.plan.layout import Mesh

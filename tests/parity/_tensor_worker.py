@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
+from _expected_traffic import tensor_calls
 from _plans import small_plan
 from _ranks import joined
 from layouts import laid
 from torch import nn
 
-from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.learning_rate import lr_factor

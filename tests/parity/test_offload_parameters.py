@@ -61,7 +61,7 @@ def test_the_device_holds_the_shards_of_two_units(alone: DeviceMesh, monkeypatch
     bring, seen = parameters.HostParameters.bring, []
 
     def watched(shards: parameters.HostParameters, unit: int, size_bytes: int) -> tuple[torch.Tensor, Mark]:
-        seen.append((shards.lent_bytes + size_bytes, shards.held_bytes))
+        seen.append((sum(unit.size_bytes for unit in shards._units if unit.lent) + size_bytes, shards.held_bytes))
         return bring(shards, unit, size_bytes)
 
     monkeypatch.setattr(parameters.HostParameters, "bring", watched)

@@ -8,13 +8,13 @@ from typing import Any
 
 import _sequence_dsp_worker as worker
 import pytest
+from _expected_traffic import sent_by_stages
 from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools, named
 from _tensor_plans import HALVES, QUARTERS, tensor_plan
 from often import chosen, often
 
-from partool.cost.sequence.dsp import sent_by_stages
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _expected_traffic import tensor_calls
 from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools
@@ -20,7 +21,6 @@ from safetensors.torch import load_file
 from test_checkpoint import stored_values
 
 from partool.cost.time.pipeline import stages_of_ranks
-from partool.cost.traffic.tensor import tensor_calls
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

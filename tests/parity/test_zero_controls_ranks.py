@@ -10,10 +10,10 @@ import _zero_worker as zero
 import pytest
 import test_zero
 import torch
+from _expected_traffic import Messages, gathers, kept_bytes, reductions
 from _ranks import Pools, RankError, Results
 from test_zero import assert_same_run, assert_same_weights
 
-from partool.cost.traffic.gathers import Messages, gathers, kept_bytes, reductions
 from partool.work.gathers import Controls
 
 ELEMENT_BYTES = 8

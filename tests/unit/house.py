@@ -45,11 +45,20 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 @cache
-def imported(path: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that a file imports, in functions and type-checking blocks too, and those of its top level."""
+def imported(path: Path) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Return the names that a file imports, in functions and type-checking blocks too, and those of its top level.
+
+    Last come the names of all imports outside of type-checking blocks.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    every, top = ({name for node in nodes for name in _names(node)} for nodes in (ast.walk(tree), tree.body))
-    return frozenset(every), frozenset(top)
+    checked = (
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    typing = {child for block in checked for part in block.body for child in ast.walk(part)}
+    every = list(ast.walk(tree))
+    groups = (every, tree.body, (node for node in every if node not in typing))
+    names = [frozenset(name for node in nodes for name in _names(node)) for nodes in groups]
+    return names[0], names[1], names[2]
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -59,11 +68,27 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def graph(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Return the modules that each module imports; a name in a package counts as its submodule, else as the package."""
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """Return the full name of each name that a module's imports bind."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                bound[alias.asname or top] = alias.name if alias.asname else top
+    return bound
+
+
+def graph(files: dict[str, Path], *, typing: bool = True) -> dict[str, set[str]]:
+    """Return the modules that each module imports; a name in a package counts as its submodule, else as the package.
+
+    Without ``typing``, imports of type-checking blocks are left out.
+    """
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
-        wanted = ((full, full.rpartition(".")[0]) for full in imported(path)[0])
+        wanted = ((full, full.rpartition(".")[0]) for full in imported(path)[0 if typing else 2])
         edges[name] = {next((one for one in pair if one in files), "") for pair in wanted} - {"", name}
     return edges
 

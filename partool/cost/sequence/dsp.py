@@ -17,7 +17,7 @@ from partool.cost.sequence.types import (
     SequencePass,
     SequenceTeams,
 )
-from partool.layout.grid import Axis, Turn, common, held, turns
+from partool.layout.grid import Turn, common, held
 from partool.layout.sequence import Spans, tokens
 
 
@@ -38,17 +38,6 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
         forward=width * sum(given[way] for way in ways),
         backward=width * sum(given["row" if way == "column" else "column"] for way in ways),
     )
-
-
-def sent_by_stages(
-    grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
-) -> Sent:
-    """Return how many elements a rank sends in ``stages``, each of which lists the axes of its layers.
-
-    All stages begin and end with the same axis sharded.
-    """
-    parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
-    return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import ORDERS, Column, Layouts, Mask, among
+from partool.cost.case import ORDERS, Column, Layouts, among
 from partool.cost.kinds import Kind
 from partool.layout.sequence import deal_heads
 from partool.strategies.sequence import METHODS, SequenceRecord
@@ -61,12 +61,6 @@ def blocks(layouts: Layouts, kind: Kind) -> Column:
     if kind.axis:
         return 1.0
     return np.where(kind.window is None, ring(layouts), np.minimum(ring(layouts), 2))
-
-
-def turned(layouts: Layouts) -> Mask:
-    """Return True where the sharded axis of the hidden state changes between layers, as with DSP."""
-    there: Mask = among(layouts.sequence_method, ON_GRIDS) & (np.asarray(layouts.cp) > 1)
-    return there
 
 
 class HeadShares(NamedTuple):

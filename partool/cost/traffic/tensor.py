@@ -186,29 +186,16 @@ def tensor_bytes(job: TrainingWork, layout: Layout) -> int:
         return 0
     found = []
     for stages in stages_of_ranks(layout):
-        passes = sum(call.sent_bytes for call in _passes(job, layout, stages))
+        passes = sum(call.sent_bytes for call in pass_calls(job, layout, stages))
         if job.perturbed:
-            ascent = _passes(job, layout, stages, ascent=True)
+            ascent = pass_calls(job, layout, stages, ascent=True)
             passes += round(job.perturbed * sum(call.sent_bytes for call in ascent))
-        sums = (_sync(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
+        sums = (sync_calls(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
         found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
     return max(found)
 
 
-def tensor_calls(
-    job: TrainingWork, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
-) -> list[CollectiveCall]:
-    """Return the collectives of a step for tensor rank ``rank`` (i0 · d2 + i1), which runs ``stages``.
-
-    ``shard`` is the rank's index among the ranks that share the state. Collectives of the norm of all gradients are not
-    included.
-    """
-    if layout.mesh.tp == 1:
-        return []
-    return [*_passes(job, layout, stages), *_sync(job, layout, stages, rank, shard)]
-
-
-def _passes(
+def pass_calls(
     job: TrainingWork, layout: Layout, stages: Sequence[int], *, ascent: bool = False
 ) -> Iterator[CollectiveCall]:
     """Yield the collectives of all passes over all micro-batches, or those of the passes that find perturbations."""
@@ -257,7 +244,9 @@ class _Cut(NamedTuple):
         return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
 
 
-def _sync(job: TrainingWork, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
+def sync_calls(
+    job: TrainingWork, layout: Layout, stages: Sequence[int], rank: int, shard: int
+) -> Iterator[CollectiveCall]:
     """Yield the collectives that sum partial gradients once a step, over the ranks that hold the same parameter."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from partool.cost.memory.fit import GREEN
 from partool.planner.explain.summary import TIE
-from partool.planner.problem import Problem
+from partool.planner.problem import Problem, Stopped
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, host_limit
 from partool.planner.search.prices import PRICED_AT_ONCE, SLACK, Prices, firsts
@@ -114,7 +114,8 @@ class Search(Prices):
     def run(self, *, only_sure: bool = False) -> SearchResult:
         """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit.
 
-        With ``only_sure``, layouts that may fit are not looked for.
+        With ``only_sure``, layouts that may fit are not looked for. Raises :class:`~partool.planner.problem.Stopped` if
+        the search was stopped before any layout was found.
         """
         if self._shared is not None and self._start_s < float("inf"):
             # The bounds of the shared search hold under all policies, and so under fewer.
@@ -128,7 +129,7 @@ class Search(Prices):
                 if self.found.best is not None:
                     break
         if self.problem.work.stopped and not self.problem.work.settled:
-            raise KeyboardInterrupt
+            raise Stopped
         self.found.leaves = Leaves.join(self._parts)
         return self.found
 

@@ -44,8 +44,8 @@ from partool_runtime.errors import (
     Preempted,
     lasting_refusals,
 )
+from partool_runtime.plan_file import load_plan
 from partool_runtime.stop import STOP_SIGNALS
-from partool_runtime.worker import load_plan
 
 
 class Restarts:

@@ -8,9 +8,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
 
-from partool_runtime.torch_internals.fake import in_backward
+from partool_runtime.torch_internals.fake import CALL_OF_MODULE, current_node, in_backward
 
 ELSEWHERE = "elsewhere"
 """Of tensors that a real run keeps in files: they take no memory."""
@@ -50,10 +49,6 @@ _KNOWN: dict[CodeType, tuple[str, int]] = {}
 """Term of a function's tensors, and how much a call of it counts."""
 
 
-_CALL = nn.Module._call_impl.__code__
-"""Runs a module's forward pass and hooks."""
-
-
 def loss_known(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a loss function of the hidden state and more, whose backward pass :func:`caller` knows as the loss's.
 
@@ -87,7 +82,7 @@ def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
         known = _KNOWN.get(code) or _KNOWN.setdefault(code, _known(code))
         looked += known[1]
         term = term or known[0]
-        if not module and code is _CALL:
+        if not module and code is CALL_OF_MODULE:
             module = names.get(id(frame.f_locals["self"]), "")
         if (term and module) or frame.f_back is None:
             break
@@ -96,7 +91,7 @@ def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
 
 
 def _of_node() -> str:
-    node: Any = torch._C._current_autograd_node()
+    node = current_node()
     return "working" if node is None else _metadata(node).get(_TERM, "working")
 
 

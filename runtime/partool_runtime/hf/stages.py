@@ -12,6 +12,7 @@ from torch import nn
 
 from partool.plan.types import HfModel, Plan
 from partool.spec.model import ModelConfig
+from partool_runtime.building import frozen_names
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, draws_random
 from partool_runtime.hf.cutting import cut_base, returns_tuples
@@ -26,7 +27,6 @@ from partool_runtime.hf.model import (
 )
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Contexts
-from partool_runtime.weights.pipeline import frozen_names
 
 Span = tuple[int, int]
 """Range of layers: the number of the first layer, and the number after the last layer."""

@@ -71,11 +71,6 @@ class HostParameters:
         """Bytes of shards in host memory or on a disk."""
         return sum(unit.size_bytes for unit in self._units)
 
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes of device memory that hold shards of units being gathered."""
-        return sum(unit.size_bytes for unit in self._units if unit.lent)
-
     def begin(self) -> None:
         """Mark the start of a step's passes."""
         self._shard_store.begin()

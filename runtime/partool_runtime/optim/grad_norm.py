@@ -13,6 +13,7 @@ import torch.distributed as dist
 from partool_kernels.reductions import block_sums, total
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.comm import sum_over
+from partool_runtime.torch_internals import foreach
 
 Mode = Literal["auto", "native", "torch"]
 
@@ -93,5 +94,5 @@ def host_sums(blocks: Sequence[float], finite: bool, device: torch.device) -> Lo
 def _device_sums(shards: Sequence[torch.Tensor], device: torch.device) -> LocalSums:
     if not shards:
         return host_sums((), True, device)
-    squares = torch.stack(torch._foreach_norm(list(shards))).double().square().sum()
+    squares = torch.stack(foreach.norm(list(shards))).double().square().sum()
     return LocalSums(squares, torch.isfinite(squares))

@@ -16,6 +16,7 @@ from partool_kernels.host import StepRule
 from partool_runtime.optim.groups import ParameterGroups
 from partool_runtime.optim.steps import Shards
 from partool_runtime.optim.whole_norms import WholeNorms, WholePart
+from partool_runtime.torch_internals import foreach
 
 Tensors = list[torch.Tensor]
 
@@ -23,9 +24,9 @@ Tensors = list[torch.Tensor]
 def advance(gradients: Tensors, moments: Sequence[Tensors], rule: StepRule) -> None:
     """Update Adam's two moments in place, by gradients that are scaled already."""
     first, second = moments
-    torch._foreach_lerp_(first, gradients, 1.0 - rule.beta1)
-    torch._foreach_mul_(second, rule.beta2)
-    torch._foreach_addcmul_(second, gradients, gradients, value=1.0 - rule.beta2)
+    foreach.lerp_(first, gradients, 1.0 - rule.beta1)
+    foreach.mul_(second, rule.beta2)
+    foreach.addcmul_(second, gradients, gradients, value=1.0 - rule.beta2)
 
 
 def directions(weights: Tensors, moments: Sequence[Tensors], rule: StepRule) -> Tensors:
@@ -34,20 +35,20 @@ def directions(weights: Tensors, moments: Sequence[Tensors], rule: StepRule) -> 
     # m̂ / (√v̂ + ε) is c m / (√v + ε √(1 − β₂ᵗ)) for c = √(1 − β₂ᵗ) / (1 − β₁ᵗ).
     root = sqrt(1.0 - rule.beta2**rule.step)
     factor = root / (1.0 - rule.beta1**rule.step)
-    roots = list(torch._foreach_sqrt(second))
-    torch._foreach_add_(roots, rule.eps * root)
+    roots = list(foreach.sqrt(second))
+    foreach.add_(roots, rule.eps * root)
     if not rule.weight_decay:
-        found = list(torch._foreach_div(first, roots))
-        torch._foreach_mul_(found, factor)
+        found = list(foreach.div(first, roots))
+        foreach.mul_(found, factor)
         return found
-    found = list(torch._foreach_mul(weights, rule.weight_decay))
-    torch._foreach_addcdiv_(found, first, roots, value=factor)
+    found = list(foreach.mul(weights, rule.weight_decay))
+    foreach.addcdiv_(found, first, roots, value=factor)
     return found
 
 
 def squares(tensors: Tensors) -> torch.Tensor:
     """Return the sum of squares of each tensor, in float64."""
-    return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64))).square()
+    return torch.stack(list(foreach.norm(tensors, 2, torch.float64))).square()
 
 
 def ratios(
@@ -109,7 +110,7 @@ class LambSteps:
 
 def _scaled(shards: Shards, rule: StepRule) -> Shards:
     if rule.scale != 1.0:
-        torch._foreach_mul_(shards.gradients, rule.scale)
+        foreach.mul_(shards.gradients, rule.scale)
     return shards
 
 
@@ -117,7 +118,7 @@ def _plain_step(shards: Shards, rule: StepRule) -> None:
     """Update parameters whose ratio is 1."""
     for piece in shards.pieces():
         advance(piece.gradients, piece.moments, rule)
-        torch._foreach_add_(piece.weights, directions(piece.weights, piece.moments, rule), alpha=-rule.lr)
+        foreach.add_(piece.weights, directions(piece.weights, piece.moments, rule), alpha=-rule.lr)
 
 
 def _first_pass(shards: Shards, rule: StepRule) -> torch.Tensor:
@@ -140,5 +141,5 @@ def _second_pass(shards: Shards, rule: StepRule, each: torch.Tensor) -> None:
     of_pieces = iter([ratio for ratio, cuts in zip(of_tensors, shards.cuts(), strict=True) for _ in range(cuts)])
     for piece in shards.pieces():
         moves = directions(piece.weights, piece.moments, rule)
-        torch._foreach_addcmul_(piece.weights, moves, [next(of_pieces) for _ in moves], value=-rule.lr)
+        foreach.addcmul_(piece.weights, moves, [next(of_pieces) for _ in moves], value=-rule.lr)
         del moves  # frees its memory before the next piece takes as much

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from partool_kernels.host import StepRule
+from partool_runtime.torch_internals import foreach
 from partool_runtime.torch_internals.tensors import fused_adamw
 
 PIECE_ELEMENTS = 2**24
@@ -64,7 +65,7 @@ def step(shards: Shards, rule: StepRule) -> None:
     fused kernel.
     """
     if rule.scale != 1.0:
-        torch._foreach_mul_(shards.gradients, rule.scale)
+        foreach.mul_(shards.gradients, rule.scale)
     STEPS[rule.kind](shards, rule)
 
 
@@ -87,37 +88,37 @@ def _adamw(shards: Shards, rule: StepRule) -> None:
 
 def _decay(shards: Shards, rule: StepRule) -> None:
     if rule.weight_decay:
-        torch._foreach_mul_(shards.weights, 1.0 - rule.lr * rule.weight_decay)
+        foreach.mul_(shards.weights, 1.0 - rule.lr * rule.weight_decay)
 
 
 def _lion(shards: Shards, rule: StepRule) -> None:
     _decay(shards, rule)
     for piece in shards.pieces():
         (momentum,) = piece.moments
-        directions = torch._foreach_mul(momentum, rule.beta1)
-        torch._foreach_add_(directions, piece.gradients, alpha=1.0 - rule.beta1)
-        torch._foreach_sign_(directions)
-        torch._foreach_add_(piece.weights, directions, alpha=-rule.lr)
-        torch._foreach_mul_(momentum, rule.beta2)
-        torch._foreach_add_(momentum, piece.gradients, alpha=1.0 - rule.beta2)
+        directions = foreach.mul(momentum, rule.beta1)
+        foreach.add_(directions, piece.gradients, alpha=1.0 - rule.beta1)
+        foreach.sign_(directions)
+        foreach.add_(piece.weights, directions, alpha=-rule.lr)
+        foreach.mul_(momentum, rule.beta2)
+        foreach.add_(momentum, piece.gradients, alpha=1.0 - rule.beta2)
 
 
 def _adagrad(shards: Shards, rule: StepRule) -> None:
     _decay(shards, rule)
     for piece in shards.pieces():
         (sums,) = piece.moments
-        torch._foreach_addcmul_(sums, piece.gradients, piece.gradients)
-        roots = torch._foreach_sqrt(sums)
-        torch._foreach_add_(roots, rule.eps)
-        torch._foreach_addcdiv_(piece.weights, piece.gradients, roots, value=-rule.lr)
+        foreach.addcmul_(sums, piece.gradients, piece.gradients)
+        roots = foreach.sqrt(sums)
+        foreach.add_(roots, rule.eps)
+        foreach.addcdiv_(piece.weights, piece.gradients, roots, value=-rule.lr)
 
 
 def _sgd(shards: Shards, rule: StepRule) -> None:
     _decay(shards, rule)
     (momentum,) = shards.moments
-    torch._foreach_mul_(momentum, rule.beta1)
-    torch._foreach_add_(momentum, shards.gradients)
-    torch._foreach_add_(shards.weights, momentum, alpha=-rule.lr)
+    foreach.mul_(momentum, rule.beta1)
+    foreach.add_(momentum, shards.gradients)
+    foreach.add_(shards.weights, momentum, alpha=-rule.lr)
 
 
 STEPS: dict[str, Callable[[Shards, StepRule], None]] = {

@@ -24,11 +24,6 @@ def is_complete(work: torch.distributed.Work) -> bool:
     return work.is_completed()
 
 
-def open_groups() -> list[torch.distributed.ProcessGroup]:
-    """Return all process groups that this rank is in, whoever opened them."""
-    return list(distributed_c10d._world.pg_map)
-
-
 def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a custom operator's implementation such that dispatch modes see the operators that it calls.
 

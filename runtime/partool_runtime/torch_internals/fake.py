@@ -60,9 +60,18 @@ def _without_storages(cache_key: Any) -> Any:
     return refusing
 
 
+CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
+"""Code that runs hooks and the forward function of each module that is called."""
+
+
 def in_backward() -> bool:
     """Return whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def current_node() -> Any:
+    """Return the autograd node that a backward pass executes on this thread; None outside of backward passes."""
+    return torch._C._current_autograd_node()
 
 
 def _made_on_devices(mode: FakeTensorMode, made: Any) -> Any:

@@ -3,9 +3,7 @@
 Sharding happens between ``build`` and ``materialise``, so no rank ever holds more than its part.
 """
 
-from partool_runtime.weights.blocks import fill_from
-from partool_runtime.weights.fill import fill
-from partool_runtime.weights.pipeline import (
+from partool_runtime.building import (
     build,
     build_parts,
     check_finite,
@@ -16,6 +14,8 @@ from partool_runtime.weights.pipeline import (
     post_load,
     whole_shapes,
 )
+from partool_runtime.weights.blocks import fill_from
+from partool_runtime.weights.fill import fill
 
 __all__ = [
     "build",

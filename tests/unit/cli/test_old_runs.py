@@ -16,7 +16,7 @@ from partool.plan.outline import other_version, outline
 from partool.plan.run import process_start, read_status, write_status
 from partool.plan.types import PLAN_VERSION, Plan
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.worker import load_plan
+from partool_runtime.plan_file import load_plan
 
 KEPT = Path(__file__).parents[2] / "data" / "old-form"
 RUN = "old-form-20261123-032017-c26f"

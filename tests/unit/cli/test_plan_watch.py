@@ -15,8 +15,10 @@ import pytest
 
 from partool.cli._watch import line, watched
 from partool.cli.main import run
-from partool.planner.problem import Work
+from partool.planner import make_plan
+from partool.planner.problem import Stopped, Work
 from partool.planner.search.branch_and_bound import Search
+from partool.spec import load_text
 
 SPEC = """\
 model: llama3-8b
@@ -58,6 +60,15 @@ def test_the_first_interrupt_stops_the_search_and_the_second_is_raised() -> None
         assert work.until == 0
         with pytest.raises(KeyboardInterrupt):
             interrupt()
+
+
+def test_a_stopped_search_without_a_layout_raises_an_exception_of_the_library() -> None:
+    work = Work()
+    work.stop()
+    with pytest.raises(Stopped):
+        make_plan(load_text(SPEC).spec, base_dir=Path(), default_name="stopped", work=work)
+    with pytest.raises(KeyboardInterrupt), watched(Work(settled=True)):
+        raise Stopped
 
 
 def test_ignored_interrupts_stay_ignored() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _expected_traffic import tensor_calls
 from layouts import laid, new_layout
 
 from partool.cost import tensor_shares
@@ -21,7 +22,7 @@ from partool.cost.time.layer import layer
 from partool.cost.time.pipeline import boundary_bytes
 from partool.cost.time.predict import predict_time
 from partool.cost.time.tensor import layer_seconds
-from partool.cost.traffic.tensor import tensor_bytes, tensor_calls
+from partool.cost.traffic.tensor import tensor_bytes
 from partool.layout.parameters import count, groups
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh

@@ -7,18 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from _expected_traffic import gathers, kept_bytes, padded, reductions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import plan_of, result_of
 
-from partool.cost.traffic.gathers import (
-    gathers,
-    kept_bytes,
-    kept_elements,
-    longest_vector,
-    padded,
-    reductions,
-)
+from partool.cost.traffic.gathers import kept_elements, longest_vector
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
 from partool.planner.search.gathers import leaves

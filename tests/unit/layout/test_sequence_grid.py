@@ -6,8 +6,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from _expected_traffic import sent_by_stages
 
-from partool.cost.sequence.dsp import sent, sent_by_stages
+from partool.cost.sequence.dsp import sent
 from partool.cost.sequence.types import AttentionSizes
 from partool.cost.sequence.ulysses import sent as sent_by_ulysses
 from partool.layout.grid import Axis, Turn, common, exchanges, held, turns

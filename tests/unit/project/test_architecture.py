@@ -10,26 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house import cycles, executed, graph, modules, shared_names
+from _layers import KERNEL_LAYERS, LAYERS, RUNTIME_LAYERS, level_of, upward
+from house import cycles, executed, graph, imported_names, modules, shared_names
 
 from partool.process import python_command
 
 ROOT = Path(__file__).parents[3]
-LAYERS = [
-    ["strategies"],
-    ["diagnostics"],
-    ["spec"],
-    ["catalog"],
-    ["schedule", "layout"],
-    ["plan"],
-    ["work"],
-    ["cost"],
-    ["planner", "replay"],
-    ["engines"],
-    ["render", "verify"],
-    ["launch", "report"],
-    ["cli"],
-]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
 AT_TOP = {"__init__", "__main__", "process"}
 """Modules of ``partool`` that lie in no package; only ``process`` may be imported, by every package."""
@@ -130,6 +116,42 @@ def test_runtime_imports_only_pure_data_from_partool() -> None:
     assert found == []
 
 
+UPWARD = {
+    ("partool_runtime.fused.self_check", "partool_runtime.parallel.comm"): "ranks agree on the result of a check",
+    ("partool_runtime.parallel.apply", "partool_runtime.offload"): "layers are wrapped for offload in the fixed order",
+    ("partool_runtime.parallel.apply", "partool_runtime.offload.lanes"): "as above",
+    ("partool_runtime.parallel.apply", "partool_runtime.offload.memory"): "as above",
+    ("partool_runtime.parallel.sequence.batches", "partool_runtime.stepping"): "the protocols of passes and timers",
+    ("partool_runtime.parallel.weipipe.passes", "partool_runtime.stepping"): "as above",
+    ("partool_kernels.fp8.linear", "partool_kernels.gemm_a8w8.op"): "products of fp8 layers; formats lie in fp8, too",
+    ("partool_kernels.fp8.linear", "partool_kernels.select.here"): "as above",
+    ("partool_kernels.fp8.linear", "partool_kernels.select.products"): "as above",
+}
+"""Imports that lead up in the order of packages, with what they are for. This list only shrinks."""
+
+
+@pytest.mark.parametrize(
+    ("package", "layers"), [("partool_runtime", RUNTIME_LAYERS), ("partool_kernels", KERNEL_LAYERS)]
+)
+def test_packages_of_runtime_and_kernels_import_downwards(package: str, layers: list[list[str]]) -> None:
+    edges = graph(modules(ROOT), typing=False)
+    assert [name for name in edges if name.split(".")[0] == package and level_of(name, layers) is None] == []
+    assert upward(edges, package, layers) == [pair for pair in UPWARD if pair[0].split(".")[0] == package]
+
+
+def test_the_order_sees_imports_that_lead_up_and_aside() -> None:
+    layers = [["low", "room.types"], ["*.describe"], ["room", "beside"]]
+    edges = {
+        "p.low": {"p.room.types", "p.room.more", "q.room.more"},
+        "p.room.more": {"p.low", "p.room.last", "p.other.describe", "p.beside"},
+        "p.other.describe": {"p.room.types", "p.room"},
+    }
+    assert upward(edges, "p", layers) == [
+        ("p.low", "p.room.more"), ("p.low", "p.room.types"), ("p.other.describe", "p.room"),
+        ("p.room.more", "p.beside"),
+    ]  # fmt: skip
+
+
 def test_no_modules_import_each_other() -> None:
     """Checked over all imports, including those in functions and type-checking blocks."""
     assert cycles(graph(modules(ROOT))) == []
@@ -186,6 +208,23 @@ def test_kernels_import_neither_partool_nor_the_runtime() -> None:
     assert [m for m in modules if m.split(".")[0] in {"partool", "partool_runtime"}] == []
 
 
+def raises_interrupts(path: Path) -> list[int]:
+    """Return the lines of a file that raise KeyboardInterrupt, which belongs to the process that a user interrupts."""
+    text = path.read_text(encoding="utf-8")
+    if "KeyboardInterrupt" not in text:
+        return []
+    raised = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise) and node.exc is not None)
+    return sorted(node.lineno for node in raised if "KeyboardInterrupt" in ast.unparse(node.exc or node))
+
+
+def test_only_commands_raise_interrupts(tmp_path: Path) -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [path for path in files if path.parent != ROOT / "partool/cli"]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in raises_interrupts(path)] == []
+    (tmp_path / "bad.py").write_text("raise KeyboardInterrupt\nraise KeyboardInterrupt() from x\nraise Stopped\n")
+    assert raises_interrupts(tmp_path / "bad.py") == [1, 2]
+
+
 PRINTERS = {"partool/plan/terminal.py"}
 AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent/run", "agent/together", "agent/elastic", "export")}
 
@@ -206,16 +245,33 @@ def test_one_module_prints() -> None:
     assert found == []
 
 
-def test_private_torch_names_stay_in_one_package() -> None:
-    found = []
-    for path in sorted((ROOT / "runtime").rglob("*.py")):
-        if path.parent.name == "torch_internals":
-            continue
-        for module, line, _ in imports(path):
-            parts = module.split(".")
-            if parts[0] == "torch" and any(part.startswith("_") for part in parts[1:]):
-                found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert found == []
+def private_torch_names(path: Path) -> list[str]:
+    """Return the private names of torch that a file imports or reads as attributes of torch's modules, with lines."""
+    text = path.read_text(encoding="utf-8")
+    if "torch" not in text:
+        return []
+    tree = ast.parse(text)
+    bound = {name: full for name, full in imported_names(tree).items() if full.split(".")[0] == "torch"}
+    used = [(line, module) for module, line, _ in imports(path)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            used += [(node.lineno, f"{bound[head]}.{rest}")] if head in bound else []
+    private = [(line, name) for line, name in used if re.match(r"torch\..*?(?<=\.)_(?!_)", name)]
+    return [f"{line} {name}" for line, name in sorted(set(private))]
+
+
+def test_private_torch_names_stay_in_one_package(tmp_path: Path) -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [path for path in files if path.parent.name != "torch_internals"]
+    assert [f"{path.relative_to(ROOT)}:{name}" for path in files for name in private_torch_names(path)] == []
+    bad = "import torch\nimport torch.distributed as dist\nfrom torch._ops import X\ntorch._foreach_mul_(a, b)\n"
+    bad += "torch._C.f()\ndist.distributed_c10d._world\ntorch.__version__\nself._x\nother._y\n"
+    (tmp_path / "bad.py").write_text(bad)
+    assert private_torch_names(tmp_path / "bad.py") == [
+        "3 torch._ops", "3 torch._ops.X", "4 torch._foreach_mul_", "5 torch._C", "5 torch._C.f",
+        "6 torch.distributed.distributed_c10d._world",
+    ]  # fmt: skip
 
 
 def starts(path: Path) -> list[int]:

@@ -21,7 +21,7 @@ from partool.launch.k8s.validate import validate_offline
 from partool.plan.types import Variable
 from partool.render.k8s import findings, render
 from partool.render.k8s.manifest import text
-from partool.spec.launch_checks import check_errors
+from partool.spec.launch_checks import ERRORS
 
 HOSTILE = [
     "'", '"', "a\nb", "a\r\nb", "$(HOME)", "$$(HOME)", "$", "$é", "$$", "${HOME}", "`id`", "{{ x }}", "{% x %}",
@@ -139,7 +139,7 @@ def test_hostile_text_is_refused_or_kept(field: str, value: str, kind: str) -> N
         job = k8s_job(**{"kind": kind} | launch)
     except ValidationError:
         return
-    if any(check_errors(job.plan.launch)) or any(each.severity == "error" for each in findings(job)):
+    if any(list(rule(job.plan.launch)) for rule in ERRORS) or any(each.severity == "error" for each in findings(job)):
         return
     rendered = render(job)
     items = read(rendered.text)

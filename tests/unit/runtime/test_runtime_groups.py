@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from _groups import open_groups
 from hypothesis import given
 from hypothesis import strategies as st
 from often import named, often
@@ -32,7 +33,6 @@ from partool_runtime.groups import Groups
 from partool_runtime.mesh import build_ranks
 from partool_runtime.parallel.pipeline.wires import MOST_BLOCKS, open_lines, rounds
 from partool_runtime.preparation import prepare
-from partool_runtime.torch_internals.collectives import open_groups
 
 SPEC = """\
 model: {hidden: 32, layers: %d, heads: %d, kv_heads: %d, vocab: 256, ffn_hidden: 32, tied_embeddings: %s, %s}

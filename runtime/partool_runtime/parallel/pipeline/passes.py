@@ -13,6 +13,7 @@ from partool.layout.sequence import tokens
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.schedule import Schedule, without_backward
+from partool_runtime.building import frozen_names, whole_shapes
 from partool_runtime.data.batches import MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import stages as hf_stages
@@ -27,7 +28,6 @@ from partool_runtime.parallel.pipeline.wires import Wires, open_lines
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals.tensors import local
-from partool_runtime.weights import frozen_names, whole_shapes
 
 
 class TiedGradients:

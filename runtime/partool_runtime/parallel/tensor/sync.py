@@ -19,6 +19,7 @@ from partool.plan.types import Plan
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.parallel.comm import sum_over
+from partool_runtime.torch_internals import foreach
 from partool_runtime.torch_internals.tensors import local
 
 
@@ -61,7 +62,7 @@ class TensorGradients:
                 continue
             summed = sum_over(torch.cat([part.flatten() for part in parts]), group)
             pieces = torch.split(summed, [part.numel() for part in parts])
-            torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
+            foreach.copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
 
 def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:

@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from partool_runtime.torch_internals import foreach
+
 _ALIGNED = 8
 """Offsets of parameters are multiples of this number of elements; kernels need 16 bytes, which are 8 bf16 elements."""
 
@@ -51,7 +53,7 @@ class Chunk:
     def pack(self, module: nn.Module, flat: torch.Tensor) -> None:
         """Copy a module's parameters into flat weights, cast to the flat weights' type."""
         with torch.no_grad():
-            torch._foreach_copy_(list(self.weights(flat).values()), [p.detach() for p in module.parameters()])
+            foreach.copy_(list(self.weights(flat).values()), [p.detach() for p in module.parameters()])
 
     def collect(self, leaves: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
         """Move the leaves' gradients into ``flat``, cast to the type of ``flat``; a missing gradient becomes zeros."""
@@ -59,7 +61,7 @@ class Chunk:
         given = [name for name in self.trained if leaves[name].grad is not None]
         with torch.no_grad():
             if given:
-                torch._foreach_copy_([views[name] for name in given], [_gradient(leaves[name]) for name in given])
+                foreach.copy_([views[name] for name in given], [_gradient(leaves[name]) for name in given])
             for name in self.trained:
                 if leaves[name].grad is None:
                     views[name].zero_()
