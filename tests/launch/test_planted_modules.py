@@ -18,7 +18,8 @@ from partool.cost.traced import refresh
 from partool.launch import calibrate, doctor, tune
 from partool.launch.local.target import LocalTarget
 from partool.launch.store import RunStore
-from partool.render import Job, render
+from partool.render.job import Job
+from partool.render.render import render
 
 PARTOOL = Path(sys.executable).with_name("partool")
 PLANTED = (

@@ -25,6 +25,7 @@ LAYERS = [
     ["planner", "replay"],
     ["render", "verify"],
     ["launch", "report"],
+    ["api"],
     ["cli"],
 ]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -57,9 +58,9 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
 
 
 def violations(package: Path, name: str) -> list[str]:
-    """Return the imports of a file of ``partool/<name>`` from a higher layer, the runtime or a heavy package."""
+    """Return what ``partool/<name>``, a package or a module, imports of a higher layer, the runtime, a heavy package."""
     found = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")) or [package.with_suffix(".py")]:
         for module, line, at_top in imports(path):
             parts = module.split(".")
             where = f"{path.relative_to(ROOT)}:{line}"
