@@ -58,7 +58,7 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
 
 
 def violations(package: Path, name: str) -> list[str]:
-    """Return what ``partool/<name>``, a package or a module, imports of a higher layer, the runtime, a heavy package."""
+    """Return what a package or module of ``partool`` imports of higher layers, the runtime and heavy packages."""
     found = []
     for path in sorted(package.rglob("*.py")) or [package.with_suffix(".py")]:
         for module, line, at_top in imports(path):
