@@ -105,11 +105,18 @@ class Stack:
     """Exponent that joins host and device time: 1 adds both times, large values take the longer time."""
     optimizer_bytes: float = 28.0
     """Bytes of memory traffic per parameter of the gradient norm, clipping and the update together."""
+    staged_offload: bool = False
+    """True if the transfers and passes of an optimizer in host memory are known and priced one by one
+    (:func:`partool.cost.time.offload.chain`): over a slow link they cost at least what the device's update costs. False
+    if published times are used, which may hide the update completely."""
     host_share: float = 0.5
     """Share of the host's memory bandwidth that the optimizer on the host reaches, counting its waits; for partool this
     is an assumption."""
     overhead_s: float = 1e-3
     """Seconds per step for logging, data and checks."""
+    compile_varies: bool = False
+    """True if blocks are compiled or not by a setting, and both have this name; False if other names stand for compiled
+    blocks, as ``fsdp2-compiled`` does."""
     derate: float = 1.0
     """Slowdown of all device work relative to well-tuned kernels."""
     experts: Stack | None = None
@@ -118,7 +125,7 @@ class Stack:
 
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
-    overlap_products=0.8, stops_early=True, folded_experts=True,
+    overlap_products=0.8, stops_early=True, folded_experts=True, staged_offload=True, compile_varies=True,
 )  # fmt: skip
 """partool's runtime with compiled blocks. On single GPUs, steps of dense models were predicted from 29 % too long to
 6 % too short (docs/results/gpu.md); no run had several GPUs. Apart from attention, its figures are those of the nearest

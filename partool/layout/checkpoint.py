@@ -25,14 +25,14 @@ def checkpoint_shapes(
     """
     shapes = {each.name: each.shape for each in parameters(model)} if shapes is None else shapes
     record, frozen = OPTIMIZERS[optimizer], tuple(frozen)
-    whole = {stack.name for stack in matrix_stacks(model)} if record.rest else set()
-    found = {WEIGHTS + name: shape for name, shape in shapes.items()}
+    matrix_names = {stack.name for stack in matrix_stacks(model)} if record.rest else set()
+    tensors = {WEIGHTS + name: shape for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if not is_frozen(name, frozen):
-            rest = record.rest and name not in whole
+            rest = record.rest and name not in matrix_names
             moments = OPTIMIZERS[record.rest].moments if rest else record.moments
-            found |= {f"{moment}.{name}": shape for moment in moments}
-    return found
+            tensors |= {f"{moment}.{name}": shape for moment in moments}
+    return tensors
 
 
 def checkpoint_bytes(

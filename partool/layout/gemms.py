@@ -101,22 +101,29 @@ def gemms(
     """
     cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens, tokens)
-    own = -(-tokens // tensor) if shares else tokens
+    rank_tokens = -(-tokens // tensor) if shares else tokens
     moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
-    found = [
-        Gemm(f"attention.{name}", n, k, Rows(own, own, own) if name in _DOWN else rows, model.layers, alike=alike)
+    products = [
+        Gemm(
+            f"attention.{name}",
+            n,
+            k,
+            Rows(rank_tokens, rank_tokens, rank_tokens) if name in _DOWN else rows,
+            model.layers,
+            alike=alike,
+        )
         for name, n, k, alike in (_latent(model, cut) if model.mla else _attention(model, cut))
     ]
     if moe_layers < model.layers:
-        found += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
+        products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
     if model.moe is not None and moe_layers:
-        found.append(Gemm("moe.router", model.moe.experts, cut.hidden(model.hidden), rows, moe_layers))
+        products.append(Gemm("moe.router", model.moe.experts, cut.hidden(model.hidden), rows, moe_layers))
         if model.moe.shared_experts:
             width = cut.width(model.moe.shared_experts * model.moe.ffn_hidden)
-            found += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))
-        found += _experts(model, cut, (expert, expert_tensor), tokens, moe_layers)
-    found.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
-    return found
+            products += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))
+        products += _experts(model, cut, (expert, expert_tensor), tokens, moe_layers)
+    products.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
+    return products
 
 
 def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:
@@ -167,9 +174,9 @@ def _experts(model: ModelConfig, cut: _Cut, form: tuple[int, int], tokens: int, 
     moe, (expert, parts) = model.moe, form
     if moe is None:
         return []
-    own = max(tokens // cut.ranks, 1) if expert > 1 else tokens
+    rank_tokens = max(tokens // cut.ranks, 1) if expert > 1 else tokens
     width = -(-moe.ffn_hidden // parts) if expert > 1 else cut.width(moe.ffn_hidden)
-    most = own * expert * parts
+    most = rank_tokens * expert * parts
     rows = Rows(0, most, most * moe.top_k / moe.experts)
     each = (rows, layers, max(moe.experts // expert, 1))
     return _network(model, "moe.experts", (width, _Cut(1, 1) if expert > 1 else cut), each)

@@ -33,12 +33,12 @@ def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
     Before the first layer and after the last layer, each rank holds whole rows or whole columns, as ``around`` says.
     Two consecutive layers that attend along different axes therefore cost two exchanges, whichever comes first.
     """
-    held, found = around, []
+    axis_now, exchanges_around = around, []
     for place, axis in enumerate(axes):
         after = around if place == len(axes) - 1 and axis != around else None
-        found.append(Turn(axis if axis != held else None, after))
-        held = axis
-    return tuple(found)
+        exchanges_around.append(Turn(axis if axis != axis_now else None, after))
+        axis_now = axis
+    return tuple(exchanges_around)
 
 
 def exchanges(axes: Sequence[Axis], *, around: Axis = "column") -> int:
@@ -60,13 +60,13 @@ def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tupl
     ranks, and the result has one entry per tensor rank. Each tensor
     rank takes the quotient rounded up; the last tensor ranks have fewer tokens.
     """
-    found = whole_rows(*grid, ranks) if axis == "row" else whole_columns(*grid, ranks)
-    return found if tensor == 1 else tuple(part for spans in found for part in _chunks(spans, tensor))
+    rank_spans = whole_rows(*grid, ranks) if axis == "row" else whole_columns(*grid, ranks)
+    return rank_spans if tensor == 1 else tuple(part for spans in rank_spans for part in _chunks(spans, tensor))
 
 
 def _chunks(spans: Spans, parts: int) -> list[Spans]:
     size = -(-tokens(spans) // parts)
-    found = []
+    chunks = []
     for part in range(parts):
         mine, place = [], 0
         for start, stop in spans:
@@ -74,17 +74,17 @@ def _chunks(spans: Spans, parts: int) -> list[Spans]:
             if low < high:
                 mine.append((start + low, start + high))
             place += stop - start
-        found.append(tuple(mine))
-    return found
+        chunks.append(tuple(mine))
+    return chunks
 
 
 def common(one: Spans, other: Spans) -> int:
     """Return how many tokens the spans of two ranks have in common. The spans must be in the order of the sequence."""
-    found, left, right = 0, 0, 0
-    while left < len(one) and right < len(other):
-        found += max(0, min(one[left][1], other[right][1]) - max(one[left][0], other[right][0]))
-        if one[left][1] < other[right][1]:
-            left += 1
+    shared, first, second = 0, 0, 0
+    while first < len(one) and second < len(other):
+        shared += max(0, min(one[first][1], other[second][1]) - max(one[first][0], other[second][0]))
+        if one[first][1] < other[second][1]:
+            first += 1
         else:
-            right += 1
-    return found
+            second += 1
+    return shared

@@ -20,11 +20,11 @@ def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the coordinates of a rank in a mesh of these sizes, row-major (the last axis varies fastest)."""
     if not 0 <= rank < _product(sizes):
         raise ValueError(f"rank {rank} is outside a mesh of {_product(sizes)} ranks")
-    found = []
+    reversed_coordinates = []
     for size in reversed(sizes):
         rank, coordinate = divmod(rank, size)
-        found.append(coordinate)
-    return tuple(reversed(found))
+        reversed_coordinates.append(coordinate)
+    return tuple(reversed(reversed_coordinates))
 
 
 def rank_of(position: Sequence[int], sizes: Sequence[int]) -> int:

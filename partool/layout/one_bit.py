@@ -51,15 +51,15 @@ class ExchangeSchedule:
         """Return the kind of step ``step``, counted from 0."""
         if step < self.freeze_step:
             return "full" if self._updates_variance(step) else "one_bit"
-        done = step + 1
-        together = done >= self.steps or any(done % period == 0 for period in self.periods)
+        steps_run = step + 1
+        together = steps_run >= self.steps or any(steps_run % period == 0 for period in self.periods)
         return "one_bit" if together or self._exchanges(step - self.freeze_step) else LOCAL
 
     @cached_property
     def counts(self) -> dict[ExchangeKind, int]:
         """Number of steps of each kind in the run."""
-        found = Counter(self.kind(step) for step in range(self.steps))
-        return {"full": found["full"], "one_bit": found["one_bit"], "local": found["local"]}
+        by_kind = Counter(self.kind(step) for step in range(self.steps))
+        return {"full": by_kind["full"], "one_bit": by_kind["one_bit"], "local": by_kind["local"]}
 
     def _updates_variance(self, step: int) -> bool:
         if self.variance_doubling == 0:
@@ -72,8 +72,8 @@ class ExchangeSchedule:
         """Return whether the step ``after`` steps after the freeze ends an interval; blocks end with an exchange."""
         last = (self.local_most - 1).bit_length()
         block = min(after // self.local_doubling, last)
-        done = after - block * self.local_doubling + 1
-        return done % min(1 << block, self.local_most) == 0 or (block < last and done == self.local_doubling)
+        steps_run = after - block * self.local_doubling + 1
+        return steps_run % min(1 << block, self.local_most) == 0 or (block < last and steps_run == self.local_doubling)
 
 
 def exchange_schedule(
@@ -120,14 +120,14 @@ class MessageBucket:
 
 def buckets(sizes: Sequence[int]) -> list[MessageBucket]:
     """Return the buckets of tensors with these numbers of elements, in the same order."""
-    found: list[MessageBucket] = []
+    full_buckets: list[MessageBucket] = []
     taken: list[int] = []
     for size in sizes:
         if taken and MessageBucket((*taken, size)).chunks > BUCKET_CHUNKS:
-            found.append(MessageBucket(tuple(taken)))
+            full_buckets.append(MessageBucket(tuple(taken)))
             taken = []
         taken.append(size)
-    return [*found, MessageBucket(tuple(taken))] if taken else found
+    return [*full_buckets, MessageBucket(tuple(taken))] if taken else full_buckets
 
 
 def one_bit_bytes(sizes: Sequence[int], ranks: int, scale_bytes: int) -> int:

@@ -36,15 +36,15 @@ class ParameterInfo:
 
 def parameters(config: ModelConfig) -> list[ParameterInfo]:
     """Return every parameter of the model, in the order of the modules; a tied head is not listed."""
-    found = [_info("embed.weight", (config.vocab, config.hidden), None, "embedding")]
+    infos = [_info("embed.weight", (config.vocab, config.hidden), None, "embedding")]
     if config.position == "learned":
-        found.append(_info("position.weight", (config.max_position, config.hidden), None, "position"))
+        infos.append(_info("position.weight", (config.max_position, config.hidden), None, "position"))
     for layer in range(config.layers):
-        found.extend(layer_parameters(config, layer))
-    found.extend(_norm("final_norm", config, None))
+        infos.extend(layer_parameters(config, layer))
+    infos.extend(_norm("final_norm", config, None))
     if not config.tied_embeddings:
-        found.append(_info("head.weight", (config.vocab, config.hidden), None, "head"))
-    return found
+        infos.append(_info("head.weight", (config.vocab, config.hidden), None, "head"))
+    return infos
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:

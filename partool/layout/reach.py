@@ -14,13 +14,13 @@ def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
     Spans are defined in :mod:`partool.layout.sequence`. A query sees the last ``window`` tokens, including its own
     token.
     """
-    found = []
+    visible = []
     for low, high in keys:
         ranges = sorted(
             (low if window is None else max(low, first - window + 1), min(high, past)) for first, past in queries
         )
-        found += _union(ranges)
-    return tuple(found)
+        visible += _union(ranges)
+    return tuple(visible)
 
 
 def reach(shares: Sequence[Spans]) -> tuple[int, ...]:
@@ -39,12 +39,12 @@ def _reach(shares: tuple[Spans, ...]) -> tuple[int, ...]:
 
 def _union(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the sorted ``ranges`` with overlapping ranges merged and without empty ranges."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for low, high in ranges:
         if low >= high:
             continue
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
-            found.append((low, high))
-    return found
+            merged.append((low, high))
+    return merged

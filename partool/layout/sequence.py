@@ -24,11 +24,11 @@ def even(size: int, parts: int) -> list[int]:
 
 def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Return the beginning and the end of each of several consecutive spans, which have the given ``sizes``."""
-    found, start = [], 0
+    ranges, start = [], 0
     for size in sizes:
-        found.append((start, start + size))
+        ranges.append((start, start + size))
         start += size
-    return found
+    return ranges
 
 
 def contiguous(length: int, ranks: int) -> tuple[Spans, ...]:
@@ -55,15 +55,15 @@ def grid(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
 
 def split(spans: Spans, ranks: int) -> tuple[Spans, ...]:
     """Divide the tokens of concatenated spans evenly over ranks, in order."""
-    found = []
+    parts = []
     for start, stop in bounds(even(tokens(spans), ranks)):
         mine, place = [], 0
         for first, last in spans:
             low, high = max(start - place, 0), min(stop - place, last - first)
             mine.append((first + low, first + max(low, high)))
             place += last - first
-        found.append(_spans(*mine))
-    return tuple(found)
+        parts.append(_spans(*mine))
+    return tuple(parts)
 
 
 def joined(shares: Sequence[Spans], inner: int) -> tuple[Spans, ...]:
@@ -118,21 +118,21 @@ def deal_heads(queries: int, keys: int, ranks: int) -> tuple[Deal, ...]:
     A key head that several ranks need goes to each of them, so there may be fewer key heads than ranks. A rank without
     query heads gets no key head.
     """
-    found = []
+    deals = []
     for first, stop in bounds(even(queries, ranks)):
         needed = (first * keys // queries, (stop - 1) * keys // queries + 1) if stop > first else (0, 0)
-        found.append(Deal((first, stop), needed))
-    return tuple(found)
+        deals.append(Deal((first, stop), needed))
+    return tuple(deals)
 
 
 def _spans(*spans: tuple[int, int]) -> Spans:
     """Return ``spans`` in order, without empty spans and with adjacent spans joined."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in spans:
         if start == stop:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)

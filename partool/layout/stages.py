@@ -34,22 +34,22 @@ def _balance(
     extra = [0.0] * stages
     extra[0] += first
     extra[-1] += last
-    whole = sums[-1] + first + last
-    low = max(whole / stages, *costs) * (1.0 - 1e-12)
+    total = sums[-1] + first + last
+    low = max(total / stages, *costs) * (1.0 - 1e-12)
     # Stages that take layers up to a layer more than the mean suffice, unless one layer is all that is left for some.
-    high = whole / stages + max(costs) + max(first, last)
+    high = total / stages + max(costs) + max(first, last)
     ends = _fill(sums, extra, high)
     if ends is None:
-        ends, high = _fill(sums, extra, whole), whole
+        ends, high = _fill(sums, extra, total), total
     for _ in range(60):
         if high - low <= max(1e-9 * high, grain * (1.0 - 1e-6)):
             break
         middle = 0.5 * (low + high)
-        found = _fill(sums, extra, middle)
-        if found is None:
+        filled = _fill(sums, extra, middle)
+        if filled is None:
             low = middle
         else:
-            ends, high = found, min(middle, _largest(sums, extra, found))
+            ends, high = filled, min(middle, _largest(sums, extra, filled))
     assert ends is not None
     return _evened(sums, extra, _largest(sums, extra, ends) * _CLOSE)
 

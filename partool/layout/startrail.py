@@ -81,11 +81,11 @@ class Trails(NamedTuple):
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
         """Return ``shares``, which are in the order of the sequence (team after team), in the order of ranks."""
-        found = []
+        ordered = []
         for rank in range(self.ranks):
             team, member = self.place(rank)
-            found.append(shares[team * self.members + member])
-        return tuple(found)
+            ordered.append(shares[team * self.members + member])
+        return tuple(ordered)
 
     def sizes(self, shares: Sequence[Spans]) -> list[int]:
         """Return the number of tokens of each team; ``shares`` are in the order of ranks."""

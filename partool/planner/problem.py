@@ -23,6 +23,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
+from partool.spec.watched import note_read
 from partool.strategies.engines import ENGINES, EngineRecord
 from partool.strategies.optimizers import OPTIMIZERS
 
@@ -97,14 +98,20 @@ class Problem:
     """The calibration of these machines; the figures in ``devices`` are already calibrated."""
     lists: Schedule | None = None
     """The schedule in the file that the spec names."""
-    described: Description | None = None
-    """The runtime's description of a model that transformers builds; None for partool's own decoder."""
+    description: Description | None = None
+    """The runtime's description of a model that transformers builds; rules read it as ``described``."""
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Counter of search work, shared with all problems derived from this one; its value is equal on all machines."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`partool.planner.search.cost_job.cost_job`, cached by the setting of ``compile``."""
+
+    @property
+    def described(self) -> Description | None:
+        """The runtime's description of a model that transformers builds; None for partool's own decoder."""
+        note_read(("model",))
+        return self.description
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any
 
 from partool.cost.case import RECOMPUTE, TrainingJob
-from partool.cost.stacks import PARTOOL, Stack
+from partool.cost.stacks import Stack
 from partool.layout.stages import balance
 from partool.plan.layout import (
     DataLayout,
@@ -110,7 +110,7 @@ def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, La
         yield "recompute"
     if len({(layout.pipeline.schedule, layout.pipeline.chunks) for layout in layouts}) > 1 or _assumed(cells, layouts):
         yield "schedule"
-    if options[0][0].stack.name == PARTOOL.name and compiled(cells) is None:
+    if options[0][0].stack.compile_varies and compiled(cells) is None:
         yield "compile"
     network = network_of(cells.text("inter_bw_note"), devices.per_node, devices.fabric_bytes_per_s)
     if devices.nodes > 1 and (network is None or network.assumed):

@@ -84,8 +84,8 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
         end = Action(other, stage, batch)
         return schedule.shift_ranks.get(end, -1), end
     step = 1 if kind in ("SEND_F", "RECV_B") else -1
-    there = stage + step
-    return schedule.placement[there] if 0 <= there < schedule.stages else -1, Action(other, there, batch)
+    neighbour = stage + step
+    return schedule.placement[neighbour] if 0 <= neighbour < schedule.stages else -1, Action(other, neighbour, batch)
 
 
 def with_transfers(order: Order, placement: Sequence[int]) -> Order:
@@ -114,25 +114,25 @@ def with_transfers(order: Order, placement: Sequence[int]) -> Order:
 
 def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
     """Return receive action → position, in the receiving rank's list, of the first action that needs the message."""
-    found: dict[Action, int] = {}
+    first_users: dict[Action, int] = {}
     for actions in order:
         for at, (kind, stage, batch) in enumerate(actions):
             if kind == "F" and stage > 0 and placement[stage - 1] != placement[stage]:
-                found.setdefault(Action("RECV_F", stage, batch), at)
+                first_users.setdefault(Action("RECV_F", stage, batch), at)
             if kind in ("B", "I") and stage < len(placement) - 1 and placement[stage + 1] != placement[stage]:
-                found.setdefault(Action("RECV_B", stage, batch), at)
-    return found
+                first_users.setdefault(Action("RECV_B", stage, batch), at)
+    return first_users
 
 
 def _sent(order: Order, placement: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
     """Return the receive actions of the messages from each rank to each other rank, in the order of the sends."""
-    found: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    messages: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(order):
         for action in actions:
             for kind, stage, batch in _sends(action, placement):
-                there = Action("RECV_F", stage + 1, batch) if kind == "SEND_F" else Action("RECV_B", stage - 1, batch)
-                found[rank, placement[there.stage]].append(there)
-    return found
+                receive = Action("RECV_F", stage + 1, batch) if kind == "SEND_F" else Action("RECV_B", stage - 1, batch)
+                messages[rank, placement[receive.stage]].append(receive)
+    return messages
 
 
 def _sends(action: Action, placement: Sequence[int]) -> list[Action]:

@@ -31,28 +31,29 @@ class Begun(NamedTuple):
     """Activations of the pipeline's last stage."""
 
 
-def moments_of(actions: Sequence[Action], own: Collection[int], last: int) -> list[Begun]:
-    """Return a moment per number of stages that have gradients; ``own`` are stages whose inputs are no messages.
+def moments_of(actions: Sequence[Action], first_inputs: Collection[int], last: int) -> list[Begun]:
+    """Return a moment per number of stages that have gradients.
 
-    A stage has gradients after its first backward pass, or where that is split, after its first weight gradients.
+    ``first_inputs`` are stages whose inputs are no messages. A stage has gradients after its first
+    backward pass, or where that is split, after its first weight gradients.
     """
     split = {(stage, batch) for kind, stage, batch in actions if kind == "W"}
-    held: Counter[int] = Counter()
+    live: Counter[int] = Counter()
     activations = of_own = 0
     begun: set[int] = set()
-    found: dict[int, Begun] = {}
+    peaks: dict[int, Begun] = {}
     for kind, stage, batch in actions:
         ends = kind == "W" or (kind == "B" and (stage, batch) not in split)
         change = 1 if kind == "F" else -1 if ends else 0
-        held[stage] += change
-        activations, of_own = activations + change, of_own + change * (stage in own)
+        live[stage] += change
+        activations, of_own = activations + change, of_own + change * (stage in first_inputs)
         if ends:
             begun.add(stage)
-        now = Begun(len(begun), activations, of_own, held[last])
-        before = found.setdefault(now.stages, now)
+        now = Begun(len(begun), activations, of_own, live[last])
+        before = peaks.setdefault(now.stages, now)
         if (now.activations, now.ending) > (before.activations, before.ending):
-            found[now.stages] = now
-    return [found[stages] for stages in sorted(found)]
+            peaks[now.stages] = now
+    return [peaks[stages] for stages in sorted(peaks)]
 
 
 @lru_cache(maxsize=256)
@@ -67,11 +68,11 @@ def begun_by_ranks(name: str, ranks: int, micro_batches: int, chunks: int, cap: 
     lists, stages = order(name, ranks, few, chunks, cap), ranks * chunks
     places = [rank_of(name, stage, ranks) for stage in range(stages)]
     most = in_flight(name, ranks, micro_batches, chunks, cap)
-    found = []
+    by_rank = []
     for rank, actions in enumerate(lists):
-        own = {stage for stage in range(stages) if stage == 0 or places[stage - 1] == places[stage]}
-        moments = moments_of(actions, own, stages - 1)
+        first_inputs = {stage for stage in range(stages) if stage == 0 or places[stage - 1] == places[stage]}
+        moments = moments_of(actions, first_inputs, stages - 1)
         if few < micro_batches:
             moments[-1] = moments[-1]._replace(activations=max(most[rank], moments[-1].activations))
-        found.append(tuple(moments))
-    return tuple(found)
+        by_rank.append(tuple(moments))
+    return tuple(by_rank)

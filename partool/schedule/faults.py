@@ -42,19 +42,19 @@ def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFau
     """
     wanted = _wanted(schedule, before)
     for rank, actions in enumerate(schedule.lists):
-        found: dict[tuple[Kind, int, str], list[int]] = defaultdict(list)
+        positions: dict[tuple[Kind, int, str], list[int]] = defaultdict(list)
         for at, action in enumerate(actions):
             if reason := _foreign(schedule, action, wanted):
-                found[action.kind, action.stage, reason].append(at)
-        for (_, _, reason), places in found.items():
+                positions[action.kind, action.stage, reason].append(at)
+        for (_, _, reason), places in positions.items():
             yield ScheduleFault(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
     yield from _doubled(schedule, before)
 
 
 def missing(schedule: Schedule, before: Set[Action]) -> list[Action]:
     """Return the compute actions of a full step that are neither in a rank's list nor in ``before``."""
-    there = _there(schedule, before)
-    return [action for action in _wanted(schedule, before) if action not in there]
+    present = _present(schedule, before)
+    return [action for action in _wanted(schedule, before) if action not in present]
 
 
 def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[ScheduleFault]:
@@ -68,7 +68,7 @@ def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[Schedu
         yield ScheduleFault(f"{named(actions)} {are(actions)} missing", rank)
 
 
-def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
+def _present(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
     return {action for actions in (before, *schedule.lists) for action in actions}
 
 
@@ -77,14 +77,14 @@ def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
 
     A backward pass counts as split into two actions if the lists contain one of the two.
     """
-    there = _there(schedule, before)
-    found: dict[Action, None] = {}
+    present = _present(schedule, before)
+    actions: dict[Action, None] = {}
     for stage in range(schedule.stages):
         for batch in range(schedule.micro_batches):
-            split = Action("I", stage, batch) in there or Action("W", stage, batch) in there
+            split = Action("I", stage, batch) in present or Action("W", stage, batch) in present
             backward: tuple[Kind, ...] = () if stage < schedule.trained_from else ("I", "W") if split else ("B",)
-            found |= {Action(kind, stage, batch): None for kind in ("F", *backward)}
-    return found
+            actions |= {Action(kind, stage, batch): None for kind in ("F", *backward)}
+    return actions
 
 
 def _foreign(schedule: Schedule, action: Action, wanted: dict[Action, None]) -> str:
@@ -108,18 +108,18 @@ def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]
         for at, action in enumerate(actions):
             places[action].append((rank, at))
     alike: dict[tuple[Kind, int, int], list[Action]] = defaultdict(list)
-    for action, found in places.items():
-        if len(found) + (action in before) > 1:
-            alike[action.kind, action.stage, found[-1][0]].append(action)
+    for action, positions in places.items():
+        if len(positions) + (action in before) > 1:
+            alike[action.kind, action.stage, positions[-1][0]].append(action)
     # Partool may have added the transfers next to compute actions; their faults follow from faults of compute actions.
     for same in sorted(alike.values(), key=lambda actions: actions[0].kind not in COMPUTE):
-        found = places[same[0]]
-        rank, at = found[-1]
+        positions = places[same[0]]
+        rank, at = positions[-1]
         if same[0] in before:
             how = "was done before"
-        elif all(other == rank for other, _ in found):
-            how = f"is there {len(found)} times"
+        elif all(other == rank for other, _ in positions):
+            how = f"is there {len(positions)} times"
         else:
-            how = f"is on rank {found[0][0]} and on rank {rank}"
+            how = f"is on rank {positions[0][0]} and on rank {rank}"
         more = f"; likewise {len(same) - 1} more of its kind" if len(same) > 1 else ""
         yield ScheduleFault(f"{cell(same[0])} {how}{more}", rank, at)

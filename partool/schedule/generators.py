@@ -148,21 +148,21 @@ def _alternate(stage: int, warm: int, micro_batches: int) -> tuple[Action, ...]:
 
 def _weave(forward: list[Action], backward: list[Action], warm: int) -> tuple[Action, ...]:
     """Return ``warm`` forward actions, then forward and backward actions alternately, then the remaining actions."""
-    found = list(forward[:warm])
+    woven = list(forward[:warm])
     for ahead, behind in zip(forward[warm:], backward, strict=False):
-        found += [ahead, behind]
-    return (*found, *backward[len(forward) - warm :])
+        woven += [ahead, behind]
+    return (*woven, *backward[len(forward) - warm :])
 
 
 def _put_off(rank: int, warm: int, micro_batches: int) -> tuple[Action, ...]:
-    found: list[Action] = []
+    actions: list[Action] = []
     pending: list[Action] = []
     for action in _alternate(rank, warm, micro_batches):
         if action.kind == "F":
-            found.append(action)
+            actions.append(action)
             continue
-        found.append(action._replace(kind="I"))
+        actions.append(action._replace(kind="I"))
         pending.append(action._replace(kind="W"))
         if len(pending) > rank:
-            found.append(pending.pop(0))
-    return (*found, *pending)
+            actions.append(pending.pop(0))
+    return (*actions, *pending)

@@ -51,13 +51,13 @@ def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 @lru_cache(maxsize=64)
 def graph_of(schedule: Schedule, shared: bool = False) -> Graph:
     """Return the graph of any schedule; it has no repeating part. See :func:`partool.schedule.steps.steps_of`."""
-    found = steps_of(schedule, shared=shared)
+    ordered = steps_of(schedule, shared=shared)
     last: dict[tuple[int, int], int] = {}
-    for at, who in enumerate(found.of):
+    for at, who in enumerate(ordered.of):
         if who is not None:
             rank, action = who
             last[rank, -1 if action.kind in COMPUTE else peer(schedule, rank, action)[0]] = at
-    return _graph(found.steps, last.values(), found.links)
+    return _graph(ordered.steps, last.values(), ordered.links)
 
 
 def _graph(steps: Sequence[Step], last: Iterable[int], links: tuple[Link, ...]) -> Graph:
@@ -67,7 +67,7 @@ def _graph(steps: Sequence[Step], last: Iterable[int], links: tuple[Link, ...]) 
 
 def _links(places: Sequence[int]) -> tuple[Link, ...]:
     beside = {pair for pair in pairwise(places) if pair[0] != pair[1]}
-    return tuple(sorted((here, there, False) for here, there in beside | {pair[::-1] for pair in beside}))
+    return tuple(sorted((here, neighbour, False) for here, neighbour in beside | {pair[::-1] for pair in beside}))
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
@@ -104,8 +104,8 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
     schedule in its steady state therefore repeats equal steps, and a longer schedule repeats these steps more often.
     (GPipe has no repeating part, because a longer GPipe schedule grows in two places.)
     """
-    whole = graph(name, ranks, micro_batches, chunks)
-    steps, by = whole.before, growth(name, ranks, micro_batches, chunks)
+    full = graph(name, ranks, micro_batches, chunks)
+    steps, by = full.before, growth(name, ranks, micro_batches, chunks)
     length = len(steps) * by // micro_batches
     best = start = 0
     best_start = 0
@@ -118,9 +118,9 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
     # Steps may look back by one repetition: from after the repeating part, or from one repetition to the one before.
     # The part must have every action of each stage equally often (GPipe's steady forward passes all look the same).
     each = Counter(column for column, *_ in steps[cut - length : cut])
-    if best < length or whole.reach > cut - best_start or set(each.values()) != {by} or len(each) * by != length:
+    if best < length or full.reach > cut - best_start or set(each.values()) != {by} or len(each) * by != length:
         return None
-    return Graph(steps[:cut], steps[cut - length : cut], steps[cut:], whole.reach, whole.ends, whole.links)
+    return Graph(steps[:cut], steps[cut - length : cut], steps[cut:], full.reach, full.ends, full.links)
 
 
 def _sorted(
@@ -133,16 +133,16 @@ def _sorted(
     same rank need no entry, because they stand earlier in the rank's list.
     """
     stages = len(places)
-    found = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)
+    started = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)
     column = {link[:2]: 4 * stages + at for at, link in enumerate(links)}
     index = [0] * (4 * stages * micro_batches)
     steps: list[Step] = []
     last = [-1] * len(lists)
-    for here, (_, rank, number, need) in enumerate(sorted(found)):
+    for here, (_, rank, number, need) in enumerate(sorted(started)):
         previous = last[rank]
         other = under_way = 0
-        if need >= 0 and (there := places[need // micro_batches % stages]) != rank:
-            other, under_way = here - index[need], column[there, rank]
+        if need >= 0 and (sender := places[need // micro_batches % stages]) != rank:
+            other, under_way = here - index[need], column[sender, rank]
         steps.append((number // micro_batches, here - previous if previous >= 0 else 0, other, under_way))
         index[number] = last[rank] = here
     return steps, last
@@ -161,11 +161,11 @@ def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tu
     """
     each = stages * micro_batches
     stop = [0] * (4 * each)
-    found: list[tuple[int, int, int, int]] = []
+    started: list[tuple[int, int, int, int]] = []
     at, free = [0] * len(lists), [0] * len(lists)
-    left = sum(len(actions) for actions in lists)
-    while len(found) < left:
-        before = len(found)
+    total = sum(len(actions) for actions in lists)
+    while len(started) < total:
+        before = len(started)
         for rank, actions in enumerate(lists):
             position, now, size = at[rank], free[rank], len(actions)
             while position < size:
@@ -176,14 +176,14 @@ def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tu
                     if not made:
                         break
                     now = max(now, made)
-                found.append((now, rank, number, need))
+                started.append((now, rank, number, need))
                 now += 1
                 stop[number] = now
                 position += 1
             at[rank], free[rank] = position, now
-        if len(found) == before:
+        if len(started) == before:
             raise ValueError(f"the schedule cannot go on: its {len(lists)} ranks wait for each other")
-    return found
+    return started
 
 
 def _neighbour(number: int, each: int, micro_batches: int) -> int:

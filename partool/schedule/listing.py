@@ -101,13 +101,13 @@ def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Pol
     """
     run = _Run(placement, ranks, micro_batches, policy, split)
     now = 0
-    while any(run.left):
+    while any(run.remaining):
         for rank in range(ranks):
             if run.free[rank] <= now and (choice := run.choose(rank, now)):
                 run.do(rank, choice, now)
         # No action can start before a running action ends.
         running = [free for free in run.free if free > now]
-        if not running and any(run.left):
+        if not running and any(run.remaining):
             raise ValueError(f"room for {policy.room} stages is too little for a micro-batch's {run.chunks}")
         now = min(running, default=now)
     return Listed(max(run.free), max(run.peak), tuple(tuple(actions) for actions in run.lists))
@@ -127,57 +127,57 @@ class _Run:
         }
         """(Kind, stage) → time at which each micro-batch whose input exists may start, by micro-batch."""
         self.ready["F", 0] = [0] * micro_batches
-        self.done = dict.fromkeys(self.ready, 0)
+        self.executed = dict.fromkeys(self.ready, 0)
         """(Kind, stage) → number of micro-batches executed, which is also the index of the next micro-batch."""
-        self.own = [[key for key in self.ready if placement[key[1]] == rank] for rank in range(ranks)]
+        self.rank_keys = [[key for key in self.ready if placement[key[1]] == rank] for rank in range(ranks)]
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
-        self.free, self.peak, self.held = [0] * ranks, [0] * ranks, [0] * ranks
+        self.free, self.peak, self.live = [0] * ranks, [0] * ranks, [0] * ranks
         self.forward = [[0] * ranks for _ in range(micro_batches)]
         """Number of forward passes executed, by micro-batch and rank."""
         self.kept = [[0] * ranks for _ in range(micro_batches)]
         """Number of activations (of one stage each) still held, by micro-batch and rank."""
-        self.left = [len(kinds) * self.stages] * micro_batches
+        self.remaining = [len(kinds) * self.stages] * micro_batches
         self.oldest = 0
 
     def choose(self, rank: int, now: int) -> NextAction | None:
         """Return the next action of a free rank; None if no action can start."""
         before = self.lists[rank][-1].kind if self.lists[rank] else self.back
-        found = []
-        for key in self.own[rank]:
-            batch = self.done[key]
+        startable = []
+        for key in self.rank_keys[rank]:
+            batch = self.executed[key]
             times = self.ready[key]
             if batch < len(times) and times[batch] <= now:
                 kind, stage = key
                 if kind != "F" or self._may_begin(rank, stage, batch):
-                    found.append(NextAction(kind, stage, batch, before, self.stages, self.chunks))
-        return min(found, key=self.policy.rule) if len(found) > 1 else found[0] if found else None
+                    startable.append(NextAction(kind, stage, batch, before, self.stages, self.chunks))
+        return min(startable, key=self.policy.rule) if len(startable) > 1 else startable[0] if startable else None
 
     def _may_begin(self, rank: int, stage: int, batch: int) -> bool:
-        if stage == 0 and batch - self.done[self.back, 0] >= self.policy.admitted:
+        if stage == 0 and batch - self.executed[self.back, 0] >= self.policy.admitted:
             return False
-        held, room = self.held[rank] + 1, self.policy.room
-        if held > room or batch == self.oldest:
-            return held <= room
-        if held + self.chunks <= room:
+        live, room = self.live[rank] + 1, self.policy.room
+        if live > room or batch == self.oldest:
+            return live <= room
+        if live + self.chunks <= room:
             return True
         if self.policy.spare:
-            return held - self.kept[self.oldest][rank] + self.chunks <= room
+            return live - self.kept[self.oldest][rank] + self.chunks <= room
         for older in range(self.oldest, batch):
             # Older micro-batches are finished before a micro-batch's turn; activations of younger ones stay.
-            if held + self.chunks - self.forward[older][rank] > room:
+            if live + self.chunks - self.forward[older][rank] > room:
                 return False
-            held -= self.kept[older][rank]
+            live -= self.kept[older][rank]
         return True
 
     def do(self, rank: int, choice: NextAction, now: int) -> None:
         """Append an action to its rank's list, and mark the actions that wait for it as ready."""
         kind, stage, batch = choice[:3]
         self.lists[rank].append(Action(kind, stage, batch))
-        self.done[kind, stage] += 1
+        self.executed[kind, stage] += 1
         stop = self.free[rank] = now + UNITS[kind]
         if kind == "F":
-            self.held[rank] += 1
-            self.peak[rank] = max(self.peak[rank], self.held[rank])
+            self.live[rank] += 1
+            self.peak[rank] = max(self.peak[rank], self.live[rank])
             self.forward[batch][rank] += 1
             self.kept[batch][rank] += 1
             following = ("F", stage + 1) if stage + 1 < self.stages else (self.back, stage)
@@ -188,8 +188,8 @@ class _Run:
             if kind != self.last:
                 self.ready[self.last, stage].append(stop)
         if kind == self.last:
-            self.held[rank] -= 1
+            self.live[rank] -= 1
             self.kept[batch][rank] -= 1
-        self.left[batch] -= 1
-        while self.oldest < len(self.left) - 1 and not self.left[self.oldest]:
+        self.remaining[batch] -= 1
+        while self.oldest < len(self.remaining) - 1 and not self.remaining[self.oldest]:
             self.oldest += 1

@@ -63,24 +63,24 @@ def makespan(
     durations.insert(2, durations[1] - durations[2] if input_s is None else np.asarray(input_s, dtype=float))
     sends = send_s, gradient_send_s
 
-    def whole(count: int) -> Any:
+    def full_span_s(count: int) -> Any:
         return _evaluate(graph(name, ranks, count, chunks, cap), 0, durations, sends)
 
     if most := longest(name, ranks, chunks):
         if micro_batches <= most:
-            return whole(micro_batches)
+            return full_span_s(micro_batches)
         later, earlier = _shorter(micro_batches, ranks, most)
-        stop_s = whole(later)
-        return stop_s + (stop_s - whole(earlier)) * ((micro_batches - later) / (later - earlier))
+        stop_s = full_span_s(later)
+        return stop_s + (stop_s - full_span_s(earlier)) * ((micro_batches - later) / (later - earlier))
     first = base(name, ranks, micro_batches, chunks)
     by = growth(name, ranks, micro_batches, chunks)
     times = (micro_batches - first) // by
     if times < 3:
-        return whole(micro_batches)
+        return full_span_s(micro_batches)
     if (short := repeating(name, ranks, first, chunks)) is not None:
         return _evaluate(short, times, durations, sends)
     # Only GPipe has no single repeating part; its two phases are flow lines, exactly linear from the first batch on.
-    start, later_s = whole(first), whole(first + by)
+    start, later_s = full_span_s(first), full_span_s(first + by)
     return later_s + (later_s - start) * (times - 1)
 
 
@@ -138,8 +138,8 @@ def span_s(schedule: Schedule, times: StageTimes) -> float:
 
     Raises ``ValueError`` where actions wait for each other in a cycle.
     """
-    found = graph_of(schedule, times.shared_links)
-    return float(_follow(found, 0, times.columns(found.links)))
+    schedule_graph = graph_of(schedule, times.shared_links)
+    return float(_follow(schedule_graph, 0, times.columns(schedule_graph.links)))
 
 
 def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, Any]) -> Any:
@@ -161,20 +161,20 @@ def _follow(steps: Graph, times: int, durations: Any) -> Any:
     stop: list[Any] = []
     walk(stop, steps.before, durations)
     extra: Any = 0.0
-    left, most, pause = times, _STEPS, 2
+    remaining, most, pause = times, _STEPS, 2
     size, reach = len(steps.stretch), steps.reach
-    while left:
-        turns = min(pause, left)
+    while remaining:
+        turns = min(pause, remaining)
         for _ in range(turns):
             walk(stop, steps.stretch, durations)
-        left, most, pause = left - turns, most - turns * size, pause + pause // 2
+        remaining, most, pause = remaining - turns, most - turns * size, pause + pause // 2
         grown = np.array(stop[-reach:]) - np.array(stop[-reach - size : -size])
         low, high = grown.min(axis=0), grown.max(axis=0)
-        if np.all((high - low) * left <= _EXACT * (stop[-1] + high * left)):
-            extra, left = 0.5 * (low + high) * left, 0
+        if np.all((high - low) * remaining <= _EXACT * (stop[-1] + high * remaining)):
+            extra, remaining = 0.5 * (low + high) * remaining, 0
         elif most <= 0:
             half = len(stop) // (2 * size) * size
-            extra, left = (stop[-1] - stop[-1 - half]) * (size / half * left), 0
+            extra, remaining = (stop[-1] - stop[-1 - half]) * (size / half * remaining), 0
     walk(stop, steps.after, durations)
     return np.max([stop[-end] for end in steps.ends], axis=0) + extra
 

@@ -32,15 +32,15 @@ Posts = dict[int, tuple[Action, ...]]
 list's length stands for its end."""
 
 
-def posts(schedule: Schedule, done: Iterable[Action] = ()) -> tuple[Posts, ...]:
+def posts(schedule: Schedule, executed: Iterable[Action] = ()) -> tuple[Posts, ...]:
     """Return, for each rank, the receives that it posts before each action of its list.
 
-    ``done`` are compute actions executed before the lists begin. Raises ``ValueError`` where weights are sent instead
-    of activations, or where actions wait for each other in a cycle.
+    ``executed`` are compute actions that ran before the lists begin. Raises ``ValueError`` where weights are sent
+    instead of activations, or where actions wait for each other in a cycle.
     """
     if schedule.moves != "activations":
         raise ValueError(f"{schedule.name} passes weights round: its lists say when transfers are posted")
-    order = _Order(schedule, done)
+    order = _Order(schedule, executed)
     order.run()
     return tuple({at: tuple(receives) for at, receives in rank.items()} for rank in order.posts)
 
@@ -54,8 +54,8 @@ def connected(placement: Sequence[int]) -> list[tuple[int, int]]:
 class _Order:
     """Simulation that executes actions in the order of their start times; sends start with the action before them."""
 
-    def __init__(self, schedule: Schedule, done: Iterable[Action]) -> None:
-        before = frozenset(action for action in done if action.kind in COMPUTE)
+    def __init__(self, schedule: Schedule, executed: Iterable[Action]) -> None:
+        before = frozenset(action for action in executed if action.kind in COMPUTE)
         self._schedule, self._needs = schedule, Needs(schedule, before)
         self._at = [0] * schedule.ranks
         """Position of each rank's next action."""

@@ -35,17 +35,17 @@ class StageTimes:
         Raises ``ValueError`` if a link has no time.
         """
         stages = range(len(self.forward_s))
-        found = [self.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages]
-        return [*found, *link_times(self.send_s, self.gradient_send_s, links), 0.0]
+        compute_s = [self.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages]
+        return [*compute_s, *link_times(self.send_s, self.gradient_send_s, links), 0.0]
 
     def of(self, action: Action) -> float:
         """Return the seconds of a compute action."""
         if action.kind == "F":
             return self.forward_s[action.stage]
-        whole = self.backward_s[action.stage]
-        weight = self.weight_s[action.stage] if self.weight_s is not None else 0.5 * whole
-        halved = whole - weight if self.input_s is None else self.input_s[action.stage]
-        return {"B": whole, "W": weight, "I": halved}[action.kind]
+        full_s = self.backward_s[action.stage]
+        weight = self.weight_s[action.stage] if self.weight_s is not None else 0.5 * full_s
+        halved = full_s - weight if self.input_s is None else self.input_s[action.stage]
+        return {"B": full_s, "W": weight, "I": halved}[action.kind]
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> T
     are sent around a ring, its stage's weights. With ``blocking`` a rank computes nothing while it sends, and waits at
     each receive until the data have arrived. Raises ``ValueError`` where actions wait for each other in a cycle.
     """
-    found = steps_of(schedule, blocking, times.shared_links)
-    durations = times.columns(found.links)
-    start, stop = _walk(found.steps, durations)
+    steps = steps_of(schedule, blocking, times.shared_links)
+    durations = times.columns(steps.links)
+    start, stop = _walk(steps.steps, durations)
     events = [
         TimedAction(*who, start_s, stop_s)
-        for who, start_s, stop_s in zip(found.of, start, stop, strict=True)
+        for who, start_s, stop_s in zip(steps.of, start, stop, strict=True)
         if who is not None
     ]
-    for rank, action, after, column in found.sends:
+    for rank, action, after, column in steps.sends:
         events.append(TimedAction(rank, action, stop[after], stop[after] + durations[column]))
     ordered = sorted(events, key=lambda event: (event.start_s, event.rank))
     busy = [0.0] * schedule.ranks
@@ -146,12 +146,12 @@ def peak_held(actions: Sequence[Action], layers: Sequence[int] = ()) -> int:
     """
     halved = {(stage, batch) for kind, stage, batch in actions if kind == "W"}
     read = halved | {(stage, batch) for kind, stage, batch in actions if kind == "B"}
-    held = peak = 0
+    live = peak = 0
     for kind, stage, batch in actions:
         size = layers[stage] if layers else 1
         if kind == "F":
-            held += size * ((stage, batch) in read)
+            live += size * ((stage, batch) in read)
         elif kind == "W" or (kind == "B" and (stage, batch) not in halved):
-            held -= size
-        peak = max(peak, held)
+            live -= size
+        peak = max(peak, live)
     return peak

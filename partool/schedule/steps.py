@@ -30,14 +30,14 @@ class Needs:
             return [Action("I", stage, batch)]
         if kind == "F":
             return [self._beside(action, stage - 1)] if stage else []
-        own = Action("F", stage, batch)
-        return [own, self._beside(action, stage + 1)] if stage < self._stages - 1 else [own]
+        forward = Action("F", stage, batch)
+        return [forward, self._beside(action, stage + 1)] if stage < self._stages - 1 else [forward]
 
-    def _beside(self, action: Action, there: int) -> Action:
+    def _beside(self, action: Action, neighbour: int) -> Action:
         kind, stage, batch = action
-        if self._placement[there] != self._placement[stage]:
+        if self._placement[neighbour] != self._placement[stage]:
             return Action("RECV_F" if kind == "F" else "RECV_B", stage, batch)
-        return Action("F" if kind == "F" else self.backward(there, batch), there, batch)
+        return Action("F" if kind == "F" else self.backward(neighbour, batch), neighbour, batch)
 
     def backward(self, stage: int, batch: int) -> Kind:
         """Return the kind of the backward action that makes the gradients of a stage's inputs."""
@@ -89,9 +89,9 @@ def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -
             while at[rank] < len(actions) and walk.take(rank, actions[at[rank]]):
                 at[rank] += 1
                 moved = True
-    left = [(rank, schedule.lists[rank][place]) for rank, place in enumerate(at) if place < len(schedule.lists[rank])]
-    if left:
-        waiting = ", ".join(f"rank {rank}: {tuple(action)}" for rank, action in left)
+    stuck = [(rank, schedule.lists[rank][place]) for rank, place in enumerate(at) if place < len(schedule.lists[rank])]
+    if stuck:
+        waiting = ", ".join(f"rank {rank}: {tuple(action)}" for rank, action in stuck)
         raise ValueError(f"the schedule cannot go on; waiting: {waiting}")
     return Steps(tuple(walk.steps), walk.links, tuple(walk.of), tuple(walk.sends))
 
@@ -142,8 +142,8 @@ class _Walk:
         return True
 
     def _send(self, rank: int, action: Action) -> bool:
-        there, other = peer(self.schedule, rank, action)
-        pair = rank, there
+        receiver, other = peer(self.schedule, rank, action)
+        pair = rank, receiver
         waits = []
         if action.kind in SHIFTS and (brought := self.carried.get((rank, action.kind == "SEND_G", action.stage))):
             if brought not in self.arrives:
@@ -151,13 +151,13 @@ class _Walk:
             waits.append(self.arrives[brought])
         column, before = self.column[(*pair, action.kind == "SEND_G")], self.last[rank]
         if not (self.blocking or self.shared) and before >= 0:
-            self.arrives[there, other] = before, column
+            self.arrives[receiver, other] = before, column
             self.sends.append((rank, action, before, column))
             return True
         if self.shared and pair in self.wire:
             waits.append((self.wire[pair], self.zero))
         self.wire[pair] = self._add(column, before, waits, (rank, action))
-        self.arrives[there, other] = self.wire[pair], self.zero
+        self.arrives[receiver, other] = self.wire[pair], self.zero
         if self.blocking:
             self.last[rank] = self.wire[pair]
         return True
@@ -187,20 +187,20 @@ class _Walk:
 
 def wire(schedule: Schedule, rank: int, action: Action) -> Link:
     """Return the link of a transfer; the messages of each link keep their order."""
-    there, _ = peer(schedule, rank, action)
+    peer_rank, _ = peer(schedule, rank, action)
     sends = action.kind.startswith("SEND")
-    return rank if sends else there, there if sends else rank, action.kind.endswith("_G")
+    return rank if sends else peer_rank, peer_rank if sends else rank, action.kind.endswith("_G")
 
 
 def links_of(schedule: Schedule) -> tuple[Link, ...]:
     """Return the links between ranks on which a schedule sends messages."""
-    found = {
+    links = {
         wire(schedule, rank, action)
         for rank, actions in enumerate(schedule.lists)
         for action in actions
         if action.kind.startswith("SEND")
     }
-    return tuple(sorted(found))
+    return tuple(sorted(links))
 
 
 def link_times(send_s: Any, gradient_s: Any, links: Sequence[Link]) -> list[Any]:
@@ -209,10 +209,10 @@ def link_times(send_s: Any, gradient_s: Any, links: Sequence[Link]) -> list[Any]
     ``send_s`` is one time for all links, or times by pair of ranks. ``gradient_s`` has this form too, for gradients
     sent around a ring; None means the times in ``send_s``.
     """
-    found = []
-    for here, there, gradients in links:
+    times_s = []
+    for here, receiver, gradients in links:
         times = gradient_s if gradients and gradient_s is not None else send_s
-        if isinstance(times, Mapping) and (here, there) not in times:
-            raise ValueError(f"there is no transfer time from rank {here} to rank {there}")
-        found.append(times[here, there] if isinstance(times, Mapping) else times)
-    return found
+        if isinstance(times, Mapping) and (here, receiver) not in times:
+            raise ValueError(f"there is no transfer time from rank {here} to rank {receiver}")
+        times_s.append(times[here, receiver] if isinstance(times, Mapping) else times)
+    return times_s

@@ -106,21 +106,21 @@ def rows_of(text: str) -> tuple[int, ...]:
 
 def columns_of(text: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return the column (from 1) of each action of a schedule that was read from ``text``; 0 for added transfers."""
-    found = []
+    by_rank = []
     for (_, entries), actions in zip(_rows(text)[1], schedule.lists, strict=True):
         rest, columns = iter(entries), []
         entry = next(rest, None)
         for action in actions:
-            there = entry is not None and entry.action == action
-            columns.append(entry.column if entry is not None and there else 0)
-            entry = next(rest, None) if there else entry
-        found.append(tuple(columns))
-    return tuple(found)
+            written = entry is not None and entry.action == action
+            columns.append(entry.column if entry is not None and written else 0)
+            entry = next(rest, None) if written else entry
+        by_rank.append(tuple(columns))
+    return tuple(by_rank)
 
 
 def diff(one: Schedule, other: Schedule) -> list[str]:
     """Return one line per difference in sizes, in ranks of stages, or in action lists (cells are numbered from 1)."""
-    found = [
+    differences = [
         f"{what}: {getattr(one, field)} -> {getattr(other, field)}"
         for what, field in (
             ("what moves", "moves"),
@@ -132,7 +132,7 @@ def diff(one: Schedule, other: Schedule) -> list[str]:
         if getattr(one, field) != getattr(other, field)
     ]
     for stage, (old, new) in enumerate(zip(one.placement, other.placement, strict=False)):
-        found += [f"stage {stage}: rank {old} -> rank {new}"] if old != new else []
+        differences += [f"stage {stage}: rank {old} -> rank {new}"] if old != new else []
     for rank, (before, now) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
         old_cells, new_cells = list(map(cell, before)), list(map(cell, now))
         matcher = SequenceMatcher(a=old_cells, b=new_cells, autojunk=False)
@@ -141,8 +141,8 @@ def diff(one: Schedule, other: Schedule) -> list[str]:
                 place = f"cell {start + 1}" if stop - start <= 1 else f"cells {start + 1}-{stop}"
                 place = f"before {place}" if start == stop else place
                 parts = " ".join(old_cells[start:stop]) or "nothing", " ".join(new_cells[begin:end]) or "nothing"
-                found.append(f"rank {rank}, {place}: {' -> '.join(parts)}")
-    return found
+                differences.append(f"rank {rank}, {place}: {' -> '.join(parts)}")
+    return differences
 
 
 def _computes(action: Action) -> bool:
@@ -157,8 +157,8 @@ def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_
         columns = enumerate((entry.strip().strip('"') for entry in line.split(",")), 1)
         entries = [(entry, column) for column, entry in columns if entry]
         if line.lstrip().startswith("#"):
-            if found := _HEAD.fullmatch(line.strip()):
-                head[found[1]] = found[2].strip(), number
+            if comment := _HEAD.fullmatch(line.strip()):
+                head[comment[1]] = comment[2].strip(), number
         elif entries:
             alone = [entry for entry, _ in entries] == [_IDLE]
             cells = [] if alone else [_Cell(read_cell(entry, number, at), number, at) for entry, at in entries]
@@ -168,10 +168,10 @@ def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_
 
 def read_cell(text: str, row: int = 0, column: int = 0) -> Action:
     """Parse a cell that :func:`cell` wrote; raises :class:`ScheduleTextError`."""
-    found = _CELL.fullmatch(text)
-    if found is None or found[2] not in get_args(Kind):
+    match = _CELL.fullmatch(text)
+    if match is None or match[2] not in get_args(Kind):
         raise ScheduleTextError(f"{text[:40]!r} is no action such as 0F3 or 1RECV_F0", row, column)
-    return Action(found[2], int(found[1]), int(found[3]))  # type: ignore[arg-type]
+    return Action(match[2], int(match[1]), int(match[3]))  # type: ignore[arg-type]
 
 
 def _of_head(head: dict[str, tuple[str, int]], key: str, default: str) -> str:
@@ -239,12 +239,14 @@ def _named(value: str, row: int, where: dict[int, int], ranks: int, weights: boo
     """Return the rank of each stage that the comment ``# placement=`` names."""
     if not re.fullmatch("[0-9]{1,9}( +[0-9]{1,9})*", value):
         raise ScheduleTextError(f"{value[:40]!r} names no rank for each stage, such as 1 2 0", row)
-    found = tuple(map(int, value.split()))
-    if max(found) >= ranks or max(where, default=0) >= len(found):
+    placement = tuple(map(int, value.split()))
+    if max(placement) >= ranks or max(where, default=0) >= len(placement):
         raise ScheduleTextError(
-            f"{value[:40]!r} places {len(found)} stages on ranks up to {max(found)} of {ranks}", row
+            f"{value[:40]!r} places {len(placement)} stages on ranks up to {max(placement)} of {ranks}", row
         )
-    wrong = next((stage for stage, rank in where.items() if found[stage] != rank and not weights), None)
+    wrong = next((stage for stage, rank in where.items() if placement[stage] != rank and not weights), None)
     if wrong is not None:
-        raise ScheduleTextError(f"stage {wrong} is computed on rank {where[wrong]}, not on rank {found[wrong]}", row)
-    return found
+        raise ScheduleTextError(
+            f"stage {wrong} is computed on rank {where[wrong]}, not on rank {placement[wrong]}", row
+        )
+    return placement

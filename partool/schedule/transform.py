@@ -22,7 +22,7 @@ class Frontier(NamedTuple):
     """Activations and gradients made but not used yet, under their receiver's name (``RECV_F`` or ``RECV_B`` of the
     stage that uses them), wherever they are: on the sending rank, in transfer, received, or made and used on one
     rank."""
-    held: tuple[tuple[int, int], ...]
+    live_passes: tuple[tuple[int, int], ...]
     """(Stage, micro-batch) of each forward pass that is done and whose last backward action is not done."""
 
 
@@ -67,19 +67,19 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
 
     All ranks can reach this point: no action before it needs an action after it.
     """
-    done = [0] * schedule.ranks
+    counts = [0] * schedule.ranks
     for rank, _ in _in_time(schedule.lists, schedule.placement, steps):
-        done[rank] += 1
-    return tuple(done)
+        counts[rank] += 1
+    return tuple(counts)
 
 
-def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
-    """Return the tensors in flight after ``done`` actions of each rank; ``ValueError`` if this state is impossible.
+def cut(schedule: Schedule, executed: Sequence[int]) -> Frontier:
+    """Return the tensors in flight after ``executed`` actions of each rank; ``ValueError`` if this state is impossible.
 
     The schedule may be the result of :func:`remap`.
     """
     _staying(schedule)
-    split = [(actions[:count], actions[count:]) for actions, count in zip(schedule.lists, done, strict=True)]
+    split = [(actions[:count], actions[count:]) for actions, count in zip(schedule.lists, executed, strict=True)]
     _reachable({action for before, _ in split for action in before})
     behind = {action for _, rest in split for action in rest}
     forward = {(stage, batch) for kind, stage, batch in behind if kind == "F"}
@@ -97,8 +97,8 @@ def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
     return Frontier(tuple(sorted(messages)), tuple(sorted(halves - forward)))
 
 
-def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> Schedule:
-    """Return the actions that remain after ``done`` actions of each rank, with stages moved to ``placement``.
+def remap(schedule: Schedule, executed: Sequence[int], placement: Sequence[int]) -> Schedule:
+    """Return the actions that remain after ``executed`` actions of each rank, with stages moved to ``placement``.
 
     Before the first action, the caller must transfer the tensors that :func:`cut` names: messages to the new rank of
     their stage, and tensors held for backward passes. The returned lists transfer only tensors made later. Each new
@@ -109,10 +109,10 @@ def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> 
     _staying(schedule)
     if len(placement) != schedule.stages or not set(placement) <= set(range(schedule.ranks)):
         raise ValueError(f"{list(placement)} is no map of {schedule.stages} stages to {schedule.ranks} ranks")
-    cut(schedule, done)
+    cut(schedule, executed)
     rest = tuple(
         tuple(action for action in actions[count:] if action.kind in COMPUTE)
-        for actions, count in zip(schedule.lists, done, strict=True)
+        for actions, count in zip(schedule.lists, executed, strict=True)
     )
     order: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for _, action in _in_time(rest, schedule.placement):
@@ -171,8 +171,8 @@ def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -
     stop: dict[Action, int] = {}
     at = [0] * len(lists)
     free = [0] * len(lists)
-    left = sum(map(len, lists)) if steps is None else min(steps, sum(map(len, lists)))
-    while left:
+    remaining = sum(map(len, lists)) if steps is None else min(steps, sum(map(len, lists)))
+    while remaining:
         best: tuple[int, int] | None = None
         for rank, actions in enumerate(lists):
             if at[rank] == len(actions):
@@ -187,7 +187,7 @@ def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -
         action = lists[rank][at[rank]]
         stop[action] = free[rank] = start + (action.kind in COMPUTE)
         at[rank] += 1
-        left -= 1
+        remaining -= 1
         yield rank, action
 
 

@@ -66,9 +66,9 @@ def _in_order(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
             while at[rank] < len(actions):
                 action = actions[at[rank]]
                 if action.kind not in COMPUTE:
-                    there, other = peer(schedule, rank, action)
+                    receiver, other = peer(schedule, rank, action)
                     if action.kind.startswith("SEND"):
-                        sent.add((there, other))
+                        sent.add((receiver, other))
                     elif (rank, action) not in sent:
                         break
                 yield rank, at[rank], action

@@ -19,14 +19,14 @@ _MOST = 5
 
 
 def validate(
-    schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
+    schedule: Schedule, cap: int | None = None, room: int | None = None, executed: Iterable[Action] = ()
 ) -> list[str]:
     """Return the faults as messages; empty if the schedule is valid. See :func:`problems`."""
-    return [problem.message for problem in problems(schedule, cap, room, done)]
+    return [problem.message for problem in problems(schedule, cap, room, executed)]
 
 
 def problems(
-    schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
+    schedule: Schedule, cap: int | None = None, room: int | None = None, executed: Iterable[Action] = ()
 ) -> list[ScheduleFault]:
     """Return the first 5 faults, faults of single cells first; empty if the schedule is valid.
 
@@ -42,32 +42,32 @@ def problems(
     If weights are sent around a ring, a micro-batch stays on one rank, which needs the weights of each stage that it
     computes, and every gradient reaches the stage's owner once.
 
-    ``done`` are compute actions executed before the lists begin, whose results are where they are needed: the lists are
-    the rest of a schedule that has been interrupted.
+    ``executed`` are compute actions that ran before the lists begin, whose results are where they are needed: the lists
+    are the rest of a schedule that has been interrupted.
     """
-    found = _faults(schedule, cap, room, done)
-    more = len(found) - _MOST
-    return [*found[:_MOST], ScheduleFault(f"and {more} more")] if more > 0 else found
+    faults = _faults(schedule, cap, room, executed)
+    more = len(faults) - _MOST
+    return [*faults[:_MOST], ScheduleFault(f"and {more} more")] if more > 0 else faults
 
 
-def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterable[Action]) -> list[ScheduleFault]:
+def _faults(schedule: Schedule, cap: int | None, room: int | None, executed: Iterable[Action]) -> list[ScheduleFault]:
     if broken := list(_misshapen(schedule)):
         return broken
-    before = frozenset(action for action in done if action.kind in COMPUTE)
+    before = frozenset(action for action in executed if action.kind in COMPUTE)
     schedule = schedule if before else _of_usual_length(schedule)
     lost = missing(schedule, before)
-    found = [*cell_faults(schedule, before), *_elsewhere(schedule), *missing_words(schedule, lost)]
-    if any(NO_STAGE in problem.message for problem in found):
-        return found
-    found += _unpaired(schedule, {(action.kind == "F", *action[1:]) for action in lost})
-    if not found and (stuck := _stuck(schedule, room, before)):
+    faults = [*cell_faults(schedule, before), *_elsewhere(schedule), *missing_words(schedule, lost)]
+    if any(NO_STAGE in problem.message for problem in faults):
+        return faults
+    faults += _unpaired(schedule, {(action.kind == "F", *action[1:]) for action in lost})
+    if not faults and (stuck := _stuck(schedule, room, before)):
         how = "with buffered sends" if room is None else f"with room for {_messages(room)} per pair of ranks"
         where = [f"rank {rank} at {cell(schedule.lists[rank][at])}" for rank, at in stuck]
         more = f" and {len(where) - _MOST} more" if len(where) > _MOST else ""
-        found.append(ScheduleFault(f"the lists cannot finish {how}: {', '.join(where[:_MOST])}{more}", *stuck[0]))
-    if schedule.moves == "weights" and not found:
-        found += [ScheduleFault(*fault) for fault in (*weights_missing(schedule), *gradients_lost(schedule))]
-    return [*found, *(_too_full(schedule, cap) if cap else ())]
+        faults.append(ScheduleFault(f"the lists cannot finish {how}: {', '.join(where[:_MOST])}{more}", *stuck[0]))
+    if schedule.moves == "weights" and not faults:
+        faults += [ScheduleFault(*fault) for fault in (*weights_missing(schedule), *gradients_lost(schedule))]
+    return [*faults, *(_too_full(schedule, cap) if cap else ())]
 
 
 def _of_usual_length(schedule: Schedule) -> Schedule:
@@ -79,13 +79,13 @@ def _of_usual_length(schedule: Schedule) -> Schedule:
     return replace(schedule, micro_batches=usual) if beyond and usual < schedule.micro_batches else schedule
 
 
-def receive_depth(schedule: Schedule, done: Iterable[Action] = ()) -> int:
+def receive_depth(schedule: Schedule, executed: Iterable[Action] = ()) -> int:
     """Return the smallest room per ordered pair of ranks, in messages not received yet, that lets the lists finish.
 
-    With this many receives posted ahead for each peer, no send waits forever. ``done`` is as in :func:`problems`.
+    With this many receives posted ahead for each peer, no send waits forever. ``executed`` is as in :func:`problems`.
     Raises ``ValueError`` where the lists cannot finish with any room.
     """
-    before = frozenset(action for action in done if action.kind in COMPUTE)
+    before = frozenset(action for action in executed if action.kind in COMPUTE)
     if stuck := _stuck(schedule, None, before):
         raise ValueError(f"the lists cannot finish: rank {stuck[0][0]} waits")
     # More room never hurts, and no pair can have more messages in flight than it has in total.
@@ -115,16 +115,16 @@ def _elsewhere(schedule: Schedule) -> Iterator[ScheduleFault]:
     """Yield a fault for each rank and reason why actions do not belong on this rank."""
     batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
-        found: dict[str, list[int]] = defaultdict(list)
+        positions: dict[str, list[int]] = defaultdict(list)
         for at, action in enumerate(actions):
             if reason := _misplaced(schedule, rank, action, batch_of):
-                found[reason].append(at)
-        for reason, places in found.items():
+                positions[reason].append(at)
+        for reason, places in positions.items():
             yield ScheduleFault(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int, int]) -> str:
-    there, other = (rank, action) if action.kind in COMPUTE else peer(schedule, rank, action)
+    other_rank, other = (rank, action) if action.kind in COMPUTE else peer(schedule, rank, action)
     for stage in (action.stage, other.stage):
         if not 0 <= stage < schedule.stages:
             return f"{NO_STAGE} {stage}"
@@ -137,7 +137,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
         return f"rank {rank} runs a micro-batch that rank {first} has begun" if first != rank else ""
     if action.kind in ("SEND_B", "RECV_B") and min(action.stage, other.stage) < schedule.trained_from:
         return "takes a gradient to a stage that has no backward pass"
-    return "transfers to itself" if action.kind not in COMPUTE and there == rank else ""
+    return "transfers to itself" if action.kind not in COMPUTE and other_rank == rank else ""
 
 
 def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[ScheduleFault]:
@@ -151,11 +151,11 @@ def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[
         for at, action in enumerate(actions):
             if action.kind in COMPUTE or (action.kind not in SHIFTS and action.micro_batch >= schedule.micro_batches):
                 continue  # this cell's micro-batch number is at fault, not its other end
-            there, other = peer(schedule, rank, action)
+            other_rank, other = peer(schedule, rank, action)
             ends = {(end.kind.endswith("_F"), *end[1:]) for end in (action, other) if end.kind not in SHIFTS}
             if ends & lost:
                 continue
-            if there < 0:
+            if other_rank < 0:
                 yield ScheduleFault(f"{cell(action)}: its other end, {cell(other)}, is missing", rank, at)
             elif action.kind.startswith("SEND"):
                 sent[wire(schedule, rank, action)].append((other, action))
@@ -174,8 +174,8 @@ def _on_wire(
     if waiting := [receive for receive, _ in received if receive not in arriving]:
         sends = [peer(schedule, end, receive)[1] for receive in waiting]
         yield ScheduleFault(f"{named(sends)} {are(sends)} missing: rank {end} waits at {named(waiting)}", start)
-    if left := [(receive, send) for receive, send in sent if receive not in taken]:
-        receives, sends = [receive for receive, _ in left], [send for _, send in left]
+    if unreceived := [(receive, send) for receive, send in sent if receive not in taken]:
+        receives, sends = [receive for receive, _ in unreceived], [send for _, send in unreceived]
         yield ScheduleFault(f"{named(receives)} {are(receives)} missing: rank {start} sends {named(sends)}", end)
     if arriving != taken:
         return
@@ -190,8 +190,8 @@ def _too_full(schedule: Schedule, cap: int) -> Iterator[ScheduleFault]:
     for rank, actions in enumerate(schedule.lists):
         share = len({action.stage for action in actions if action.kind in COMPUTE})
         if (peak := peak_held(actions)) > cap * share:
-            held = f"activations of {peak} stages and micro-batches"
-            yield ScheduleFault(f"rank {rank} holds {held}, more than {cap} micro-batches of {share} stages", rank)
+            load = f"activations of {peak} stages and micro-batches"
+            yield ScheduleFault(f"rank {rank} holds {load}, more than {cap} micro-batches of {share} stages", rank)
 
 
 def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tuple[int, int]]:
@@ -219,27 +219,27 @@ class _Wires:
 
     def __init__(self, schedule: Schedule, room: int | None, before: Set[Action]) -> None:
         self.schedule, self.room, self.needs = schedule, room, Needs(schedule, before)
-        self.done = {*before, *map(_message, before)}
+        self.executed = {*before, *map(_message, before)}
         self.under_way: Counter[Link] = Counter()
 
     def take(self, rank: int, action: Action) -> bool:
         """Execute an action of a rank; return False if it has to wait."""
         kind, stage, batch = action
         if kind in COMPUTE:
-            ready = all(need in self.done for need in self.needs.of(action))
+            ready = all(need in self.executed for need in self.needs.of(action))
             if ready:
-                self.done.add(action)
+                self.executed.add(action)
             return ready
         link = wire(self.schedule, rank, action)
         if kind.startswith("SEND"):
             ready = self.room is None or self.under_way[link] < self.room
             if kind not in SHIFTS:
                 made = Action("F" if kind == "SEND_F" else self.needs.backward(stage, batch), stage, batch)
-                ready = ready and made in self.done
+                ready = ready and made in self.executed
             self.under_way[link] += ready
             return ready
         ready = self.under_way[link] > 0
         self.under_way[link] -= ready
         if ready and kind not in SHIFTS:
-            self.done.add(action)
+            self.executed.add(action)
         return ready

@@ -128,8 +128,8 @@ def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: b
         trial = _tried((ranks, few, chunks), recipes, split=split)
         recipes = [_paper(cap), *sorted(trial, key=lambda recipe: trial[recipe][:2])[:_FULL]]
     least = shortest(ranks, micro_batches, chunks, split=split)
-    found = _tried((ranks, micro_batches, chunks), recipes, split=split, enough=least)
-    return min(found.values(), key=lambda one: _score(one, found, cap))
+    results = _tried((ranks, micro_batches, chunks), recipes, split=split, enough=least)
+    return min(results.values(), key=lambda one: _score(one, results, cap))
 
 
 def _tried(
@@ -140,22 +140,22 @@ def _tried(
     ``sizes`` are ranks, micro-batches and stages per rank.
     """
     ranks, micro_batches, chunks = sizes
-    found: dict[_Recipe, Listed] = {}
+    results: dict[_Recipe, Listed] = {}
     policies = set()
     for recipe in recipes:
         policy = recipe.policy(micro_batches, chunks)
         if policy not in policies:
             policies.add(policy)
-            found[recipe] = listed(_placement(ranks, chunks), ranks, micro_batches, policy, split=split)
-            if found[recipe].time <= enough:
+            results[recipe] = listed(_placement(ranks, chunks), ranks, micro_batches, policy, split=split)
+            if results[recipe].time <= enough:
                 break
-    return found
+    return results
 
 
-def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
+def _score(one: Listed, results: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
     """Return the sort key of one result: time before memory, but memory for fast results if memory is not bounded."""
     if cap:
         return 0, one.time, one.peak
-    paper = found[_paper(cap)].time
-    enough = min(_WORTH * min(other.time for other in found.values()), paper)
+    paper = results[_paper(cap)].time
+    enough = min(_WORTH * min(other.time for other in results.values()), paper)
     return (0, one.peak, one.time) if one.time <= enough else (1, one.time, one.peak)

@@ -43,12 +43,12 @@ def owner(stage: int, ranks: int) -> int:
 
 def interleave(stages: int, rounds: int) -> list[Turn]:
     """Return WeiPipe-Interleave: a turn has the backward pass of one round and the forward pass of the next."""
-    found: list[Turn] = []
+    turns: list[Turn] = []
     for turn in range(stages * (rounds + 1)):
         number, place = divmod(turn, stages)
         back = (StagePass("B", stages - 1 - place, number - 1),) if number else ()
-        found.append((*back, *((StagePass("F", place, number),) if number < rounds else ())))
-    return found
+        turns.append((*back, *((StagePass("F", place, number),) if number < rounds else ())))
+    return turns
 
 
 def naive(stages: int, rounds: int) -> list[Turn]:
@@ -139,15 +139,15 @@ def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
     The weights of the stage are sent for these passes.
     """
     last: dict[int, int] = {}
-    found: list[tuple[int, StagePass]] = []
+    starts: list[tuple[int, StagePass]] = []
     for at, turn in enumerate(turns):
         for one in turn:
             if one.kind == "W":
                 continue
             if last.get(one.stage, -2) < at - 1:
-                found.append((at, one))
+                starts.append((at, one))
             last[one.stage] = at
-    return found
+    return starts
 
 
 class _Place(NamedTuple):
@@ -271,10 +271,10 @@ def room(schedule: Schedule, rank: int) -> CopyRoom:
             ends[last.pop(stage, at)] += 1
         else:
             last.setdefault(stage, at)
-    held = most = 0
+    copies = most = 0
     for at, action in enumerate(actions):
-        held += action.kind in ("RECV_FW", "RECV_BW")
-        most = max(most, held)
-        held -= ends[at]
+        copies += action.kind in ("RECV_FW", "RECV_BW")
+        most = max(most, copies)
+        copies -= ends[at]
     summed = any(action.kind in ("B", "W") for action in actions)
     return CopyRoom(most, GRADIENT_COPIES if summed else 0)

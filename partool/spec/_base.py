@@ -32,6 +32,15 @@ def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
     return expand
 
 
+def section_of(field: str) -> Any:
+    """Return a before-validator that reads a section of one key, such as ``expert: {degree: 4}``, as its value."""
+
+    def unwrap(value: Any) -> Any:
+        return value[field] if isinstance(value, dict) and set(value) == {field} else value
+
+    return unwrap
+
+
 class OneOf:
     """Annotation of text that must be one of some names: ``Annotated[str, OneOf(names)]``; in JSON Schema an enum.
 

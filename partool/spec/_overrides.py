@@ -19,6 +19,8 @@ SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("parallel", "offload"): ("optimizer", "parameters", "activations"),
 }
 """Section that may be one bare value → the key that this value sets, then further keys that the value ``none`` sets."""
+ONE_KEY: dict[SpecPath, str] = {("parallel", "expert"): "degree"}
+"""Value that may be written as a section → the section's only key."""
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
@@ -39,6 +41,8 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
     if not equals or not all(path):
         message = f"--set takes key=value, not {shown!r}"
         return Diagnostic("PT107", message, span=span, help="such as training.steps=100")
+    if path[-1] == ONE_KEY.get(path[:-1]):
+        path = path[:-1]  # `expert.degree` is what `expert` says
     if finding := _unknown(path, span):
         return finding
     value_source = Source(span.file, value_text)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from partool.spec._base import Auto, OneOf, Section, shorthand
+from partool.spec._base import Auto, OneOf, Section, section_of, shorthand
 from partool.spec.numbers import (
     Cores,
     Elements,
@@ -188,8 +188,8 @@ class ParallelSpec(Section):
     pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int, str))] = Pipeline()
     sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int, str))] = Sequence()
     tiles: Tiles = Tiles()
-    expert: Experts | Auto = "auto"
-    """Ranks among which the experts of a layer are divided."""
+    expert: Annotated[Experts | Auto, BeforeValidator(section_of("degree"))] = "auto"
+    """Ranks among which the experts of a layer are divided; ``expert: {degree: 4}`` says the same as ``expert: 4``."""
     expert_tensor: TensorRanks | Auto = "auto"
     """Neighbouring ranks that hold parts of the inner width of the same experts, so that ``expert`` × ``expert_tensor``
     ranks share a layer's experts. With ``expert: 1`` they are the tensor ranks."""

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from partool.spec._overrides import ONE_KEY
 from partool.spec.spec import Spec
 
 SCHEMA_ID = "urn:partool:spec:1"
@@ -50,6 +51,11 @@ def json_schema() -> dict[str, Any]:
             full = {name: properties[section][name] for name in ("$ref", "allOf") if name in properties[section]}
             rest = {name: item for name, item in properties[section].items() if name not in full}
             properties[section] = {"anyOf": [value, full], **rest}
+    properties = schema["definitions"]["ParallelSpec"]["properties"]
+    for (_, name), key in ONE_KEY.items():
+        values = properties[name]["anyOf"]
+        section = {"type": "object", "properties": {key: {"anyOf": values}}}
+        properties[name]["anyOf"] = [*values, {**section, "required": [key], "additionalProperties": False}]
     return {"$schema": "http://json-schema.org/draft-07/schema#", "$id": SCHEMA_ID, **schema, "title": "partool spec"}
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost.case import SCHEDULES, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.sequence.shares import TRADE_GROUPS
-from partool.cost.stacks import PARTOOL
 from partool.schedule import connected
 from partool.spec.model import Moe
 from partool.spec.numbers import MIB
@@ -41,7 +41,7 @@ def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
     world's group. Of other code bases only the axes are known.
     """
     inner = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
-    if job.stack.name != PARTOOL.name:
+    if not memory_stack(job.stack.name).counted_groups:
         # With head exchange inside a ring, there are groups for the heads and groups for the rings.
         axes = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // inner, inner, layouts.expert_ranks)
         return Communicators(sum(np.where(ranks > 1, 1, 0) for ranks in axes), 0)

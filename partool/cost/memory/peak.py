@@ -30,7 +30,6 @@ from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.optimizer import working_bytes
-from partool.cost.stacks import PARTOOL
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
@@ -296,7 +295,7 @@ def _sigma(job: TrainingJob, layouts: Layouts, total: Column, outside: Column) -
     """
     if job.devices.backend == "cpu":
         return CPU_SIGMA * total
-    least = MEMORY_FLOOR if job.stack.name == PARTOOL.name else 0.0
+    least = MEMORY_FLOOR if memory_stack(job.stack.name).one_device_evidence else 0.0
     return memory_excess(job.stack.family, job.devices.architecture, layouts, least=least) * (total - outside)
 
 
@@ -313,7 +312,7 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
 
 def _moments(job: TrainingJob, layouts: Layouts, stack: MemoryStack, state: States, done: PassBytes) -> list[Moment]:
     """Return the moments that may be the fullest; only of partool's runtime it is known what exists at each."""
-    if stack.name != PARTOOL.name:
+    if not stack.traced_moments:
         return plain_moments(state, done)
     if not np.any(layouts.ring):
         return moments(job, layouts, state, done)

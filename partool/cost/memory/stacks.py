@@ -47,6 +47,18 @@ class MemoryStack:
     host_accumulates: bool = False
     """If the optimizer is in host memory: True if gradients are sent to the host after every micro-batch, False if they
     accumulate on the device and are sent during the last backward pass."""
+    narrow_beside_host: bool = False
+    """If the optimizer is in host memory: True if the device stores parameters in the compute type only, so that all
+    masters count as optimizer state, also those that stay on the device."""
+    buckets_to_host: bool = False
+    """If the optimizer is in host memory: True if gradients leave the device in buckets, in the type of their transfer,
+    while the backward pass runs (:func:`partool.cost.memory.host_state.waits_on_device` has the exceptions)."""
+    counted_host_memory: bool = False
+    """True if host memory is counted buffer by buffer (:mod:`partool.cost.memory.host_state`); False if it is the state
+    times a factor."""
+    copies_shards_ahead: bool = False
+    """If parameters are in host memory: True if shards of two groups are copied to the device before they are
+    gathered."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
     """Cases in which bf16 training accumulates unsharded gradients in fp32; the fields about gradient bytes are then
     ignored. This is always the case in Megatron-LM, and with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
@@ -85,6 +97,14 @@ class MemoryStack:
     kept_outputs: int = 0
     """Number of copies of the last stage's logits that the pipeline engine keeps for each micro-batch of a step, in the
     compute type (torch.distributed.pipelining keeps the logits until the step ends, then merges them)."""
+    counted_groups: bool = False
+    """True if it is known which process groups the ranks open, by axis and purpose; False if only the axes are
+    known."""
+    traced_moments: bool = False
+    """True if it is known which tensors exist at each moment of a step; False if the peak is the fullest phase."""
+    one_device_evidence: bool = False
+    """True if all measured runs on accelerators had one device, so that predictions of memory have at least the error
+    :data:`partool.cost.evidence.MEMORY_FLOOR`."""
     fragmentation: float = 0.06
     """Allocator overhead as a share of allocated memory where a run does not state whether it uses expandable segments:
     between :data:`partool.cost.memory.peak.FRAGMENTATION`'s two values."""
@@ -94,7 +114,9 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
         MemoryStack(
-            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False,
+            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, narrow_beside_host=True,
+            buckets_to_host=True, counted_host_memory=True, copies_shards_ahead=True, counted_groups=True,
+            traced_moments=True, one_device_evidence=True,
         ),
         MemoryStack(
             "megatron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, gate_products=1,

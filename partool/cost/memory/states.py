@@ -114,22 +114,22 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     optimizer: Column
     if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
-    elif job.stack.name == "partool":
+    elif stack.narrow_beside_host:
         # With the optimizer in host memory, all masters count as optimizer state, also masters that stay on the device.
         parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
         parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
-    stored = np.where((on_host > 0) & (job.stack.name == "partool"), small * everywhere, parameters)
+    stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
     away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
-    leaving = _leaving(job, layouts, sizes)
+    leaving = _leaving(job, layouts, stack, sizes)
     gradients = ended + leaving, before + leaving, stepping
     moments = job.moments * master * trained + kept_bytes(job, layouts, trained)
     if job.matrices is not None:
         whole = sharded(1, (sizes.matrices, sizes.matrices_expert))
         moments = moments - (job.moments - job.matrices.moments) * master * whole
     gathered = _gathered(job, layouts, stack, sizes, everything)
-    if job.stack.name == "partool":
+    if stack.counted_host_memory:
         frozen = np.where(on_host > 0, everywhere - trained, 0.0)
         terms = host_terms(job, layouts, frozen, on_host * trained)
         optimizer = np.where(on_host > 0, state_bytes(job) * trained, moments) * (1 - on_host)
@@ -137,11 +137,11 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
         optimizer = moments * (1 - on_host)
         state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
         terms = {"masters": HOST_FACTOR * state}
-    terms["parameters"] = _stored(job, layouts, away, sizes)
+    terms["parameters"] = _stored(job, layouts, stack, away, sizes)
     buffers = _buffers(job, layouts, stack, sizes)
     # Shards that are being copied to the device exist in addition to the gathered parameters.
     kept = small * kept_elements(job.model, job.controls.persistent_elements) + 0.0 * sizes.root
-    if job.stack.name == "partool":
+    if stack.copies_shards_ahead:
         copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
         gathered, kept = gathered + copied, kept + copied
     units = _units(job, layouts, sizes, held)
@@ -165,18 +165,18 @@ def _units(job: TrainingJob, layouts: Layouts, sizes: ElementCounts, held: RankL
     }
 
 
-def _leaving(job: TrainingJob, layouts: Layouts, sizes: ElementCounts) -> Column:
+def _leaving(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
     """Return the maximum bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
-    if job.stack.name != "partool":
+    if not stack.buckets_to_host:
         return 0.0
     there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
     size = _UNITS_LEAVING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
     return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
-def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: ElementCounts) -> Column:
+def _stored(job: TrainingJob, layouts: Layouts, stack: MemoryStack, away: Column, sizes: ElementCounts) -> Column:
     """Return the host bytes of parameter shards; if shards are in files, only groups in transfer take host memory."""
-    if job.stack.name != "partool":
+    if not stack.counted_host_memory:
         return HOST_FACTOR * away
     if job.offload.parameters == "nvme":
         unit = job.compute_bytes * np.ceil(sizes.largest / _shards(layouts))
@@ -289,7 +289,7 @@ def _gradients(
     """Return the bytes of gradients at a backward pass's end, at the peak of activations, and at the optimizer step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size: Column = stack.gradient_bytes or master
-    if job.stack.name == "partool":
+    if stack.buckets_to_host:
         # With the optimizer in host memory, gradients have the type of their transfer, sums the type of masters.
         kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
         size = np.where(layouts.gpu_fraction < 1, kept, size)
@@ -307,7 +307,7 @@ def _gradients(
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
     on_device = layouts.gpu_fraction
-    if job.stack.name == "partool":
+    if stack.buckets_to_host:
         on_device = np.where(waits_on_device(layouts), 1, on_device)
     elif not stack.host_accumulates:
         on_device = np.where(layouts.accumulation > 1, 1, on_device)

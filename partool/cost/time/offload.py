@@ -80,7 +80,7 @@ def offload(
     weights = layouts.offload_parameters * 2.0 * turns * elements * job.compute_bytes
     activations = layouts.offload_activations * turns * 2.0 * saved_bytes / link
     early = weights / link + activations
-    if job.stack.name != "partool":
+    if not job.stack.staged_offload:
         return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)
     # Parameters in files are read for each pass and written once.
     written = layouts.offload_parameters * elements * job.compute_bytes

@@ -97,7 +97,9 @@ def groups(structure: Structure) -> dict[str, ModuleGroup]:
     for module in structure.modules:
         if module.name not in ("", structure.embedding, structure.head):
             members.setdefault(module.name.rpartition(".")[0], []).append(module)
-    return {name: ModuleGroup(structure, name, classes.get(name, ""), tuple(found)) for name, found in members.items()}
+    return {
+        name: ModuleGroup(structure, name, classes.get(name, ""), tuple(modules)) for name, modules in members.items()
+    }
 
 
 def head_kind(structure: Structure, width: int) -> Heads | None:

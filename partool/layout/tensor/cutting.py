@@ -65,8 +65,8 @@ def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> 
     ranges: list[tuple[Range, ...]] = []
     starts = [sum(widths[:index]) for index in range(len(widths))]
     for rank in range(len(parts[0])):
-        own = [(part[rank], at) for part, at in zip(parts, starts, strict=True)]
-        ranges.append(tuple((start + at, stop + at) for (start, stop), at in own if stop > start))
+        rank_parts = [(part[rank], at) for part, at in zip(parts, starts, strict=True)]
+        ranges.append(tuple((start + at, stop + at) for (start, stop), at in rank_parts if stop > start))
     return Cut(dim=dim, ranges=tuple(ranges))
 
 
@@ -88,21 +88,21 @@ def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
     groups: dict[str, list[Partition]] = {}
     for row in rows:
         groups.setdefault(collapsed_name(row.name), []).append(row)
-    found: list[Partition] = []
+    collapsed: list[Partition] = []
     for name, group in groups.items():
         one = {"name": name, "count": 1}
         first = group[0].model_copy(update=one)
         alike = all(row.model_copy(update=one) == first for row in group[1:])
-        found += [first.model_copy(update={"count": sum(row.count for row in group)})] if alike else group
-    return tuple(found)
+        collapsed += [first.model_copy(update={"count": sum(row.count for row in group)})] if alike else group
+    return tuple(collapsed)
 
 
 def by_name(rows: Iterable[Partition], names: Iterable[str]) -> dict[str, Partition]:
     """Return full name → entry of the collapsed ``rows``, for each of the parameters ``names`` that has an entry."""
-    known: Mapping[str, Partition] = {row.name: row for row in rows}
-    found = {}
+    by_row_name: Mapping[str, Partition] = {row.name: row for row in rows}
+    entries = {}
     for name in names:
-        row = known.get(name) or known.get(collapsed_name(name))
+        row = by_row_name.get(name) or by_row_name.get(collapsed_name(name))
         if row is not None:
-            found[name] = row
-    return found
+            entries[name] = row
+    return entries

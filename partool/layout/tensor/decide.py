@@ -47,25 +47,27 @@ PRESETS: dict[str, dict[str, Preset]] = {
 
 def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
     """Return how a preset cuts a matrix of output width ``width``; None if there is no preset for the matrix."""
-    for ending, found in PRESETS.get(structure.model_type, {}).items():
+    for ending, chosen_preset in PRESETS.get(structure.model_type, {}).items():
         if name == ending or name.endswith("." + ending):
-            return arranged(structure, found, width, f"preset {structure.model_type}")
+            return arranged(structure, chosen_preset, width, f"preset {structure.model_type}")
     return None
 
 
-def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutChoice | Unclear:
+def arranged(structure: Structure, chosen_preset: Preset, width: int, rule: str) -> CutChoice | Unclear:
     """Return the choice that a preset's arrangement implies for a matrix of output width ``width``."""
     query, key = structure.heads * structure.head_dim, structure.kv_heads * structure.head_dim
-    if found.arrangement == "halves" and width % 2 == 0:
-        return CutChoice(found.style, rule, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
-    if found.arrangement == "qkv" and width == query + 2 * key:
+    if chosen_preset.arrangement == "halves" and width % 2 == 0:
         return CutChoice(
-            found.style, rule, "queries, keys and values, each by whole heads", (query, key, key), 1, "query"
+            chosen_preset.style, rule, "two matrices, each by its inner widths", parts=(width // 2, width // 2)
         )
-    if found.arrangement == "per_head" and structure.heads == structure.kv_heads and width == 3 * query:
-        return CutChoice(found.style, rule, "whole heads, of queries, keys and values together", heads="query")
-    if found.arrangement == "plain":
-        return CutChoice(found.style, rule)
+    if chosen_preset.arrangement == "qkv" and width == query + 2 * key:
+        return CutChoice(
+            chosen_preset.style, rule, "queries, keys and values, each by whole heads", (query, key, key), 1, "query"
+        )
+    if chosen_preset.arrangement == "per_head" and structure.heads == structure.kv_heads and width == 3 * query:
+        return CutChoice(chosen_preset.style, rule, "whole heads, of queries, keys and values together", heads="query")
+    if chosen_preset.arrangement == "plain":
+        return CutChoice(chosen_preset.style, rule)
     return Unclear(
         f"its width of {width} is not what the preset of {structure.model_type} expects", '"NAME": column_gathered'
     )
@@ -113,13 +115,13 @@ class _Decider:
     def choose(self, group: ModuleGroup | None, module: StructureModule) -> None:
         """Make a choice for a module, or for each parameter of the module if the kind of the module is not known."""
         for key, name in _units(module):
-            found = self.choice(group, module, name)
-            if isinstance(found, CutChoice):
-                self.chosen[key] = found
-            elif isinstance(found, Diagnostic):
-                self.report(found)
+            decision = self.choice(group, module, name)
+            if isinstance(decision, CutChoice):
+                self.chosen[key] = decision
+            elif isinstance(decision, Diagnostic):
+                self.report(decision)
             else:
-                self.report(_undecided(key, found))
+                self.report(_undecided(key, decision))
 
     def choice(self, group: ModuleGroup | None, module: StructureModule, name: str) -> CutChoice | Unclear | Diagnostic:
         """Return the result of the first rule that applies to the parameter ``name`` of a module."""
@@ -131,14 +133,14 @@ class _Decider:
         if pattern is not None:
             asked = wanted(Subject(structure, group, module, name), pattern, self.patterns)
             if module.kind == "norm" and isinstance(asked, CutChoice) and group is not None:
-                known = infer_norm(group, module, self.chosen)
-                summed = isinstance(known, CutChoice) and known.summed
+                inferred = infer_norm(group, module, self.chosen)
+                summed = isinstance(inferred, CutChoice) and inferred.summed
                 return CutChoice("replicated", asked.rule, asked.why, summed=summed)
             return asked
         if group is not None and module.name in group.linears:
-            found = preset(structure, module.name, group.linears[module.name][0])
-            if found is not None:
-                return found
+            by_preset = preset(structure, module.name, group.linears[module.name][0])
+            if by_preset is not None:
+                return by_preset
         by_plan = planned(structure, group, module, name)
         if by_plan is not None:
             return by_plan
@@ -204,12 +206,12 @@ def _experts(structure: Structure, module: StructureModule, name: str) -> CutCho
     )
 
 
-def _undecided(key: str, found: Unclear) -> Diagnostic:
+def _undecided(key: str, unclear: Unclear) -> Diagnostic:
     name = collapsed_name(key)
-    line = found.line.replace("NAME", name)
+    line = unclear.line.replace("NAME", name)
     only = ", where every rank has all of what it reads" if line.endswith("replicated") else ""
     help = f"decide it: parallel: {{tensor: {{patterns: {{{line}}}}}}}{only}"
-    return Diagnostic("PT442", f"{name} cannot be cut: {found.why}", path=PATH[:2], help=help)
+    return Diagnostic("PT442", f"{name} cannot be cut: {unclear.why}", path=PATH[:2], help=help)
 
 
 def _cannot(key: str, choice: CutChoice, why: str) -> Diagnostic:

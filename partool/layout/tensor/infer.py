@@ -121,8 +121,8 @@ def latents(group: ModuleGroup) -> dict[str, CutChoice]:
     """Return the choices for all down-projections of a group that is a latent attention; empty for other groups."""
     if not group.attention or row_of(group) is None:
         return {}
-    found = {module.name: low_rank(group, module) for module in group.members if module.name in group.linears}
-    return {name: choice for name, choice in found.items() if choice is not None}
+    choices = {module.name: low_rank(group, module) for module in group.members if module.name in group.linears}
+    return {name: choice for name, choice in choices.items() if choice is not None}
 
 
 def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
@@ -162,11 +162,11 @@ def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: st
 def infer_norm(group: ModuleGroup, module: StructureModule, chosen: Mapping[str, CutChoice]) -> CutChoice | Unclear:
     """Return the choice for a norm; ``chosen`` has the choices for the matrices of the norm's group, by module name."""
     structure, shape = group.structure, next(iter(module.parameters.values()), ())
-    known = {name: chosen[name] for name in group.linears if name in chosen}
-    cut = [name for name, choice in known.items() if choice.style == "column"]
+    decided = {name: chosen[name] for name in group.linears if name in chosen}
+    cut = [name for name, choice in decided.items() if choice.style == "column"]
     if not cut or group.block:
         # The norm's input is whole: it is the hidden state, or no matrix of the group has outputs that stay cut.
-        if shape in ((structure.hidden,), ()) or (known and not cut):
+        if shape in ((structure.hidden,), ()) or (decided and not cut):
             return CutChoice("replicated", RULE, "of what every rank has")
         return Unclear(f"it is over {shape}, not over the hidden size of {structure.hidden}")
     if group.attention and shape == (structure.head_dim,):
@@ -175,9 +175,11 @@ def infer_norm(group: ModuleGroup, module: StructureModule, chosen: Mapping[str,
         kind = head_kind(structure, shape[0] * shape[1])
         if kind is not None:
             return CutChoice("column", RULE, "one row per head", heads=kind)
-    whole = {group.linears[name][0] for name, choice in known.items() if choice.style not in ("column", "row")}
-    whole |= {start for choice in latents(group).values() for start, _ in choice.summed_outputs}
-    if len(shape) == 1 and shape[0] in whole:
+    latent_widths = {
+        group.linears[name][0] for name, choice in decided.items() if choice.style not in ("column", "row")
+    }
+    latent_widths |= {start for choice in latents(group).values() for start, _ in choice.summed_outputs}
+    if len(shape) == 1 and shape[0] in latent_widths:
         return CutChoice("replicated", RULE, "of the latent, which every rank has")
     gathered = ", ".join(f'"*.{leaf(name)}": column_gathered' for name in cut)
     return Unclear(f"it is over {shape}, of which each rank has a part", gathered)

@@ -34,22 +34,22 @@ def apply_patterns(
     infos = parameters(config)
     findings = {finding.message: finding for finding in unmatched(patterns, [info.name for info in infos])}
     one = {collapsed_name(info.name): info.name for info in infos} | {info.name: info.name for info in infos}
-    found = []
+    applied = []
     for row in rows:
         pattern = matching(patterns, one[row.name])
         biased = row.name.endswith(".bias") and not row.name.endswith("norm.bias")
         if pattern is None or biased:
             # The partition of a bias follows from its matrix.
-            found.append(row)
+            applied.append(row)
             continue
         if patterns[pattern] in (row.style, TensorPattern(style=row.style)):
-            found.append(row.model_copy(update={"rule": f"pattern {pattern!r}"}))
+            applied.append(row.model_copy(update={"rule": f"pattern {pattern!r}"}))
             continue
-        found.append(row)
+        applied.append(row)
         message = f"pattern {pattern!r} gives {row.name} another style than {row.style}, its only one"
         help = "drop the pattern; models that transformers builds (model.hf) can be cut in other ways"
         findings.setdefault(message, Diagnostic("PT443", message, path=(*PATH, pattern), help=help))
-    return tuple(found), tuple(findings.values())
+    return tuple(applied), tuple(findings.values())
 
 
 _RULE = "preset partool"
@@ -129,7 +129,7 @@ def own_partition(
 
 def _row(info: ParameterInfo, decision: _Decision) -> Partition:
     # A cut over an axis of one rank cuts nothing.
-    cuts = tuple(one for one in decision.cuts if any(held != ((0, info.shape[one.dim]),) for held in one.ranges))
+    cuts = tuple(one for one in decision.cuts if any(ranges != ((0, info.shape[one.dim]),) for ranges in one.ranges))
     return Partition(
         name=info.name, shape=info.shape, style=decision.style, cuts=cuts, gradients=decision.gradients, rule=_RULE,
         why=decision.why, summed_outputs=decision.summed_outputs,

@@ -27,10 +27,10 @@ def check_pairs(
         columns = [name for name in names if chosen[name].style == "column"]
         if not columns:
             continue
-        own = [name for name in names if chosen[name].style == "row"]
-        back = own or _row_beside(group, by_parent, chosen)
+        rows_of_group = [name for name in names if chosen[name].style == "row"]
+        back = rows_of_group or _row_beside(group, by_parent, chosen)
         if back:
-            yield from _beside(group, chosen, columns, own)
+            yield from _beside(group, chosen, columns, rows_of_group)
         else:
             text = f"its results stay cut, and no matrix of {collapsed_name(group.name)} is cut by row to sum them"
             yield _finding(columns[0], chosen, text)
@@ -50,8 +50,8 @@ def check_experts(
     """
     laid = {row.name: row for row in rows}
     for module in modules:
-        own = [f"{module.name}.{name}" for name in module.parameters] if module.kind == "experts" else []
-        names = [name for name in own if name in chosen]
+        parameter_names = [f"{module.name}.{name}" for name in module.parameters] if module.kind == "experts" else []
+        names = [name for name in parameter_names if name in chosen]
         styles = {chosen[name].style for name in names}
         if styles <= {"replicated"}:
             continue
@@ -71,10 +71,14 @@ def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
     If these ranges differ between parts, returns each rank's ranges in the whole matrix.
     """
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
-    ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
-    first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges
-    whole = tuple(tuple((at + a, at + b) for at in starts for a, b in held) for held in first)
-    return first if whole == ranges else ranges
+    ranges = tuple(tuple(rank_ranges) for rank_ranges in row.cuts[0].ranges)
+    first = (
+        tuple(tuple((a, b) for a, b in rank_ranges if b <= choice.parts[0]) for rank_ranges in ranges)
+        if choice.parts
+        else ranges
+    )
+    repeated = tuple(tuple((at + a, at + b) for at in starts for a, b in rank_ranges) for rank_ranges in first)
+    return first if repeated == ranges else ranges
 
 
 def _styles(names: Sequence[str], chosen: Mapping[str, CutChoice]) -> str:
@@ -122,8 +126,8 @@ def _fit(group: ModuleGroup, column: CutChoice, row: CutChoice, out: Partition, 
     if group.attention:
         return bool(column.heads) and row.heads == "query"
     starts = [sum(column.parts[:index]) for index in range(len(column.parts))] or [0]
-    for held, read in zip(out.cuts[0].ranges, into.cuts[0].ranges, strict=True):
-        if list(held) != [(start + at, stop + at) for at in starts for start, stop in read]:
+    for written, read in zip(out.cuts[0].ranges, into.cuts[0].ranges, strict=True):
+        if list(written) != [(start + at, stop + at) for at in starts for start, stop in read]:
             return False
     return True
 

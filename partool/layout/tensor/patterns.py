@@ -39,15 +39,15 @@ def matching(patterns: Patterns, *names: str) -> str | None:
 
 def unmatched(patterns: Patterns, names: Iterable[str]) -> list[Diagnostic]:
     """Return a finding for each pattern that matches no parameter and no module with parameters."""
-    known = {way for name in names for way in ways(name)}
-    found = []
+    all_names = {way for name in names for way in ways(name)}
+    findings = []
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            near = get_close_matches(pattern, sorted({collapsed_name(name) for name in known}), 2, 0.5)
+        if not any(fnmatchcase(name, pattern) for name in all_names):
+            near = get_close_matches(pattern, sorted({collapsed_name(name) for name in all_names}), 2, 0.5)
             help = f"nearest: {' or '.join(near)}" if near else "partool plan --show tensor lists all names"
             message = f"pattern {pattern!r} matches no parameter and no module"
-            found.append(Diagnostic("PT440", message, path=(*PATH, pattern), help=help))
-    return found
+            findings.append(Diagnostic("PT440", message, path=(*PATH, pattern), help=help))
+    return findings
 
 
 def wanted(subject: Subject, pattern: str, patterns: Patterns) -> CutChoice | Unclear | Diagnostic:

@@ -56,13 +56,13 @@ def planned(
 
 
 def _attention(group: ModuleGroup, module: StructureModule, style: Style) -> CutChoice | Unclear:
-    found = by_heads(group, module, style, RULE, "whole heads")
+    choice = by_heads(group, module, style, RULE, "whole heads")
     structure = group.structure
-    if isinstance(found, CutChoice) or style == "row" or structure.heads != structure.kv_heads:
-        return found
+    if isinstance(choice, CutChoice) or style == "row" or structure.heads != structure.kv_heads:
+        return choice
     width = group.linears[module.name][0]
     # The plan gives each rank one range of outputs, so each head's queries, keys and values must be adjacent.
-    return CutChoice(style, RULE, "whole heads", heads="query") if width % structure.heads == 0 else found
+    return CutChoice(style, RULE, "whole heads", heads="query") if width % structure.heads == 0 else choice
 
 
 def _entry(structure: Structure, name: str) -> str:

@@ -57,13 +57,13 @@ class Structure(BaseModel):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return full name → shape for the parameters in order, without parameters that are tied to an earlier one."""
-        found = {}
+        shapes = {}
         for module in self.modules:
             for name, shape in module.parameters.items():
                 full = f"{module.name}.{name}" if module.name else name
                 if full not in self.tied:
-                    found[full] = shape
-        return found
+                    shapes[full] = shape
+        return shapes
 
     def shared_elements(self) -> int:
         """Return the number of elements of the parameters that several layers, and no other modules, have in common."""

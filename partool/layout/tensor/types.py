@@ -57,10 +57,10 @@ class Partition(_Record):
 
     def spans(self, rank: int) -> tuple[tuple[Range, ...], ...]:
         """Return, for each dimension of the parameter, the ranges that a tensor rank holds."""
-        found: list[tuple[Range, ...]] = [((0, size),) for size in self.shape]
+        ranges: list[tuple[Range, ...]] = [((0, size),) for size in self.shape]
         for cut in self.cuts:
-            found[cut.dim] = cut.ranges[rank]
-        return tuple(found)
+            ranges[cut.dim] = cut.ranges[rank]
+        return tuple(ranges)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a tensor rank's shard."""

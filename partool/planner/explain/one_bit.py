@@ -64,7 +64,7 @@ def _gain(problem: Problem, best: Priced) -> Iterator[str]:
 def _may_gain(problem: Problem, best: Priced) -> bool:
     """Return False where a search for layouts of 0/1 Adam cannot find one that takes much less time and fits."""
     spec, job = problem.spec, best.job
-    if spec.optimizer.name != "adamw" or spec.engine != "partool" or job.stack.name != "partool":
+    if spec.optimizer.name != "adamw" or spec.engine != "partool":
         return False
     if any(True for _ in check_optimizer(_with_bits(problem).spec)):
         return False

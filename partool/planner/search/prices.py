@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.stacks import PARTOOL
 from partool.cost.time.bound import Open
 from partool.cost.time.offload import FAST_LINK
 from partool.planner.problem import Problem
@@ -167,7 +166,7 @@ class Prices:
         """
         devices = self.problem.devices
         fast = devices.backend == "cpu" or (devices.host_link_bytes_per_s or 0.0) >= FAST_LINK
-        fast |= cost_job(self.problem).stack.name != PARTOOL.name
+        fast |= not cost_job(self.problem).stack.staged_offload
         least = float(self.space.policies.gpu_fraction[self.policies].min()) if fast else 1.0
         return self.bounds(groups, policy, Open(least, recompute))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,12 +24,17 @@ LAYERS = [
     ["plan"],
     ["cost"],
     ["planner", "replay"],
+    ["engines"],
     ["render", "verify"],
     ["launch", "report"],
     ["api"],
     ["cli"],
 ]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
+AT_TOP = {"__init__", "__main__", "process", "version"}
+"""Modules of ``partool`` without a layer; ``process`` and ``version`` may be imported by every package."""
+DATA = {"templates", "specs"}
+"""Folders that an installed ``partool`` holds beside its packages: data, without modules."""
 RUNTIME_MAY_IMPORT = {"strategies", "spec", "layout", "schedule", "plan", "process"}
 HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard"}
 OF_CLUSTERS = {"kubernetes", "kubernetes_validate", "jsonschema", "celpy"}
@@ -57,19 +63,21 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
                 yield f"{node.module}.{alias.name}", node.lineno, node in top
 
 
-def violations(package: Path, name: str) -> list[str]:
+def violations(package: Path, name: str, root: Path = ROOT) -> list[str]:
     """Return what a package or module of ``partool`` imports of higher layers, the runtime and heavy packages."""
     found = []
     for path in sorted(package.rglob("*.py")) or [package.with_suffix(".py")]:
         for module, line, at_top in imports(path):
             parts = module.split(".")
-            where = f"{path.relative_to(ROOT)}:{line}"
+            where = f"{path.relative_to(root)}:{line}"
             if parts[0] in OF_CLUSTERS and (at_top or name != "launch"):
                 found.append(f"{where} imports {module}")
             kernels = parts[0] == "partool_kernels" and parts[1:2] != ["registry"]
             if parts[0] in HEAVY | {"partool_runtime"} or kernels:
                 found.append(f"{where} imports {module}")
             other = parts[1] if parts[0] == "partool" and len(parts) > 1 else name
+            if other not in {*RANK, *AT_TOP, "__version__"}:
+                found.append(f"{where} imports {module}, which has no layer")
             if RANK.get(other, -1) > RANK[name]:
                 found.append(f"{where} imports {module} from a higher layer")
             if other != name and other in LAYERS[RANK[name]]:
@@ -80,6 +88,36 @@ def violations(package: Path, name: str) -> list[str]:
 @pytest.mark.parametrize("name", sorted(RANK))
 def test_partool_imports_only_downwards_and_never_the_runtime(name: str) -> None:
     assert violations(ROOT / "partool" / name, name) == []
+
+
+def members(package: Path) -> set[str]:
+    """Return the names of a package's modules and of its folders with modules."""
+    files = {path.stem for path in package.glob("*.py")}
+    return files | {path.relative_to(package).parts[0] for path in package.rglob("*/*.py")}
+
+
+def test_every_package_and_module_of_partool_has_a_layer(tmp_path: Path) -> None:
+    assert members(ROOT / "partool") == {*RANK, *AT_TOP}
+    for name in ("new.py", "room/deep/module.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert members(tmp_path) == {"new", "room"}
+
+
+def test_the_table_of_packages_names_them_all() -> None:
+    text = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`partool\..*?) \|", text, re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`partool\.(\w+)`", row)) == sorted({*RANK, *DATA})
+
+
+def test_prices_may_not_import_engines(tmp_path: Path) -> None:
+    (tmp_path / "price.py").write_text("from partool.engines.read import read\n")
+    assert violations(tmp_path, "cost", tmp_path) == [
+        "price.py:1 imports partool.engines.read from a higher layer",
+        "price.py:1 imports partool.engines.read.read from a higher layer",
+    ]
+    (tmp_path / "price.py").write_text("import partool.unknown\nfrom partool.process import python_command\n")
+    assert violations(tmp_path, "cost", tmp_path) == ["price.py:1 imports partool.unknown, which has no layer"]
 
 
 def test_runtime_imports_only_pure_data_from_partool() -> None:
@@ -209,6 +247,27 @@ def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
     for text in ("run([sys.executable, 'x.py'])", "from sys import executable", "run(['python', '-c', text])"):
         (tmp_path / "bad.py").write_text(f"import sys\n{text}\n")
         assert starts(tmp_path / "bad.py") == [2]
+
+
+def compares_code_bases(path: Path) -> list[int]:
+    """Return the lines of a file that compare a code base by name, where a fact of its record is to be read."""
+    text = path.read_text(encoding="utf-8")
+    if "stack.name" not in text:
+        return []
+    compared = (
+        (node.lineno, [ast.unparse(side) for side in (node.left, *node.comparators)])
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Compare)
+    )
+    return sorted(line for line, sides in compared if any(side.endswith("stack.name") for side in sides))
+
+
+def test_prices_and_searches_read_facts_of_code_bases_not_names(tmp_path: Path) -> None:
+    """Tables of published runs name code bases, so ``partool.replay`` compares names."""
+    files = [path for path in sorted((ROOT / "partool").rglob("*.py")) if path.parent.name != "replay"]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in compares_code_bases(path)] == []
+    (tmp_path / "bad.py").write_text("a = job.stack.name != 'partool'\nb = PARTOOL.name == stack.name\nc = x.name\n")
+    assert compares_code_bases(tmp_path / "bad.py") == [1, 2]
 
 
 _PICKLERS = ("pickle", "torch", "marshal", "shelve")

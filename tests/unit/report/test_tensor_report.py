@@ -120,9 +120,9 @@ def unclear() -> Structure:
 def test_a_model_that_cannot_be_cut() -> None:
     problem = resolve(spec_of(TEXT + "parallel: {tensor: 2}\n"), Path("/")).problem
     assert problem is not None
-    problem = replace(problem, described=described(unclear()))
+    problem = replace(problem, description=described(unclear()))
     assert {one.code for one in check_tensor(problem)} == {"PT442"}
-    assert list(check_tensor(replace(problem, described=described(structure("phi3"))))) == []
+    assert list(check_tensor(replace(problem, description=described(structure("phi3"))))) == []
 
 
 def test_an_open_degree_leaves_tensor_parallelism_out() -> None:
@@ -142,13 +142,13 @@ def test_an_open_degree_leaves_out_those_that_a_module_cannot_have() -> None:
     text = spec_of(TEXT.replace("heads: 7", "heads: 12, ffn_hidden: 48") + "parallel: {tensor: auto, compile: none}\n")
     problem = resolve(text, Path("/")).problem
     assert problem is not None
-    problem = replace(problem, described=described(structure("phi3")))
+    problem = replace(problem, description=described(structure("phi3")))
     assert not cuttable(problem, 4)
     space = build(problem)
     assert 4 not in space.groups.tp
     assert 2 in space.groups.tp
     assert "modules that so many tensor ranks cannot share" in space.pruned
-    assert 4 in build(replace(problem, described=described(structure("llama")))).groups.tp
+    assert 4 in build(replace(problem, description=described(structure("llama")))).groups.tp
 
 
 def test_plans_that_share_parameters_otherwise_differ_in_one_line_each() -> None:

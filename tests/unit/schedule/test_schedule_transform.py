@@ -108,7 +108,7 @@ class Ranks:
         there = [message for wire in self.wires.values() for message in wire]
         everything = {thing for has in self.has for thing in has} | set(there)
         held = {thing for thing in everything if thing.kind in ("F", "I")}
-        assert {(stage, batch) for _, stage, batch in held} == set(what.held)
+        assert {(stage, batch) for _, stage, batch in held} == set(what.live_passes)
         assert everything - held == set(what.messages)
         self.wires.clear()
         self.has = [{thing for thing in everything if placement[thing.stage] == rank} for rank in range(len(self.has))]

@@ -271,7 +271,7 @@ def test_the_rest_of_a_schedule_on_other_ranks(schedule: Schedule, steps: int, s
     done = [action for actions, count in zip(schedule.lists, counts, strict=True) for action in actions[:count]]
     places = [(rank + shift) % schedule.ranks for rank in schedule.placement]
     rest = remap(schedule, counts, places)
-    assert validate(rest, done=done) == []
+    assert validate(rest, executed=done) == []
     assert receive_depth(rest, done) >= 1
     if any(action.kind in COMPUTE for action in done):
         assert validate(rest)

@@ -82,6 +82,10 @@ def test_a_section_that_cannot_do_without_a_value_is_left_out() -> None:
     }
 
 
+def test_a_refused_model_says_nothing_about_who_builds_it() -> None:
+    assert codes("model: {hf: 3}\n" + CPU + "parallel: {sequence: {method: compiled, degree: 2}}\n") == {"PT102"}
+
+
 def test_reads_are_recorded() -> None:
     spec = load_text(MODEL + CPU).spec
     assert spec is not None

@@ -37,6 +37,8 @@ def test_everything_is_open_by_default() -> None:
         ("{pipeline: auto}", "{}"),
         ("{sequence: 2}", "{sequence: {degree: 2}}"),
         ("{sequence: auto, tensor: auto, expert: auto}", "{}"),
+        ("{expert: {degree: 4}, expert_tensor: 2}", "{expert: 4, expert_tensor: 2}"),
+        ("{expert: {degree: auto}}", "{}"),
         ("{offload: auto}", "{}"),
         ("{offload: none}", "{offload: {optimizer: none, parameters: none, activations: none}}"),
         ("{offload: cpu}", "{offload: {optimizer: cpu}}"),
@@ -52,6 +54,8 @@ def test_overrides_open_shorthands() -> None:
     )
     assert (found.pipeline.stages, found.pipeline.schedule) == (4, "gpipe")
     assert (found.sequence.degree, found.sequence.method) == (2, "ring")
+    assert parallel("{expert: 4}", ["parallel.expert.degree=2"]).expert == 2
+    assert parallel("{expert: {degree: 4}}", ["parallel.expert=2"]).expert == 2
     found = parallel("{tensor: 2, offload: none}", ["parallel.tensor.overlap=none", "parallel.offload.activations=cpu"])
     assert (found.tensor.degree, found.tensor.overlap) == (2, "none")
     offload = found.offload
@@ -139,6 +143,8 @@ def test_the_schema_knows_the_shorthands() -> None:
         {"pipeline": 4},
         {"sequence": "auto"},
         {"tensor": 2},
+        {"expert": 2},
+        {"expert": {"degree": 2}},
         {"pipeline": {"stages": 2}},
         {"recompute": ["none", "full"]},
     ):
@@ -148,6 +154,8 @@ def test_the_schema_knows_the_shorthands() -> None:
         {"sequence": "ring"},
         {"recompute": ["ful"]},
         {"offload": "disk"},
+        {"expert": {"degree": 0}},
+        {"expert": {"ranks": 2}},
         {"offload": {"optimizer": "disk"}},
     ):
         assert list(check.iter_errors({**base, "parallel": bad})), bad

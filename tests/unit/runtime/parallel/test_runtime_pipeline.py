@@ -130,7 +130,7 @@ def test_until_a_cut_everything_made_has_arrived() -> None:
             both = [*first.lists[0], *rest.lists[0]]
             assert len(sent) == len(received)
             assert sorted(both) == sorted(schedule.lists[0])
-            assert validate(rest, done=computed) == []
+            assert validate(rest, executed=computed) == []
             programs = [compile_program(first, rank, halved(schedule)) for rank in range(3)]
             waiting = {action for program in programs for action, _ in program.unclaimed}
             expected = {

@@ -1,0 +1,130 @@
+"""Names say what they hold (docs/design/words.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import house
+from words import VAGUE, assigned, package_of, vague_names
+
+ROOT = Path(__file__).parents[3]
+LEFT: dict[str, int] = {
+    "partool.catalog": 42,
+    "partool.cli": 60,
+    "partool.cost.case": 2,
+    "partool.cost.codec": 1,
+    "partool.cost.collective": 1,
+    "partool.cost.evidence": 13,
+    "partool.cost.memory": 160,
+    "partool.cost.one_bit": 2,
+    "partool.cost.optimizer": 4,
+    "partool.cost.repeats": 2,
+    "partool.cost.sequence": 18,
+    "partool.cost.tensor_shares": 7,
+    "partool.cost.time": 98,
+    "partool.cost.traced": 3,
+    "partool.cost.traffic": 22,
+    "partool.diagnostics": 8,
+    "partool.engines": 141,
+    "partool.launch": 163,
+    "partool.layout": 1,
+    "partool.plan": 24,
+    "partool.planner.checks": 49,
+    "partool.planner.elastic": 4,
+    "partool.planner.explain": 39,
+    "partool.planner.hf": 5,
+    "partool.planner.kernels": 18,
+    "partool.planner.make": 15,
+    "partool.planner.problem": 2,
+    "partool.planner.resolve": 9,
+    "partool.planner.search": 82,
+    "partool.planner.totals": 1,
+    "partool.render": 38,
+    "partool.replay": 52,
+    "partool.report": 85,
+    "partool.schedule": 1,
+    "partool.spec": 47,
+    "partool.verify": 41,
+    "partool_kernels.adamw": 2,
+    "partool_kernels.compiled": 2,
+    "partool_kernels.cross_entropy": 18,
+    "partool_kernels.device": 2,
+    "partool_kernels.fp8": 5,
+    "partool_kernels.gemm": 2,
+    "partool_kernels.gemm_a8w8": 2,
+    "partool_kernels.grouped_gemm": 2,
+    "partool_kernels.host": 13,
+    "partool_kernels.linear_cross_entropy": 5,
+    "partool_kernels.modelled": 4,
+    "partool_kernels.moe": 1,
+    "partool_kernels.norm": 9,
+    "partool_kernels.offline": 1,
+    "partool_kernels.onebit": 2,
+    "partool_kernels.proof": 3,
+    "partool_kernels.reductions": 2,
+    "partool_kernels.registry": 30,
+    "partool_kernels.rope": 5,
+    "partool_kernels.select": 9,
+    "partool_kernels.small": 1,
+    "partool_runtime.adversarial": 1,
+    "partool_runtime.agent": 52,
+    "partool_runtime.calibrate": 16,
+    "partool_runtime.checkpoint": 23,
+    "partool_runtime.data": 12,
+    "partool_runtime.dry": 71,
+    "partool_runtime.export": 1,
+    "partool_runtime.fp8": 5,
+    "partool_runtime.fused": 5,
+    "partool_runtime.graph": 35,
+    "partool_runtime.groups": 3,
+    "partool_runtime.hf": 49,
+    "partool_runtime.mesh": 1,
+    "partool_runtime.model": 19,
+    "partool_runtime.offload": 64,
+    "partool_runtime.optim": 29,
+    "partool_runtime.parallel.comm": 2,
+    "partool_runtime.parallel.expert": 15,
+    "partool_runtime.parallel.grad_sync": 3,
+    "partool_runtime.parallel.host_exchange": 1,
+    "partool_runtime.parallel.kept": 5,
+    "partool_runtime.parallel.leaves": 2,
+    "partool_runtime.parallel.persistent": 2,
+    "partool_runtime.parallel.pipeline": 30,
+    "partool_runtime.parallel.recompute": 2,
+    "partool_runtime.parallel.sequence": 33,
+    "partool_runtime.parallel.tensor": 23,
+    "partool_runtime.parallel.tiling": 4,
+    "partool_runtime.parallel.weipipe": 17,
+    "partool_runtime.parallel.zero": 2,
+    "partool_runtime.pieces": 1,
+    "partool_runtime.placement": 1,
+    "partool_runtime.preparation": 6,
+    "partool_runtime.pulse": 4,
+    "partool_runtime.stepping": 1,
+    "partool_runtime.telemetry": 20,
+    "partool_runtime.torch_internals": 16,
+    "partool_runtime.trace": 8,
+    "partool_runtime.trainer": 6,
+    "partool_runtime.tune": 16,
+    "partool_runtime.usermodel": 12,
+    "partool_runtime.weights": 4,
+    "partool_runtime.worker": 1,
+}
+"""How often packages that were not renamed yet assign vague names. A number only becomes smaller, down to no entry."""
+
+
+def test_no_vague_names_are_added_and_the_list_shrinks() -> None:
+    counts = {package: names.total() for package, names in sorted(vague_names(house.modules(ROOT)).items())}
+    assert counts == LEFT
+
+
+def test_vague_names_are_seen_wherever_they_are_assigned(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(
+        "found = 1\ndef known(own, *, whole=1): pass\nclass There:\n    held: int\n"
+        "for left in []: pass\nx.told = 2\n_done = [again for again in []]\nplain = found.coming\n"
+    )
+    names = {name.lstrip("_") for name in assigned(file)} & VAGUE
+    assert names == {"found", "known", "own", "whole", "held", "left", "told", "done", "again"}
+    assert package_of("partool.cost.memory.peak") == "partool.cost.memory"
+    assert package_of("partool.launch.slurm.logs") == "partool.launch"

@@ -1,0 +1,53 @@
+"""Names that say too little: a variable called ``found`` may hold anything."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+VAGUE = frozenset({
+    "found", "own", "whole", "known", "told", "held", "left", "there", "done", "again", "coming", "late", "lone"
+})  # fmt: skip
+DIVIDED = ("partool.cost", "partool.planner", "partool_runtime.parallel")
+"""Packages whose parts are counted one by one."""
+PLAIN = {
+    "left": "partool.report: the left side of a line or table",
+    "done": "partool.plan: the state of a run that has ended well, as in status.json",
+}
+"""Names in their plain sense, which are counted elsewhere than in the packages that stand here, with the reason."""
+
+
+def package_of(module: str) -> str:
+    """Return the package that a module's names are counted for."""
+    parts = module.split(".")
+    depth = 3 if ".".join(parts[:2]) in DIVIDED else 2
+    return ".".join(parts[:depth])
+
+
+def assigned(path: Path) -> Iterator[str]:
+    """Yield each name that a file gives to a variable, a parameter, a field, a function or a class."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def vague_names(files: dict[str, Path]) -> dict[str, Counter[str]]:
+    """Return how often each package assigns each vague name; packages without any are left out."""
+    counts: dict[str, Counter[str]] = {}
+    for module, path in files.items():
+        package = package_of(module)
+        names = Counter(name.lstrip("_") for name in assigned(path) if name.lstrip("_") in VAGUE)
+        for name in list(names):
+            if PLAIN.get(name, "").partition(":")[0] == package:
+                del names[name]
+        if names:
+            counts[package] = counts.get(package, Counter()) + names
+    return counts
