@@ -21,7 +21,7 @@ from partool.launch.target import ClusterTarget, LaunchError, LogQuery, NoLogsEr
 from partool.launch.targets import cluster, statuses, target_of
 from partool.plan.terminal import say
 from partool.plan.types import Plan
-from partool.render import Job
+from partool.render.job import Job
 from partool.strategies.targets import TARGETS
 
 _EXIT_FINDINGS = 1

@@ -11,7 +11,7 @@ import typer
 
 from partool.cli._files import write_or_exit
 from partool.cli._foreign import Known
-from partool.cli._load import Output, name_of, show
+from partool.cli._load import Output, show
 from partool.cli._watch import watched
 from partool.engines.improve import Advice, advice, freed, theirs
 from partool.engines.settings import Setting
@@ -20,6 +20,7 @@ from partool.engines.written import EngineChange
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.loaded import name_of
 from partool.planner.problem import Work
 from partool.spec import Loaded
 from partool.spec._overrides import SHORTHAND

@@ -13,6 +13,7 @@ from partool.cli._fail import fail
 from partool.cli._foreign import is_plan
 from partool.cli._load import load_plan_or_exit, show, varied
 from partool.diagnostics.record import Diagnostic
+from partool.launch.prepare import about_launch, aimed_at, sizes_of
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import hash_of, job_of, tasks_of
 from partool.launch.target import Level
@@ -20,9 +21,9 @@ from partool.plan.outline import other_version
 from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
-from partool.render import Job, Rendered, findings, render
-from partool.render.job import EngineProgram
-from partool.strategies.targets import ARRAYS, RESIZABLE
+from partool.render.job import EngineProgram, Job, Rendered
+from partool.render.render import findings, render
+from partool.strategies.targets import ARRAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +47,14 @@ def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]
 def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bool) -> Plan:
     """Return the plan for a target, made from a spec or read from a plan file; ends the command if there are errors."""
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
-    if is_plan(path) and target and target != plan.launch.target:
-        plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
+    if is_plan(path):
+        plan = aimed_at(plan, target)
     if plan.code and not code_allowed():
         message = f"{path} builds its model with code from {plan.code}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
     shown = set() if is_plan(path) else {(finding.code, finding.message) for finding in plan.findings}
-    stop_on([found for found in _about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
+    stop_on([found for found in about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
     return plan
-
-
-def _about_launch(plan: Plan) -> list[Diagnostic]:
-    """Return the planner's findings about ``plan.launch``, such as its target, machines and time limits."""
-    from partool.planner.checks.launching import check_duration, check_launch, check_watchdog
-    from partool.planner.stopping import forecast
-
-    found = check_launch(plan.launch, plan.devices)
-    found += check_duration(plan.launch, forecast(plan))
-    found += check_watchdog(plan.launch, plan.prediction.upper_step_s)
-    if plan.launch.target in RESIZABLE and plan.launch.min_nodes is not None:
-        from partool.planner.elastic import check_elastic  # prices layouts, which needs numpy
-
-        found += check_elastic(plan)
-    return found
 
 
 def order(
@@ -91,7 +77,7 @@ def order(
         tasks = _tasks(path, aimed(overrides, plan.launch.target, path), array, plan)
     if at_once is not None and not tasks:
         raise typer.BadParameter("--at-once goes only together with --array")
-    sizes = _sizes(plan)
+    sizes = sizes_of(plan)
     plan_hash = hash_of(plan, tasks, sizes)
     run = previous or RunStore().next_submitted(plan.name, plan_hash)
     job = replace(job_of(plan, run, tasks, sizes, at_once), program=program)
@@ -165,11 +151,3 @@ def _as_before(path: Path, previous: Run, array: list[str]) -> None:
     if array or path != previous.plan_file:
         message = f"{previous.id} is an array, and its tasks resume with the plans they have"
         fail("PT587", message, f"partool launch --resume {previous.id}", 1)
-
-
-def _sizes(plan: Plan) -> dict[int, Plan]:
-    if plan.launch.min_nodes is None or plan.launch.target not in RESIZABLE:
-        return {}
-    from partool.planner.elastic import sizes
-
-    return sizes(plan)[0]

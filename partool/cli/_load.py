@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -202,26 +201,15 @@ def _planned(
     """Return a spec's plan (None after errors), all findings, and the lines by file that findings point to."""
     loaded, _ = load_any(path, overrides, also)
     findings, plan = list(loaded.diagnostics), None
-    lines = dict(loaded.source.texts)
-    lines |= _lines_elsewhere(findings, lines)
-    if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
+    if loaded.spec is not None or loaded.rest is not None:
         from partool.cli._watch import watched
-        from partool.planner import make_plan
+        from partool.planner.loaded import plan_loaded
         from partool.planner.problem import Work
 
-        work, folder, name = Work(), path.absolute().parent, name_of(path)
-        with watched(work):
-            result = make_plan(loaded.spec, base_dir=folder, default_name=name, trace=trace, forgive=forgive, work=work)
-        findings += loaded.source.attach(result.diagnostics)
-        plan = result.plan
-        lines |= _lines_elsewhere(findings, lines)
-    elif loaded.rest is not None:
-        from partool.planner import check_rest
-
-        loaded.add(check_rest(loaded.rest, path.absolute().parent, loaded.diagnostics))
-        findings = list(loaded.diagnostics)
-        lines |= _lines_elsewhere(findings, lines)
-    return plan, findings, lines
+        with watched(work := Work()):
+            plan, findings = plan_loaded(loaded, path, trace=trace, forgive=forgive, work=work)
+    lines = dict(loaded.source.texts)
+    return plan, findings, lines | _lines_elsewhere(findings, lines)
 
 
 def _lines_elsewhere(findings: list[Diagnostic], known: Lines) -> dict[str, list[str]]:
@@ -299,12 +287,6 @@ def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bo
     elif findings:
         text = render_text(findings, lines, colour=wants_colour(sys.stderr), columns=columns_of(sys.stderr))
         say(text + summary(findings), err=True, painted=True)
-
-
-def name_of(path: Path) -> str:
-    """Return the default name of a run: the file's name without characters that a run's name must not have."""
-    slug = re.sub(r"[^a-z0-9]+", "-", path.name.split(".")[0].lower()).strip("-")[:53].rstrip("-")
-    return slug or "run"
 
 
 def _version() -> str:

@@ -12,6 +12,7 @@ from partool.cli._fail import fail
 from partool.cli._foreign import is_plan, load_any
 from partool.cli._job import order, plan_for, stop_on
 from partool.cli._load import EngineChoice, TargetChoice, TrustCode
+from partool.launch.prepare import commands_here
 from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -63,10 +64,7 @@ def command(
     if plan.launch.target == HERE and (array or at_once):
         raise typer.BadParameter(f"--array and --at-once are for clusters: give --target {' or '.join(ARRAYS)}")
     if plan.launch.target == HERE:
-        from partool.launch.local.target import LocalTarget
-
-        shown = LocalTarget().describe(plan, None, resume=False)
-        rendered = Rendered("commands.txt", {"commands.txt": shown + "\n", "plan.json": plan.to_json()})
+        rendered = commands_here(plan)
     else:
         rendered = order(spec, plan, overrides or [], array or [], at_once=at_once).rendered
     _deliver(rendered, out, _next(plan, rendered.main), force=force)

@@ -25,8 +25,7 @@ from partool.plan.run import (
     write_status,
 )
 from partool.plan.types import Plan
-from partool.render import Job, Rendered
-from partool.render.job import LOG_FOLDER
+from partool.render.job import LOG_FOLDER, Job, Rendered
 
 _LOCK_FILE = "submit.lock"
 _MARKS = (CANCEL_FILE, PREEMPTIONS_FILE, FAILURES_FILE)

@@ -11,7 +11,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
-from partool.render import Job, Rendered
+from partool.render.job import Job, Rendered
 
 
 class LaunchError(Exception):

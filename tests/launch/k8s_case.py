@@ -18,7 +18,7 @@ from partool.launch.k8s.target import K8sTarget
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import submit_new
 from partool.plan.types import Plan
-from partool.render import Job, Rendered
+from partool.render.job import Job, Rendered
 
 SECRET = "s3cret-t0ken"
 

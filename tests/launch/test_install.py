@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import subprocess
 import sys
 import venv
@@ -14,6 +15,7 @@ import pytest
 from patience import PATIENCE
 
 from partool.plan.types import PLAN_VERSION
+from partool.version import __version__
 
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))[::5]
@@ -54,6 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(180)
 def test_core_install_plans_examples_without_torch(installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "partool", "--version", cwd=tmp_path).stdout == f"partool {__version__}\n"
     absent = run(installed / "python", "-c", "import torch", cwd=tmp_path)
     assert "No module named 'torch'" in absent.stderr
     assert SPECS
@@ -66,16 +69,32 @@ def test_core_install_plans_examples_without_torch(installed: Path, tmp_path: Pa
     assert "partool[train]" in refused.stderr
     data = "import partool.templates, partool.specs, pathlib; print(*pathlib.Path(partool.specs.__path__[0]).iterdir())"
     assert "quickstart.yaml" in run(installed / "python", "-c", data, cwd=tmp_path).stdout
+    face = f"from partool import plan, render; print(render(plan({str(ROOT / 'specs/quickstart.yaml')!r})).text)"
+    assert "partool_runtime.agent" in run(installed / "python", "-c", face, cwd=tmp_path).stdout
 
 
 @pytest.mark.timeout(120)
-def test_installs_without_a_compiler(tmp_path: Path) -> None:
+def test_a_wheel_made_without_a_compiler_installs_and_plans(tmp_path: Path) -> None:
+    """The environment of the tests lends the dependencies; ``-S`` keeps its editable install of partool out."""
     wheel = build_wheel(tmp_path, CXX="/nonexistent/c++")
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert not [name for name in names if name.endswith(".so") or name.startswith("tests/")]
+    assert {f"partool-{__version__}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= names
+    assert {f"{package}/py.typed" for package in ("partool", "partool_runtime", "partool_kernels")} <= names
+    folder = tmp_path / "installed"
+    done = run(sys.executable, *PIP, "install", "--no-deps", "--no-compile", "--target", folder, wheel, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    code = "import sys, partool; print(partool.__file__, partool.plan(sys.argv[1]).to_json(), 'torch' in sys.modules)"
+    paths = os.pathsep.join((str(folder), *site.getsitepackages()))
+    done = run(sys.executable, "-S", "-c", code, ROOT / "specs/quickstart.yaml", cwd=tmp_path, PYTHONPATH=paths)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{folder / 'partool' / '__init__.py'} ")
+    assert f'"partool_version": "{__version__}"' in done.stdout
+    assert done.stdout.endswith(" False\n")
 
 
 def test_importing_the_cli_stays_light() -> None:
-    done = run(sys.executable, "-X", "importtime", "-c", "import partool.cli, partool.cli.main", cwd=ROOT)
+    done = run(sys.executable, "-X", "importtime", "-c", "import partool, partool.cli.main", cwd=ROOT)
     assert done.returncode == 0
     loaded = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "partool" in loaded

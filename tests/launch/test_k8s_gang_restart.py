@@ -22,7 +22,7 @@ from patience import PATIENCE
 from ports import free_port
 
 from partool.plan.run import read_status
-from partool.render import Job
+from partool.render.job import Job
 from partool.render.k8s import render
 
 pytestmark = pytest.mark.timeout(150)

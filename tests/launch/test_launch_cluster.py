@@ -17,7 +17,8 @@ from partool.launch.submit import alone, submit_again, submit_new
 from partool.launch.target import LaunchError, Level, LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus, read_status, write_status
 from partool.plan.types import Plan
-from partool.render import Job, Rendered, render
+from partool.render.job import Job, Rendered
+from partool.render.render import render
 
 
 class Scheduler:

@@ -17,7 +17,8 @@ from partool.cli import export
 from partool.launch import calibrate, doctor, tune
 from partool.launch.local.target import LocalTarget
 from partool.launch.store import RunStore
-from partool.render import Job, render
+from partool.render.job import Job
+from partool.render.render import render
 from partool.work.traced import refresh
 
 PARTOOL = Path(sys.executable).with_name("partool")

@@ -247,7 +247,7 @@ def test_an_answer_that_is_lost(
     from partool.launch.slurm import target
     from partool.launch.submit import job_of, submit_new
     from partool.launch.target import LaunchError
-    from partool.render import render
+    from partool.render.render import render
 
     shadowed(login, monkeypatch, tmp_path, ('"$real" "$@"; ' if submits else "") + "exec sleep 60")
     monkeypatch.setattr(target, "_SUBMIT_TIMEOUT_S", 1.0)

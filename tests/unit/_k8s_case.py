@@ -9,7 +9,7 @@ import yaml
 from _launch_case import launch_job, launch_plan
 
 from partool.plan.types import Plan, Variable
-from partool.render import Job
+from partool.render.job import Job
 from partool.render.k8s import KINDS, render
 
 IMAGE = "registry.example.com/team/partool:1.0"

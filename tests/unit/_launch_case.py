@@ -11,7 +11,7 @@ from layouts import new_layout
 from partool.catalog.hardware import resolve_hardware
 from partool.plan.layout import Mesh
 from partool.plan.types import Devices, Plan, Variable
-from partool.render import Job
+from partool.render.job import Job
 from partool.spec.hardware import HardwareSpec
 from partool.spec.launch import LaunchSpec
 

@@ -21,6 +21,7 @@ LAYERS = [
     ["engines"],
     ["render", "verify"],
     ["launch", "report"],
+    ["api"],
     ["cli"],
 ]
 RUNTIME_LAYERS = [

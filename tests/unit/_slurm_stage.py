@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path, PurePosixPath
 
-from partool.render import Rendered
+from partool.render.job import Rendered
 
 SRUN = """\
 #!/bin/bash

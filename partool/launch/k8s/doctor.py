@@ -20,7 +20,7 @@ from partool.launch.store import RunStore
 from partool.launch.submit import job_of
 from partool.launch.target import Check, DoctorFiles, LaunchError
 from partool.plan.types import Plan
-from partool.render import render
+from partool.render.render import render
 
 _NAMESPACES = Resource("v1", "namespaces", namespaced=False)
 _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False)

@@ -26,7 +26,7 @@ from partool.plan.outline import outline
 from partool.plan.record import DamagedRecordError
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
-from partool.render import Job, Rendered
+from partool.render.job import Job, Rendered
 from partool.render.k8s import agents_key
 from partool.render.k8s.objects import RUN_LABEL
 

@@ -11,7 +11,8 @@ from partool.launch.slurm.refusal import estimate, refusal
 from partool.launch.store import RunStore
 from partool.launch.target import LaunchError, Level
 from partool.plan.types import Plan
-from partool.render import Job, Rendered, render
+from partool.render.job import Job, Rendered
+from partool.render.render import render
 
 # Site-wide defaults, used for options that the script does not set. All other SBATCH_ variables would silently
 # override the script (sbatch(1), input environment variables), and SLURM_ variables belong to another job.

@@ -25,7 +25,8 @@ from partool.launch.target import ClusterTarget, LaunchError, Level, LogLine, Lo
 from partool.plan.record import DamagedRecordError
 from partool.plan.run import CANCEL_FILE, PLAN_FILE, RunStatus
 from partool.plan.types import NOT_RUN, Plan
-from partool.render import Job, Rendered, render
+from partool.render.job import Job, Rendered
+from partool.render.render import render
 
 JOB_ID = "job_id"
 CLUSTER = "cluster"

@@ -17,7 +17,7 @@ from partool.catalog.profile import PROFILE_FILE, apply_profile
 from partool.launch.k8s.validate.own_rules import check
 from partool.launch.k8s.validate.reading import load_documents, read_manifest
 from partool.plan.types import Plan
-from partool.render import render
+from partool.render.render import render
 from partool.spec.hardware import Devices, HardwareSpec
 
 SLICED = [

@@ -19,7 +19,8 @@ from partool.launch.store import Run, Submission
 from partool.launch.submit import submit_new
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus, write_status
-from partool.render import Job, render
+from partool.render.job import Job
+from partool.render.render import render
 
 Play = Callable[..., None]
 DEFAULTS = {

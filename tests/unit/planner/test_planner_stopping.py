@@ -19,7 +19,8 @@ from partool.planner.checks.launching import check_decided
 from partool.planner.checks.stopping import check_restarts
 from partool.planner.elastic import resized
 from partool.planner.stopping import decided, forecast, stopping_of, worst_loss
-from partool.render import Job, render
+from partool.render.job import Job
+from partool.render.render import render
 from partool.report.stopping import saves_text, stop_text
 from partool.spec.launch import LaunchSpec
 from partool.spec.targets.k8s.notices import notice

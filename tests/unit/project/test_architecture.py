@@ -17,8 +17,8 @@ from partool.process import python_command
 
 ROOT = Path(__file__).parents[3]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
-AT_TOP = {"__init__", "__main__", "process"}
-"""Modules of ``partool`` that lie in no package; only ``process`` may be imported, by every package."""
+AT_TOP = {"__init__", "__main__", "process", "version"}
+"""Modules of ``partool`` without a layer; ``process`` and ``version`` may be imported by every package."""
 DATA = {"templates", "specs"}
 """Folders that an installed ``partool`` holds beside its packages: data, without modules."""
 RUNTIME_MAY_IMPORT = {"strategies", "spec", "layout", "schedule", "plan", "process"}
@@ -50,9 +50,9 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
 
 
 def violations(package: Path, name: str, root: Path = ROOT) -> list[str]:
-    """Return the imports of a file of ``partool/<name>`` from a higher layer, the runtime or a heavy package."""
+    """Return what a package or module of ``partool`` imports of higher layers, the runtime and heavy packages."""
     found = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")) or [package.with_suffix(".py")]:
         for module, line, at_top in imports(path):
             parts = module.split(".")
             where = f"{path.relative_to(root)}:{line}"

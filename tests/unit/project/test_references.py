@@ -40,6 +40,8 @@ def test_names_in_docstrings_stand() -> None:
 def test_names_and_files_in_pages_stand() -> None:
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     pages = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in files}
+    moved = "docs/design/moved.md"  # whose first column has names that are no more
+    pages[moved] = re.sub(r"^\|[^|]*", "", pages[moved], flags=re.MULTILINE)
     names = [(page, ref) for page, text in pages.items() for ref in re.findall(r"`(partool\w*\.[a-z][\w.]*)`", text)]
     assert [each for each in names if each[1] not in NO_MODULES and not stands(each[1])] == []
     paths = [(page, ref) for page, text in pages.items() for ref in re.findall(r"`(\w[\w/]*/\w+\.py)`", text)]

@@ -30,7 +30,7 @@ from _launch_case import launch_job
 
 from partool.launch.k8s.validate import validate_offline
 from partool.plan.types import Plan
-from partool.render import Job
+from partool.render.job import Job
 from partool.render.k8s import findings, render
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "k8s"

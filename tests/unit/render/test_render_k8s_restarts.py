@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from _k8s_case import documents, k8s_job, workload
 
-from partool.render import Job
+from partool.render.job import Job
 from partool.render.k8s import render
 
 

@@ -10,7 +10,7 @@ from _launch_case import launch_job
 from layouts import laid
 
 from partool.diagnostics.record import Diagnostic
-from partool.render import Job
+from partool.render.job import Job
 from partool.render.k8s import findings
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
 

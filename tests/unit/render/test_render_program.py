@@ -22,9 +22,9 @@ from partool.engines.megatron import settings
 from partool.engines.shell import Word
 from partool.engines.write import WRITABLE, terms_of
 from partool.plan.types import Plan
-from partool.render import findings, render
 from partool.render.job import Job
 from partool.render.program import program
+from partool.render.render import findings, render
 
 SPEC = """
 spec: 1

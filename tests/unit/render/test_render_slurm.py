@@ -16,7 +16,8 @@ from _slurm_stage import SRUN, Stage
 
 from partool.plan.types import Plan
 from partool.planner.checks.launching import environment
-from partool.render import Job, findings, render
+from partool.render.job import Job
+from partool.render.render import findings, render
 from partool.render.shell import UnsafeValueError, quote
 from partool.render.slurm.lint import lint
 
