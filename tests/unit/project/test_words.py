@@ -26,7 +26,7 @@ LEFT: dict[str, int] = {
     "partool.cost.traffic": 22,
     "partool.diagnostics": 8,
     "partool.engines": 141,
-    "partool.launch": 163,
+    "partool.launch": 1,
     "partool.layout": 1,
     "partool.plan": 24,
     "partool.planner.checks": 49,
