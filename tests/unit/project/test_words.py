@@ -9,7 +9,6 @@ from words import VAGUE, assigned, package_of, vague_names
 
 ROOT = Path(__file__).parents[3]
 LEFT: dict[str, int] = {
-    "partool.catalog": 42,
     "partool.cli": 60,
     "partool.cost.case": 2,
     "partool.cost.codec": 1,
@@ -43,8 +42,7 @@ LEFT: dict[str, int] = {
     "partool.replay": 52,
     "partool.report": 85,
     "partool.schedule": 1,
-    "partool.spec": 47,
-    "partool.verify": 41,
+    "partool.verify": 2,
     "partool_kernels.adamw": 2,
     "partool_kernels.compiled": 2,
     "partool_kernels.cross_entropy": 18,
