@@ -211,8 +211,8 @@ def stops_held_back() -> Iterator[Stops]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in stops.waiting:
-            os.kill(os.getpid(), number)
+        for signal_number in stops.waiting:
+            os.kill(os.getpid(), signal_number)
 
 
 def _shell(command: list[str]) -> str:
