@@ -187,14 +187,14 @@ def _reachable(entry: dict[str, Any], per_node: int) -> float:
     return per_node / (min(per_node, each) * _hosts(entry, per_node)) if each else 1.0
 
 
-def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
-    """Return ``spec`` for one node on which only ``devices`` of its ``whole`` devices are used.
+def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, total_devices: int) -> HardwareSpec:
+    """Return ``spec`` for one node on which only ``devices`` of its ``total_devices`` devices are used.
 
     On Superchips, host memory and cores are reduced to those of the Superchips in use.
     """
     update: dict[str, Any] = {"nodes": 1, "per_node": devices}
     if entry["devices_per_host"]:
-        share = _hosts(entry, devices) / _hosts(entry, whole)
+        share = _hosts(entry, devices) / _hosts(entry, total_devices)
         for field in ("host_memory_gib", "host_memory_gb_per_s"):
             value = getattr(spec, field)
             update |= {field: value * share} if value is not None else {}

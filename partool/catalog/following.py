@@ -8,34 +8,34 @@ _MULTIPLE = 64
 """Widths that are no whole number in proportion are rounded up to a multiple of this number, as ``_derive`` does."""
 
 
-def following(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def following(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of ``base`` that the spec does not give, changed in proportion to those that it gives.
 
-    ``base`` are the fields of a preset or a file, ``own`` those of the spec. ``kv_heads`` keeps its ratio to ``heads``
-    where the ratio divides the new number of heads; ``ffn_hidden``, also that of experts, keeps its ratio to
+    ``base`` are the fields of a preset or a file, ``given`` those of the spec. ``kv_heads`` keeps its ratio to
+    ``heads`` where the ratio divides the new number of heads; ``ffn_hidden``, also that of experts, keeps its ratio to
     ``hidden``. ``head_dim`` becomes ``hidden`` over ``heads`` (None, which is derived later) if it is that in ``base``.
     """
-    found: dict[str, Any] = {}
-    heads, hidden = own.get("heads"), own.get("hidden")
-    if heads is not None and {"heads", "kv_heads"} <= base.keys() and "kv_heads" not in own:
+    followed: dict[str, Any] = {}
+    heads, hidden = given.get("heads"), given.get("hidden")
+    if heads is not None and {"heads", "kv_heads"} <= base.keys() and "kv_heads" not in given:
         group, rest = divmod(base["heads"], base["kv_heads"])
         if not rest and heads % group == 0:
-            found["kv_heads"] = heads // group
+            followed["kv_heads"] = heads // group
     if hidden is not None and "hidden" in base:
-        if "ffn_hidden" in base and "ffn_hidden" not in own:
-            found["ffn_hidden"] = _width(base["ffn_hidden"], hidden, base["hidden"])
-        if "moe" in base and "moe" not in own:
+        if "ffn_hidden" in base and "ffn_hidden" not in given:
+            followed["ffn_hidden"] = _width(base["ffn_hidden"], hidden, base["hidden"])
+        if "moe" in base and "moe" not in given:
             width = _width(base["moe"]["ffn_hidden"], hidden, base["hidden"])
-            found["moe"] = {**base["moe"], "ffn_hidden": width}
-    if "head_dim" not in own and (heads is not None or hidden is not None) and _plain_head_dim(base):
-        found["head_dim"] = None
-    return {name: value for name, value in found.items() if value != base.get(name)}
+            followed["moe"] = {**base["moe"], "ffn_hidden": width}
+    if "head_dim" not in given and (heads is not None or hidden is not None) and _plain_head_dim(base):
+        followed["head_dim"] = None
+    return {name: value for name, value in followed.items() if value != base.get(name)}
 
 
 def _width(old: int, hidden: int, old_hidden: int) -> int:
     """Return a width that has the same ratio to the new ``hidden`` as the old width has to the old one."""
-    whole, rest = divmod(old * hidden, old_hidden)
-    return whole if not rest else -(-old * hidden // (old_hidden * _MULTIPLE)) * _MULTIPLE
+    width, rest = divmod(old * hidden, old_hidden)
+    return width if not rest else -(-old * hidden // (old_hidden * _MULTIPLE)) * _MULTIPLE
 
 
 def _plain_head_dim(base: dict[str, Any]) -> bool:

@@ -36,57 +36,57 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     local = spec.accelerator in ("auto", "cpu")
     if name == "cpu":
         local = local and spec.nodes == 1
-        found = [*check_slice(spec, name, None), *_precision(CPU_SPEED, name, precision), *_power(spec, name, None)]
-        if found:
-            return ResolvedHardware(None, tuple(found), local)
+        findings = [*check_slice(spec, name, None), *_precision(CPU_SPEED, name, precision), *_power(spec, name, None)]
+        if findings:
+            return ResolvedHardware(None, tuple(findings), local)
         return _checked(spec, cpu(spec, precision, max_devices), max_devices, local)
     entry = table("accelerators").get(name)
     if entry is None:
         if any(getattr(spec, field) is None for field in _OWN):
-            known = [*table("accelerators"), "cpu", "auto"]
+            names = [*table("accelerators"), "cpu", "auto"]
             here = catalog_name(name)
-            near = did_you_mean(name, known) if here == name else f"in the catalog this device is {here}."
+            near = did_you_mean(name, names) if here == name else f"in the catalog this device is {here}."
             help_text = f"{near} Or write {', '.join(_OWN)} for a device of your own."
             finding = Diagnostic("PT260", f"the catalog has no accelerator {name!r}", path=_PATH, help=help_text)
             return ResolvedHardware(None, (finding,), local)
         entry = own_entry(spec)
-    found = check_slice(spec, name, entry)
-    if any(finding.severity == "error" for finding in found):
-        return ResolvedHardware(None, tuple(found), local)
+    findings = check_slice(spec, name, entry)
+    if any(finding.severity == "error" for finding in findings):
+        return ResolvedHardware(None, tuple(findings), local)
     entry = sliced(entry, spec.slice) if spec.slice is not None else entry
-    found += [*_precision(entry["peak_tflops"], name, precision), *_power(spec, name, entry.get("power_w"))]
+    findings += [*_precision(entry["peak_tflops"], name, precision), *_power(spec, name, entry.get("power_w"))]
     fabric_name = spec.fabric or entry["fabric"]
     if fabric_name not in table("fabrics"):
         help_text = did_you_mean(fabric_name, table("fabrics"))
         text = f"the catalog has no fabric {fabric_name!r}"
-        found.append(Diagnostic("PT261", text, path=("hardware", "fabric"), help=help_text))
-    if any(finding.severity == "error" for finding in found):
-        return ResolvedHardware(None, tuple(found), local)
+        findings.append(Diagnostic("PT261", text, path=("hardware", "fabric"), help=help_text))
+    if any(finding.severity == "error" for finding in findings):
+        return ResolvedHardware(None, tuple(findings), local)
     note_read(("training", "precision"))  # findings above say that they are about it
     devices = accelerator(spec, name, entry, fabric_name, precision)
     if max_devices is not None and max_devices < devices.per_node:
         part = part_of(spec, entry, max_devices, devices.per_node)
         devices = accelerator(part, name, entry, fabric_name, precision)
     checked = _checked(spec, devices, max_devices, local)
-    return replace(checked, diagnostics=(*found, *checked.diagnostics))
+    return replace(checked, diagnostics=(*findings, *checked.diagnostics))
 
 
 def _checked(spec: HardwareSpec, devices: Devices, max_devices: int | None, local: bool) -> ResolvedHardware:
-    found = _contradictions(spec, devices)
+    findings = _contradictions(spec, devices)
     used = _limited(devices, max_devices)
     if used.nodes * used.per_node > MOST_DEVICES:
         text = f"nodes: {used.nodes:,} of per_node: {used.per_node:,} devices are more than {MOST_DEVICES:,}"
         help_text = f"write nodes: {MOST_DEVICES // used.per_node} or fewer, or limits.max_devices"
-        found.append(Diagnostic("PT275", text, path=("hardware", "nodes"), help=help_text))
-    return ResolvedHardware(None if found else used, tuple(found), local)
+        findings.append(Diagnostic("PT275", text, path=("hardware", "nodes"), help=help_text))
+    return ResolvedHardware(None if findings else used, tuple(findings), local)
 
 
-def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Diagnostic]:
-    if precision in known:
+def _precision(supported: Iterable[str], name: str, precision: Precision) -> list[Diagnostic]:
+    if precision in supported:
         return []
     text = f"{name} has no {precision} arithmetic"
-    nearest = next(kind for kind in ("bf16", "fp16", "fp32") if kind in known)
-    help_text = f"it has {', '.join(sorted(known))}: write precision: {nearest}"
+    nearest = next(kind for kind in ("bf16", "fp16", "fp32") if kind in supported)
+    help_text = f"it has {', '.join(sorted(supported))}: write precision: {nearest}"
     return [Diagnostic("PT263", text, path=("training", "precision"), help=help_text)]
 
 
@@ -112,7 +112,7 @@ def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
         ("wide_tflops", devices.wide_flops, "peak", devices.peak_flops, "peak_tflops"),
         ("pair_gb_per_s", devices.pair_bytes_per_s, "link", devices.link_bytes_per_s, "link_gb_per_s"),
     ]
-    found = []
+    findings = []
     for field, value, what, limit, other in pairs:
         given: Any = getattr(spec, field)
         if given is None or value is None or limit is None or value <= limit * (1 + 1e-9):
@@ -120,12 +120,12 @@ def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
         largest = limit / (1e12 if what == "peak" else 1e9)
         text = f"{field}: {given:g} is more than the device's {what}, {largest:g}"
         help_text = f"write at most {largest:g}, or a larger {other}"
-        found.append(Diagnostic("PT262", text, path=("hardware", field), help=help_text))
+        findings.append(Diagnostic("PT262", text, path=("hardware", field), help=help_text))
     if spec.backend is not None and spec.backend != devices.backend:
         text = f"{devices.accelerator} runs on {devices.backend}, not on {spec.backend}"
         help_text = "leave backend out; it is for devices that the catalog lacks"
-        found.append(Diagnostic("PT262", text, path=("hardware", "backend"), help=help_text))
-    return found
+        findings.append(Diagnostic("PT262", text, path=("hardware", "backend"), help=help_text))
+    return findings
 
 
 def _limited(devices: Devices, max_devices: int | None) -> Devices:

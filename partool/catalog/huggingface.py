@@ -95,8 +95,10 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported."""
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
-        known = f"known types: {', '.join(sorted(_DEFAULTS))}; for others, write model: {{hf: FOLDER OF THIS FILE}}"
-        help = _THROUGH_TRANSFORMERS if kind == "gpt_oss" else known
+        supported_types = (
+            f"known types: {', '.join(sorted(_DEFAULTS))}; for others, write model: {{hf: FOLDER OF THIS FILE}}"
+        )
+        help = _THROUGH_TRANSFORMERS if kind == "gpt_oss" else supported_types
         return None, [_error("PT252", f"model_type {kind!r} is not known", help)]
     config = {
         **_DEFAULTS[kind],
@@ -139,9 +141,9 @@ def read_generation(path: Path, vocab: int) -> tuple[dict[str, Any], list[Diagno
     except (OSError, ValueError) as error:
         message = f"{beside} cannot be read, and exports will lack it: {error}"
         return {"token_ids": ids | given}, [Diagnostic("PT692", message, "warning", _PATH, help="mend it or remove it")]
-    for where, found in (("config.json", given), (beside.name, settings)):
-        for key in [key for key in _TOKEN_IDS if not _known(found.get(key), vocab)]:
-            beyond.append(f"{key}: {found.pop(key)!r} ({where})")
+    for where, token_ids in (("config.json", given), (beside.name, settings)):
+        for key in [key for key in _TOKEN_IDS if not _in_vocabulary(token_ids.get(key), vocab)]:
+            beyond.append(f"{key}: {token_ids.pop(key)!r} ({where})")
     findings = []
     if beyond:
         message = f"not in the vocabulary of {vocab}, and left out of exports: {', '.join(beyond)}"
@@ -162,7 +164,7 @@ _SPECIAL_TOKENS: dict[str, dict[str, int]] = {
 """Model type → default ids of special tokens in transformers' configuration class, by key of config.json."""
 
 
-def _known(value: Any, vocab: int) -> bool:
+def _in_vocabulary(value: Any, vocab: int) -> bool:
     """Return True if a token id, or every id of a list, is in the vocabulary; None counts as an empty list."""
     many = value if isinstance(value, list) else [] if value is None else [value]
     return all(type(number) is int and 0 <= number < vocab for number in many)
@@ -184,11 +186,11 @@ def _sizes(config: dict[str, Any], names: dict[str, str]) -> list[Diagnostic]:
 
 
 def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> list[Diagnostic]:
-    found = []
+    findings = []
     activation = config.get("activation_function", "gelu_new") if kind == "gpt2" else config.get("hidden_act", "silu")
     allowed = ("gelu_new", "gelu_pytorch_tanh") if kind == "gpt2" else ("silu", "swish")
     if activation not in allowed:
-        found.append(
+        findings.append(
             _error("PT253", f"activation {activation!r} of a {kind} model is not supported", f"supported: {allowed[0]}")
         )
     for key, value in _MUST_BE.items():
@@ -196,15 +198,15 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
             continue
         if key in config and config[key] != value:
             help = _UNQUANTIZED if key == "quantization_config" else f"only {value!r} is"
-            found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", help))
+            findings.append(_error("PT253", f"{key}: {config[key]!r} is not supported", help))
     dropped = [key for key in _NOISE if config.get(key)]
-    known = _NO_EFFECT | _READ | KEYS | set(_MUST_BE) | set(_NOISE) | set(names)
-    unknown = sorted(set(config) - known - ({"num_nextn_predict_layers"} if kind in _LATENT else set()))
+    supported_keys = _NO_EFFECT | _READ | KEYS | set(_MUST_BE) | set(_NOISE) | set(names)
+    unknown = sorted(set(config) - supported_keys - ({"num_nextn_predict_layers"} if kind in _LATENT else set()))
     if kind not in _LATENT and "num_nextn_predict_layers" in unknown:
-        found.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
+        findings.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
     if dropped or unknown:
         text = ", ".join([*dropped, *unknown])
-        found.append(
+        findings.append(
             Diagnostic(
                 "PT254",
                 f"ignored keys of the config: {text}",
@@ -213,7 +215,7 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
                 help="training here has neither dropout nor noise in routers; check that other keys change nothing",
             )
         )
-    return found
+    return findings
 
 
 def _in_blocks(how: Any) -> bool:

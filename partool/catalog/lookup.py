@@ -34,12 +34,12 @@ def table_hash(name: Table) -> str:
     return hashlib.sha256(_bytes(name)).hexdigest()
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, entries: Iterable[str]) -> str:
     """Return a help text that names the known entries nearest to ``name``, or all entries if none is near.
 
     Entries that begin with ``name`` come first, as h100-sxm for h100; the others are ordered by their edit distance.
     """
-    names, written = sorted(known), name.lower().replace("_", "-").strip("-")
+    names, written = sorted(entries), name.lower().replace("_", "-").strip("-")
     longer = [each for each in names if written and each.startswith(f"{written}-")]
     longer = longer or [each for each in names if len(written) > 1 and each.startswith(written)]
     near = longer[:_MOST] or get_close_matches(written, names, n=_MOST, cutoff=0.55)

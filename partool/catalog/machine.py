@@ -129,10 +129,10 @@ def _nvidia_names() -> list[str]:
 def _nvidia_smi() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return [line.strip() for line in process.stdout.splitlines() if line.strip()]
 
 
 def catalog_name(driver_name: str) -> str:
@@ -148,14 +148,14 @@ def catalog_name(driver_name: str) -> str:
 
 def _amd_targets() -> list[tuple[int, int]]:
     """Return (architecture number, bytes of memory) of every AMD device, in the order of the kernel driver."""
-    found = []
+    targets = []
     for file in sorted(_KFD.glob("*/properties")):
         values = _pairs(file)
         if int(values.get("simd_count", "0")) > 0:
             banks = file.parent.glob("mem_banks/*/properties")
             size = sum(int(_pairs(bank).get("size_in_bytes", "0")) for bank in banks)
-            found.append((int(values.get("gfx_target_version", "0")), size))
-    return found
+            targets.append((int(values.get("gfx_target_version", "0")), size))
+    return targets
 
 
 def _pairs(file: Path) -> dict[str, str]:
@@ -167,7 +167,7 @@ def _amd_name(target: int, memory_bytes: int) -> str:
 
     If several entries match (MI300X, MI325X), the entry whose memory size is nearest is returned.
     """
-    known = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
-    if not known:
+    matches = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
+    if not matches:
         return f"gfx target {target}"
-    return min(known, key=lambda item: abs(item[1]["usable_gib"] * _GIB - memory_bytes))[0]
+    return min(matches, key=lambda item: abs(item[1]["usable_gib"] * _GIB - memory_bytes))[0]

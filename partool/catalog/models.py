@@ -55,15 +55,15 @@ def resolve_model(
     base, source, findings, inputs = _base(spec, base_dir)
     if base is None:
         return ResolvedModel(None, source, tuple(findings), inputs)
-    own = {name: getattr(spec, name) for name in type(spec).model_fields if name not in _NOT_FIELDS}
-    own = {name: value for name, value in own.items() if value is not None}
+    given = {name: getattr(spec, name) for name in type(spec).model_fields if name not in _NOT_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
     origin = f"preset {spec.preset}" if spec.preset is not None else source
-    followed = following(base, own)
-    if source and (changed := sorted(own)):
-        source = f"{source}, with {', '.join(changed)} from the spec{_told(followed)}"
-    fields = {**base, **followed, **own}
+    followed = following(base, given)
+    if source and (changed := sorted(given)):
+        source = f"{source}, with {', '.join(changed)} from the spec{_followed_text(followed)}"
+    fields = {**base, **followed, **given}
     fields.setdefault("vocab", vocab)
-    if fields.get("mla") is not None and "head_dim" not in own:
+    if fields.get("mla") is not None and "head_dim" not in given:
         fields["head_dim"] = None  # it follows from the parts of a head, which the spec may change
     fields = {name: value for name, value in fields.items() if value is not None}
     missing = [name for name in _REQUIRED if name not in fields]
@@ -73,7 +73,7 @@ def resolve_model(
         return ResolvedModel(None, source, tuple(findings), inputs)
     _derive(fields)
     findings.extend(_attention(spec, fields))
-    kept = {name: origin for name in base if name not in own and name not in followed}
+    kept = {name: origin for name in base if name not in given and name not in followed}
     config = _validated(fields, findings, kept)
     if config is not None:
         findings.extend(_inconsistent(config, kept))
@@ -95,10 +95,10 @@ def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
     if given or spec.attention is not None:
         what = ", ".join([*given, *(["attention"] if spec.attention is not None else [])])
         help = "change the folder's config.json, or write model.config in place of model.hf"
-        found = Diagnostic(
+        finding = Diagnostic(
             "PT454", f"{what} cannot be changed in a model that transformers builds", path=("model", "hf"), help=help
         )
-        return ResolvedModel(None, "", (found,))
+        return ResolvedModel(None, "", (finding,))
     try:
         described, digest = describe(folder)
     except DescriptionError as error:
@@ -214,7 +214,7 @@ def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
     return []
 
 
-def _told(followed: dict[str, Any]) -> str:
+def _followed_text(followed: dict[str, Any]) -> str:
     """Return the end of a sentence that lists the numbers which follow from the spec's; empty if there are none."""
     plain = {name: value for name, value in followed.items() if isinstance(value, int)}
     return (
@@ -260,27 +260,29 @@ def _inconsistent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnost
     ``kept`` maps each field that a preset or a file gave to that preset or file, which the findings name. The codes are
     those of the rules about specs, which only see the fields that the spec itself gives.
     """
-    found = []
+    findings = []
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"
         text += _from(kept, "heads", "kv_heads")
         near = max(n for n in range(1, config.kv_heads + 1) if config.heads % n == 0)
         help = f"use {near}, or another divisor of {config.heads}"
-        found.append(Diagnostic("PT204", text, path=("model", "kv_heads"), help=help))
-    found.extend(_latent(config, kept))
+        findings.append(Diagnostic("PT204", text, path=("model", "kv_heads"), help=help))
+    findings.extend(_latent(config, kept))
     if config.position == "rope" and config.mla is None and config.head_dim % 2:
         text = f"head_dim: {config.head_dim} is odd, and rotary positions turn pairs of dimensions"
         text += _from(kept, "head_dim")
-        found.append(Diagnostic("PT206", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
+        findings.append(Diagnostic("PT206", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
     if config.padding_token is not None and config.padding_token >= config.vocab:
         text = f"padding_token: {config.padding_token} is not below the vocabulary of {config.vocab}"
         text += _from(kept, "vocab", "padding_token")
-        found.append(Diagnostic("PT694", text, path=("model", "padding_token"), help=f"use at most {config.vocab - 1}"))
+        findings.append(
+            Diagnostic("PT694", text, path=("model", "padding_token"), help=f"use at most {config.vocab - 1}")
+        )
     if config.moe is not None and config.moe.top_k > config.moe.experts:
         text = f"top_k: {config.moe.top_k} is more than the {config.moe.experts} experts{_from(kept, 'moe')}"
         help = f"use at most {config.moe.experts}"
-        found.append(Diagnostic("PT210", text, path=("model", "moe", "top_k"), help=help))
-    return found
+        findings.append(Diagnostic("PT210", text, path=("model", "moe", "top_k"), help=help))
+    return findings
 
 
 def _latent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnostic]:
@@ -288,11 +290,11 @@ def _latent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnostic]:
     mla = config.mla
     if mla is None:
         return []
-    found = []
+    findings = []
     if config.position == "rope" and mla.rope_head_dim % 2:
         text = f"rope_head_dim: {mla.rope_head_dim} is odd, and rotary positions turn pairs of dimensions"
         help = f"use {mla.rope_head_dim + 1}"
-        found.append(Diagnostic("PT206", text, path=("model", "mla", "rope_head_dim"), help=help))
+        findings.append(Diagnostic("PT206", text, path=("model", "mla", "rope_head_dim"), help=help))
     wrong = (
         ("head_dim", config.head_dim, mla.qk_head_dim, "nope_head_dim + rope_head_dim"),
         ("kv_heads", config.kv_heads, config.heads, "heads, as every head has keys and values"),
@@ -301,5 +303,5 @@ def _latent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnostic]:
     for name, given, needed, why in wrong:
         if given != needed:
             text = f"{name}: {given} contradicts latent attention, where it is {why}{_from(kept, name)}"
-            found.append(Diagnostic("PT239", text, path=("model", name), help=f"drop {name}, or mla"))
-    return found
+            findings.append(Diagnostic("PT239", text, path=("model", name), help=f"drop {name}, or mla"))
+    return findings

@@ -54,7 +54,7 @@ def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[Networ
     if devices.nodes == 1 or devices.backend == "cpu" or name not in _data()["presets"]:
         return ()
     sources = _data()["sources"]
-    found = [
+    variables = [
         NetworkVariable(
             row["name"],
             row["value"],
@@ -66,7 +66,7 @@ def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[Networ
         for row in _data()["presets"][name]
         if _applies(row, devices)
     ]
-    return tuple(sorted(found, key=lambda variable: variable.name))
+    return tuple(sorted(variables, key=lambda variable: variable.name))
 
 
 def _applies(row: dict[str, Any], devices: Devices) -> bool:

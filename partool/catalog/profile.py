@@ -91,8 +91,8 @@ def apply_profile(
         return Applied(devices, findings=(Diagnostic("PT282", text, severity, _PATH, help=_HELP),))
     findings = []
     if profile.figures.achievable_flops and precision not in profile.figures.achievable_flops:
-        known = ", ".join(profile.figures.achievable_flops)
-        text = f"the calibration {path} holds no {precision} products, only {known}: the catalog's rate is used"
+        measured = ", ".join(profile.figures.achievable_flops)
+        text = f"the calibration {path} holds no {precision} products, only {measured}: the catalog's rate is used"
         findings.append(Diagnostic("PT283", text, "warning", _PATH, help=_HELP))
     scalars = profile.scalar(stack)
     hashes = {"calibration": profile.figures_hash, "calibration/scalars": profile.scalars_hash}
@@ -162,34 +162,34 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
     figures, ranks = profile.figures, profile.machine.ranks
     # The ranks of a CPU share its cores and its memory.
     share = ranks / devices.per_node if devices.backend == "cpu" else 1.0
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     if precision in figures.achievable_flops:
-        found["achievable_flops"] = share * figures.achievable_flops[precision].value
+        measured["achievable_flops"] = share * figures.achievable_flops[precision].value
     wide = "bf16" if precision == "fp8" else precision
     if precision in figures.products and devices.backend == "cpu":
         line = figures.products[precision]
-        found["achievable_flops"] = share * line.flops_per_s.value
-        found["product_element_s"] = line.element_s.value / share
+        measured["achievable_flops"] = share * line.flops_per_s.value
+        measured["product_element_s"] = line.element_s.value / share
     if precision == "fp8" and wide in figures.achievable_flops:
-        found["wide_flops"] = share * figures.achievable_flops[wide].value
+        measured["wide_flops"] = share * figures.achievable_flops[wide].value
     if wide in figures.attention_flops:
-        found["attention_flops"] = share * figures.attention_flops[wide].value
+        measured["attention_flops"] = share * figures.attention_flops[wide].value
     if wide in figures.attention_by_length and devices.backend == "cpu":
         rates = sorted(figures.attention_by_length[wide].items())
-        found["attention_by_length"] = tuple((length, share * rate.value) for length, rate in rates)
+        measured["attention_by_length"] = tuple((length, share * rate.value) for length, rate in rates)
     if figures.stream_bytes_per_s:
-        found["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE[devices.backend]
+        measured["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE[devices.backend]
     if figures.fresh_bytes_per_s:
-        found["fresh_bytes_per_s"] = share * figures.fresh_bytes_per_s.value
+        measured["fresh_bytes_per_s"] = share * figures.fresh_bytes_per_s.value
     if figures.operator_s:
-        found["operator_s"] = figures.operator_s.value
-    found |= _link(figures, devices, ranks)
+        measured["operator_s"] = figures.operator_s.value
+    measured |= _link(figures, devices, ranks)
     if figures.host_link_bytes_per_s and devices.host_link_bytes_per_s:
-        found["host_link_bytes_per_s"] = figures.host_link_bytes_per_s.value / _HOST_LINK_SHARE
+        measured["host_link_bytes_per_s"] = figures.host_link_bytes_per_s.value / _HOST_LINK_SHARE
     if figures.adam_parameters_per_s:
-        found["host_memory_bytes_per_s"] = ranks * figures.adam_parameters_per_s.value * _ADAM_BYTES / _ADAM_SHARE
+        measured["host_memory_bytes_per_s"] = ranks * figures.adam_parameters_per_s.value * _ADAM_BYTES / _ADAM_SHARE
     given = {name for name, fields in _GIVEN.items() if any(getattr(spec, field) is not None for field in fields)}
-    return devices.model_copy(update={name: value for name, value in found.items() if name not in given})
+    return devices.model_copy(update={name: value for name, value in measured.items() if name not in given})
 
 
 def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, float]:
@@ -198,14 +198,14 @@ def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, f
     Both are medians over the measured collectives; the result is empty if none was measured.
     """
     slow = _REDUCE_SLOWDOWN[devices.backend]
-    known = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
-    lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in known.items()
+    moves_of = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
+    lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in moves_of.items()
              if name in figures.collectives]  # fmt: skip
     if not lines:
         return {}
     rate = statistics.median(line.bytes_per_s.value * moves for _, moves, line in lines) / _LINK_SHARE[devices.backend]
     latency = statistics.median(line.latency_s.value / starts for starts, _, line in lines)
-    found = {"link_bytes_per_s": rate, "link_latency_s": latency / (1.0 + _HOP * (ranks - 1))}
+    link = {"link_bytes_per_s": rate, "link_latency_s": latency / (1.0 + _HOP * (ranks - 1))}
     if devices.topology == "mesh" and ranks > 1:
-        found["pair_bytes_per_s"] = rate / (ranks - 1)
-    return found
+        link["pair_bytes_per_s"] = rate / (ranks - 1)
+    return link

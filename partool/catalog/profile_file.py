@@ -198,7 +198,7 @@ class Profile(_Part):
 
     def scalar(self, stack: str) -> StackScalars:
         """Return the ratios of one code base (``stack``); both are None if it has no finished runs."""
-        return next((found for found in self.scalars if found.stack == stack), StackScalars(stack=stack))
+        return next((scalars for scalars in self.scalars if scalars.stack == stack), StackScalars(stack=stack))
 
 
 class ProfileError(Exception):

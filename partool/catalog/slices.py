@@ -46,13 +46,13 @@ def check_slice(spec: HardwareSpec, name: str, entry: dict[str, Any] | None) -> 
     """Return findings about ``hardware.slice``: an unknown profile, or slices that would have to train together."""
     if spec.slice is None:
         return []
-    known = list(entry["slices"]["units"]) if entry is not None and "slices" in entry else []
-    if not known:
+    profiles = list(entry["slices"]["units"]) if entry is not None and "slices" in entry else []
+    if not profiles:
         have = ", ".join(each for each, other in table("accelerators").items() if "slices" in other)
         return [Diagnostic("PT277", f"{name} has no MIG slices in the catalog", path=_PATH, help=f"they have: {have}")]
-    if spec.slice not in known:
+    if spec.slice not in profiles:
         text = f"{name} has no MIG slice {spec.slice!r}"
-        return [Diagnostic("PT277", text, path=_PATH, help=f"its slices: {', '.join(known)}")]
+        return [Diagnostic("PT277", text, path=_PATH, help=f"its slices: {', '.join(profiles)}")]
     if spec.per_node not in ("auto", 1):
         text = f"per_node: {spec.per_node} slices of a node cannot train one model: a process sees only one slice"
         help = "write per_node: 1, or leave slice out and use whole devices"

@@ -62,8 +62,8 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
         help = "give a folder on this machine; names of a model hub are not looked up"
         raise DescriptionError(f"{folder / 'config.json'} cannot be read: {error.strerror}", help) from error
     code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
-    found = _known(_key(content, code), _MODULE, str(folder.absolute()), code)
-    return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
+    description = _kept_or_asked(_key(content, code), _MODULE, str(folder.absolute()), code)
+    return description | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
 
 def describe_graph(folder: Path, sequence_length: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def describe_graph(folder: Path, sequence_length: int) -> dict[str, Any]:
     """
     code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
     key = _key((folder / "config.json").read_bytes(), code)
-    return _known(f"{key}-graph-{sequence_length}", _GRAPH, str(folder.absolute()), code, str(sequence_length))
+    return _kept_or_asked(f"{key}-graph-{sequence_length}", _GRAPH, str(folder.absolute()), code, str(sequence_length))
 
 
 def describe_module(model: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
@@ -89,25 +89,25 @@ def describe_module(model: Mapping[str, Any], sequence_length: int) -> dict[str,
     text = json.dumps(model, sort_keys=True)
     key = f"{_key(text.encode(), _MODULE_OF_USER)}-{sequence_length}"
     arguments = (text, str(sequence_length))
-    return _known(key, _MODULE_OF_USER, *arguments, sound=lambda kept: not _changed(kept, model["folder"]))
+    return _kept_or_asked(key, _MODULE_OF_USER, *arguments, sound=lambda kept: not _changed(kept, model["folder"]))
 
 
 def _changed(kept: Mapping[str, Any], folder: str) -> bool:
     """Return True if a file from which an answer about a user's module was made is another one now."""
     files = kept.get("code_files")
-    return not isinstance(files, dict) or any(hash_now(name, folder) != found for name, found in files.items())
+    return not isinstance(files, dict) or any(hash_now(name, folder) != digest for name, digest in files.items())
 
 
-def _known(
+def _kept_or_asked(
     key: str, module: str, *arguments: str, sound: Callable[[Mapping[str, Any]], bool] = lambda _: True
 ) -> dict[str, Any]:
     """Return the answer that is kept under ``key`` if it is ``sound``, or ask a module of the runtime and keep it."""
     kept = home() / "models" / f"{key}.json"
-    found = _read(kept)
-    if found is None or not sound(found):
-        found = _answer(module, *arguments)
-        _keep(found, kept)
-    return found
+    answer = _read(kept)
+    if answer is None or not sound(answer):
+        answer = _answer(module, *arguments)
+        _keep(answer, kept)
+    return answer
 
 
 def _key(content: bytes, code: str) -> str:
@@ -124,20 +124,20 @@ def _answer(module: str, *arguments: str) -> dict[str, Any]:
     """Return what a module of the runtime prints in a process of its own; raises :class:`DescriptionError`."""
     command = python_command(module, *arguments)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DescriptionError(f"the runtime could not inspect the model: {error}") from error
     try:
-        found = json.loads(done.stdout)
+        answer = json.loads(process.stdout)
     except ValueError as error:
-        last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
+        last = (process.stderr.strip().splitlines() or ["no error output"])[-1]
         raise DescriptionError(f"the runtime could not inspect the model: {last}") from error
-    if "error" in found:
-        said = found["error"]
+    if "error" in answer:
+        said = answer["error"]
         raise DescriptionError(said["message"], said["help"], said["code"])
-    return dict(found)
+    return dict(answer)
 
 
 def _read(kept: Path) -> dict[str, Any] | None:
@@ -147,12 +147,12 @@ def _read(kept: Path) -> dict[str, Any] | None:
         return None
 
 
-def _keep(found: dict[str, Any], kept: Path) -> None:
-    """Write the description ``found`` to the cache file ``kept`` atomically; errors of the file system are ignored."""
+def _keep(answer: dict[str, Any], kept: Path) -> None:
+    """Write the description ``answer`` to the cache file ``kept`` atomically; errors of the file system are ignored."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump(answer, file)
         Path(file.name).replace(kept)
     except OSError:
         return

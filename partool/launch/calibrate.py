@@ -57,22 +57,26 @@ def empty_profile() -> Profile:
 
 
 def _profile(result: dict[str, Any]) -> Profile:
-    found = result["machine"]
-    accelerator = "cpu" if found.get("backend", "cpu") == "cpu" else this_machine().accelerator
+    machine_record = result["machine"]
+    accelerator = "cpu" if machine_record.get("backend", "cpu") == "cpu" else this_machine().accelerator
     return Profile(
         partool_version=__version__,
         created=_now(),
         sizes=result["sizes"],
         complete=result["complete"],
-        machine=_machine(found, accelerator),
+        machine=_machine(machine_record, accelerator),
         figures=MeasuredFigures.model_validate(result["figures"]),
         measurements=tuple(Measurement.model_validate(line) for line in result["measurements"]),
     )
 
 
-def _machine(found: dict[str, Any], accelerator: str) -> MachineId:
+def _machine(record: dict[str, Any], accelerator: str) -> MachineId:
     return MachineId(
-        accelerator=accelerator, processor=processor(), cores=available_cores(), devices=this_machine().devices, **found
+        accelerator=accelerator,
+        processor=processor(),
+        cores=available_cores(),
+        devices=this_machine().devices,
+        **record,
     )
 
 

@@ -22,8 +22,8 @@ def complete(folder: Path) -> dict[int, Path]:
     """Return a mapping from the step of each complete checkpoint to the checkpoint's folder, lowest step first."""
     if not folder.is_dir():
         return {}
-    found = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}
-    return dict(sorted(found.items()))
+    folders = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}
+    return dict(sorted(folders.items()))
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

@@ -60,8 +60,8 @@ def rounds(
 def ranks(run_path: Path, attempt: int) -> list[int]:
     """Return the ranks that have log files in an attempt."""
     folder = rank_log(run_path, attempt, 0, "stdout").parent
-    found = {int(match[1]) for file in folder.glob("rank-*.*.log") if (match := _FILE.fullmatch(file.name))}
-    return sorted(found)
+    numbers = {int(match[1]) for file in folder.glob("rank-*.*.log") if (match := _FILE.fullmatch(file.name))}
+    return sorted(numbers)
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class _Tail:
                     stream.seek(self.offset)
                     content = stream.read()
                 self.offset += len(content)
-                *whole, self._part = (self._part + content).split(b"\n")
-                yield from (LogLine(self.rank, self.is_error, line + b"\n") for line in whole)
+                *complete, self._part = (self._part + content).split(b"\n")
+                yield from (LogLine(self.rank, self.is_error, line + b"\n") for line in complete)
         except FileNotFoundError:
             pass
         if last and self._part:
@@ -113,7 +113,7 @@ def _find(tails: dict[Path, _Tail], run: Run, attempt: int, query: LogQuery, oth
 
 
 def _missing(run: Run, query: LogQuery, attempt: int) -> str:
-    there = ranks(run.path, attempt)
-    known = f"there are ranks {min(there)} to {max(there)}" if there else "no rank was started"
+    existing = ranks(run.path, attempt)
+    available = f"there are ranks {min(existing)} to {max(existing)}" if existing else "no rank was started"
     whose = "logs" if query.rank is None else f"logs of rank {query.rank}"
-    return f"no {whose} in attempt {attempt} of {run.id}: {known}"
+    return f"no {whose} in attempt {attempt} of {run.id}: {available}"

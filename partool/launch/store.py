@@ -152,10 +152,10 @@ class RunStore:
         """Return the submitted runs of a plan, sorted by their numbers; raises ValueError."""
         _check(name)
         stem = f"{_shortened(name)}-{plan_hash[:8]}"
-        found: list[Run] = []
-        while (self.root / (run_id := stem if not found else f"{stem}-{len(found) + 1}")).is_dir():
-            found.append(Run(self.root / run_id))
-        return found
+        submitted_runs: list[Run] = []
+        while (self.root / (run_id := stem if not submitted_runs else f"{stem}-{len(submitted_runs) + 1}")).is_dir():
+            submitted_runs.append(Run(self.root / run_id))
+        return submitted_runs
 
     def next_submitted(self, name: str, plan_hash: str) -> Run:
         """Return the run that the next submission of a plan will get; does not make the run's folder.
@@ -171,8 +171,8 @@ class RunStore:
         """Return all runs, the newest first."""
         if not self.root.is_dir():
             return []
-        found = [Run(folder) for folder in self.root.iterdir() if folder.is_dir()]
-        return sorted(found, key=lambda run: (run.status().created, run.id), reverse=True)
+        all_runs = [Run(folder) for folder in self.root.iterdir() if folder.is_dir()]
+        return sorted(all_runs, key=lambda run: (run.status().created, run.id), reverse=True)
 
     def find(self, query: str) -> Run:
         """Return the run that ``query`` selects; for a name, the newest run with this name.

@@ -87,7 +87,7 @@ class DoctorFiles:
 def level_of(name: str, checks: Iterable[Check]) -> Level:
     """Return ``checks``, doctor's checks of a plan, as a level of validation; raises LaunchError if a check does."""
     ran = [check for check in checks if check.verdict != "skipped"]
-    found = [
+    findings = [
         Diagnostic(
             "PT560",
             f"doctor's check `{check.name}`: {check.text}",
@@ -97,7 +97,7 @@ def level_of(name: str, checks: Iterable[Check]) -> Level:
         for check in ran
         if check.verdict != "ok"
     ]
-    return Level(name, True, f"{len(ran)} checks", tuple(found))
+    return Level(name, True, f"{len(ran)} checks", tuple(findings))
 
 
 class NoLogsError(LookupError):

@@ -42,19 +42,19 @@ def _load(name: str) -> object:
 
 def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
     """Return the status of each run, by run id; asks a cluster once. If a cluster fails, its runs are ``unknown``."""
-    found: dict[str, RunStatus] = {}
+    by_run: dict[str, RunStatus] = {}
     by_target: dict[str, list[Run]] = {}
     for run in runs:
         try:
             submission = run.submission()
         except ValueError as error:
             reason = f"no readable submission.json: {damage(error)}"
-            found[run.id] = run.status().model_copy(update={"reason": reason})
+            by_run[run.id] = run.status().model_copy(update={"reason": reason})
             continue
         by_target.setdefault(HERE if submission is None else submission.target, []).append(run)
     for name, some in by_target.items():
-        found |= _statuses(name, some)
-    return found
+        by_run |= _statuses(name, some)
+    return by_run
 
 
 def _statuses(name: str, runs: list[Run]) -> dict[str, RunStatus]:

@@ -26,9 +26,9 @@ def telling(message: str) -> str:
     then the agent's last line in the output or, if the agent wrote none, the last line that is not noise.
     """
     lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
-    own = _own(lines)
-    if own:
-        return own[0] if own[0] == lines[0] else own[-1]
+    agent_lines = _partool_lines(lines)
+    if agent_lines:
+        return agent_lines[0] if agent_lines[0] == lines[0] else agent_lines[-1]
     return next((line.strip() for line in reversed(lines) if not _NOISE.search(line)), lines[-1] if lines else "")
 
 
@@ -44,9 +44,9 @@ def told_by_job(output: Path) -> str:
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    own = _own(lines) or [line for line in lines if _SCHEDULER.match(line) and not _NOISE.search(line)]
-    return own[-1].removeprefix(_OWN).strip() if own else ""
+    job_lines = _partool_lines(lines) or [line for line in lines if _SCHEDULER.match(line) and not _NOISE.search(line)]
+    return job_lines[-1].removeprefix(_OWN).strip() if job_lines else ""
 
 
-def _own(lines: Sequence[str]) -> list[str]:
+def _partool_lines(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if line.startswith(_OWN) and not line.startswith(f"{_OWN}note")]

@@ -58,7 +58,7 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
     from partool_kernels.registry.tables import bucket
 
     wanted = set(requests(plan, tuning.kernels))
-    found: dict[str, tuple[float, float, Event]] = {}
+    by_request: dict[str, tuple[float, float, Event]] = {}
     for line in coverage(plan).lines:
         request = line.asked.request
         if request is None or request not in wanted or (line.measured and not tuning.again):
@@ -68,9 +68,9 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
             "shape": request.width, "rows": bucket(request.rows), "flags": list(request.flags),
         }  # fmt: skip
         key = json.dumps(sent)
-        lost, whole, _ = found.get(key, (0.0, 0.0, sent))
-        found[key] = (lost + line.total_lost_s, whole + line.total_s, sent)
-    return [sent for _, _, sent in sorted(found.values(), key=lambda each: (-each[0], -each[1]))]
+        lost, total_s, _ = by_request.get(key, (0.0, 0.0, sent))
+        by_request[key] = (lost + line.total_lost_s, total_s + line.total_s, sent)
+    return [sent for _, _, sent in sorted(by_request.values(), key=lambda each: (-each[0], -each[1]))]
 
 
 def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:

@@ -25,12 +25,12 @@ ONE_KEY: dict[SpecPath, str] = {("parallel", "expert"): "degree"}
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
     """Write the overrides into ``document``; return a finding for each override that is malformed or unknown."""
-    found = []
+    findings = []
     for text in overrides:
         finding = _apply(document, text, source)
         if finding is not None:
-            found.append(finding)
-    return found
+            findings.append(finding)
+    return findings
 
 
 def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | None:

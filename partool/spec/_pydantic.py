@@ -120,13 +120,13 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
             return _pattern(path, each)
     if len(items) > 1 or item["type"] == "literal_error":
         return _choice(path, items)
-    found = shown(item["input"])
+    given = shown(item["input"])
     if item["type"] in _BOUNDS:
         key, words = _BOUNDS[item["type"]]
         bound = item["ctx"][key]
-        size = "" if key in ("min_length", "max_length") else f", not {found}"
+        size = "" if key in ("min_length", "max_length") else f", not {given}"
         if isinstance(item["input"], float) and isnan(item["input"]):  # fails every comparison
-            return Diagnostic("PT104", f"`{name}` must be a number, not {found}", path=path, help="use a finite number")
+            return Diagnostic("PT104", f"`{name}` must be a number, not {given}", path=path, help="use a finite number")
         return Diagnostic(
             "PT104", f"`{name}` must be {words} {_amount(bound)}{size}", path=path, help=_number_help(path, item)
         )
@@ -134,7 +134,7 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         return _pattern(path, item)
     expected = _TYPES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
     help = _number_help(path, item) or _type_help(path, item)
-    return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=help)
+    return Diagnostic("PT102", f"`{name}` must be {expected}, not {given}", path=path, help=help)
 
 
 def _amount(bound: float) -> str:
@@ -143,14 +143,14 @@ def _amount(bound: float) -> str:
 
 def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
     """Return the finding about a value or key whose text does not match the required pattern."""
-    found, name = shown(item["input"]), dotted(path)
+    given, name = shown(item["input"]), dotted(path)
     help = PATTERNS.get(item["ctx"]["pattern"], "")
     if item["loc"][-1] != "[key]":
-        return Diagnostic("PT106", f"`{name}` cannot be {found}", path=path, help=help)
+        return Diagnostic("PT106", f"`{name}` cannot be {given}", path=path, help=help)
     if path[:2] in (("launch", "env"), ("launch", "secrets")):
-        message = f"{found} cannot be the name of an environment variable"
+        message = f"{given} cannot be the name of an environment variable"
         return Diagnostic("PT221", message, path=path, help="letters, digits and underscores")
-    return Diagnostic("PT106", f"{found} cannot be a key of `{dotted(path[:-1])}`", path=path, help=help)
+    return Diagnostic("PT106", f"{given} cannot be a key of `{dotted(path[:-1])}`", path=path, help=help)
 
 
 def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
@@ -166,39 +166,39 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         else:
             types.append(_TYPES.get(item["type"], item["msg"].lower()))
     allowed = list(dict.fromkeys([*types, *words]))
-    found = items[0]["input"]
+    value = items[0]["input"]
     if section_at(path) is not None and "a section with keys" not in allowed:
         allowed.insert(len(dict.fromkeys(types)), "a section with keys")
     plain = [word.strip("'") for word in words]
-    near = difflib.get_close_matches(str(found), plain, n=1) or [word for word in [near_word(found, plain)] if word]
+    near = difflib.get_close_matches(str(value), plain, n=1) or [word for word in [near_word(value, plain)] if word]
     code = "PT105" if words else "PT102"
     expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
     listed = next((_type_help(path, item) for item in items if item["type"] == "list_type"), "")
-    if found is True and {"none", "full"} <= set(plain):  # recompute, which is a switch elsewhere
+    if value is True and {"none", "full"} <= set(plain):  # recompute, which is a switch elsewhere
         near = ["full"]
-    if "true or false" in allowed and truth(found):  # YAML 1.1 read them so
-        near = [truth(found)]
+    if "true or false" in allowed and truth(value):  # YAML 1.1 read them so
+        near = [truth(value)]
     help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0]) or listed
-    return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(found)}", path=path, help=help)
+    return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(value)}", path=path, help=help)
 
 
 def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
     """Return help for a number that is too small, is not whole, or is a word such as none; else an empty text."""
-    found, least, bounds = item["input"], _least(path), item.get("ctx", {})
+    value, least, bounds = item["input"], _least(path), item.get("ctx", {})
     if least is None and isinstance(bounds.get("gt", bounds.get("ge")), int):
         least = bounds["gt"] + 1 if "gt" in bounds else bounds["ge"]
-    if path in _DEGREES and str(found).lower() in NONE_WORDS:
+    if path in _DEGREES and str(value).lower() in NONE_WORDS:
         return "use 1 for none"
     key = str(path[-1]) if path else ""
-    if path == _BATCH and (words := batch_words(found, item.get("sequence_length"))):
+    if path == _BATCH and (words := batch_words(value, item.get("sequence_length"))):
         return words
-    if words := number_words(key, item["type"], found) or limit_words(key, found, bounds.get("lt", bounds.get("le"))):
+    if words := number_words(key, item["type"], value) or limit_words(key, value, bounds.get("lt", bounds.get("le"))):
         return words
-    if least is None or isinstance(found, bool) or not isinstance(found, int | float) or not isfinite(found):
+    if least is None or isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return ""
-    if found < least:
+    if value < least:
         return f"use {least} or more"
-    return f"use {floor(found)} or {ceil(found)}" if found != int(found) else ""
+    return f"use {floor(value)} or {ceil(value)}" if value != int(value) else ""
 
 
 def _least(path: SpecPath) -> int | None:
@@ -227,12 +227,12 @@ def _bounds_below(annotation: Any) -> Iterator[int]:
         yield from _bounds_below(argument)
 
 
-def _unknown(path: SpecPath, found: Any) -> Diagnostic:
+def _unknown(path: SpecPath, value: Any) -> Diagnostic:
     key = str(path[-1])
     siblings = known_keys(path[:-1])
     beside = _beside(path[:-1], key, siblings)
     where = f"in `{dotted(path[:-1])}`" if len(path) > 1 else "at the top level of a spec"
-    help = written(beside, found) if beside else suggest(key, siblings)
+    help = written(beside, value) if beside else suggest(key, siblings)
     return Diagnostic("PT101", f"there is no `{key}` {where}", path=path, label="unknown key", help=help)
 
 

@@ -21,34 +21,34 @@ _WORDS = {
 """Word of other tools → word of a spec."""
 
 
-def near_word(found: Any, words: list[str]) -> str:
+def near_word(value: Any, words: list[str]) -> str:
     """Return the word that a value of another tool stands for, such as ``adamw`` for ``adamw_torch``; else empty."""
-    text = str(found).lower()
+    text = str(value).lower()
     if _WORDS.get(text) in words:
         return _WORDS[text]
     return next((word for word in words if len(word) > 2 and text.startswith(f"{word}_")), "")
 
 
-def truth(found: Any) -> str:
+def truth(value: Any) -> str:
     """Return the YAML 1.2 word for a truth value of YAML 1.1, such as ``true`` for ``yes``; else an empty text."""
-    text = str(found).lower()
+    text = str(value).lower()
     return "" if text not in TRUTHS else "true" if text in ("yes", "on") else "false"
 
 
-def number_words(name: str, kind: str, found: Any) -> str:
+def number_words(name: str, kind: str, value: Any) -> str:
     """Return help for a value that is not the number that the field ``name`` takes; empty if nothing helps.
 
     ``kind`` is pydantic's type of the error.
     """
     if kind not in _NUMBERS:
         return ""
-    if found is None:
+    if value is None:
         return "leave the key out for its default"
-    if isinstance(found, float) and kind != "float_type" and isfinite(found) and found == int(found):
-        return f"write {int(found)}"
-    if not isinstance(found, str):
+    if isinstance(value, float) and kind != "float_type" and isfinite(value) and value == int(value):
+        return f"write {int(value)}"
+    if not isinstance(value, str):
         return ""
-    text = found.strip().replace(",", "")
+    text = value.strip().replace(",", "")
     try:
         return f"write {text} without quotes" if isfinite(float(text)) else ""
     except ValueError:
@@ -63,43 +63,43 @@ def number_words(name: str, kind: str, found: Any) -> str:
     return "write all digits, such as 8192" if unit.lower() in ("k", "m", "ki") else f"write {number}"
 
 
-def limit_words(name: str, found: Any, bound: float | None) -> str:
+def limit_words(name: str, value: Any, bound: float | None) -> str:
     """Return help for a number of the field ``name`` that is above ``bound``; empty if nothing helps."""
-    if bound is None or isinstance(found, bool) or not isinstance(found, int | float) or found < bound:
+    if bound is None or isinstance(value, bool) or not isinstance(value, int | float) or value < bound:
         return ""
     if bound == 1:
-        return "it is a fraction of 1: 0.05 for 5 %" if found <= 100 else ""
+        return "it is a fraction of 1: 0.05 for 5 %" if value <= 100 else ""
     return "the name ends with the unit" if name.rpartition("_")[2] in _UNITS else ""
 
 
-def written(key: str, found: Any) -> str:
+def written(key: str, value: Any) -> str:
     """Return help for a value that stands under another tool's name: the spec's key, with the value as it takes it."""
-    amount = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None
-    if key == "per_node" or (isinstance(found, int) and key == "accelerator"):
+    amount = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if key == "per_node" or (isinstance(value, int) and key == "accelerator"):
         return "did you mean `per_node`?"
     if amount and key.rpartition("_")[2] in _UNITS:
         return f"write `{key}: {amount[1]}`: the name ends with the unit"
-    if isinstance(found, str | int | float) and not isinstance(found, bool) and len(str(found)) <= 60:
-        return f"write `{key}: {found}`"
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and len(str(value)) <= 60:
+        return f"write `{key}: {value}`"
     return f"did you mean `{key}`?"
 
 
-def section_words(name: str, found: Any, keys: list[str]) -> str:
+def section_words(name: str, value: Any, keys: list[str]) -> str:
     """Return help for a value in place of the section ``name``, which has ``keys``."""
     if name == "parallel.data":
-        stage = re.fullmatch(r"(?:zero|stage)[-_ ]?([0-3])", str(found).lower())
-        if stage or str(found).lower() in ("fsdp", "full_shard", "true"):
+        stage = re.fullmatch(r"(?:zero|stage)[-_ ]?([0-3])", str(value).lower())
+        if stage or str(value).lower() in ("fsdp", "full_shard", "true"):
             return f"write data: {{zero: {stage[1] if stage else 3}}}"
-        if isinstance(found, int):
-            return f"its ranks follow from the others; for states shared by {found} of them: data: {{shard: {found}}}"
-    if name == "optimizer" and isinstance(found, str):
-        return f"write optimizer: {{name: {found.lower().partition('_')[0]}}}"
+        if isinstance(value, int):
+            return f"its ranks follow from the others; for states shared by {value} of them: data: {{shard: {value}}}"
+    if name == "optimizer" and isinstance(value, str):
+        return f"write optimizer: {{name: {value.lower().partition('_')[0]}}}"
     return f"its keys: {', '.join(keys)}" if keys else ""
 
 
-def batch_words(found: Any, sequence_length: Any) -> str:
+def batch_words(value: Any, sequence_length: Any) -> str:
     """Return help for a batch that is written as a number of tokens, such as ``4M``; empty for other values."""
-    match = _TOKENS.fullmatch(found.strip()) if isinstance(found, str) else None
+    match = _TOKENS.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return ""
     tokens = round(float(match[1]) * _FACTORS[match[2].lower()])

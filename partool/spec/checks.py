@@ -261,8 +261,8 @@ def _expert_groups(moe: Moe) -> Iterator[Diagnostic]:
 
 def _weights(spec: Spec) -> Iterator[Diagnostic]:
     weights = spec.model.weights
-    own = weights.source == "hf" and spec.model.hf is not None  # the model's own folder
-    if weights.source in ("checkpoint", "hf") and weights.path is None and not own:
+    in_model_folder = weights.source == "hf" and spec.model.hf is not None  # the model's own folder
+    if weights.source in ("checkpoint", "hf") and weights.path is None and not in_model_folder:
         message = f"weights from {weights.source} need a path"
         yield Diagnostic("PT211", message, path=("model", "weights"), help="add path: FOLDER")
     if weights.source in ("init", "dummy") and weights.path is not None:
@@ -306,19 +306,19 @@ def _restarts(spec: Spec) -> Iterator[Diagnostic]:
         return
     path: Path = ("launch", "restarts")
     if launch.restarts:
-        again = f"restarts: {launch.restarts}, but no checkpoint before the end: a restart begins at step 0"
+        message = f"restarts: {launch.restarts}, but no checkpoint before the end: a restart begins at step 0"
     elif not target.comes_back and launch.requeues:
-        again = (
+        message = (
             f"requeues: {launch.requeues}, but no checkpoint before the end: a job whose node fails begins at step 0"
         )
         path = ("launch", "requeues") if "requeues" in launch.model_fields_set else ("checkpoint", "every")
     elif target.starter == "scheduler" and target.comes_back:
-        again = f"a lost pod comes back {target.comes_back}, but no checkpoint before the end: it begins at step 0"
+        message = f"a lost pod comes back {target.comes_back}, but no checkpoint before the end: it begins at step 0"
         path = ("checkpoint", "every")
     else:
         return
     help = f"use checkpoint: {{every: {min(500, max(steps // 10, 1))}}} (steps), {{every: 30min}} or {{every: auto}}"
-    yield Diagnostic("PT227", again, "warning", path, help=help)
+    yield Diagnostic("PT227", message, "warning", path, help=help)
 
 
 def _validation(spec: Spec) -> Iterator[Diagnostic]:

@@ -45,11 +45,11 @@ def foreign(document: Any, file: str) -> tuple[str, str] | None:
         help = f"write a spec with `model: {{config: {file}}}` and `data`; partool init writes one to start from"
         return f"this is the Hugging Face configuration{of}, not a spec", help
     if _ONLY_DEEPSPEED & document.keys():
-        told = [f"{key} → {field}" for key, field in DEEPSPEED.items() if key in document]
+        renamed = [f"{key} → {field}" for key, field in DEEPSPEED.items() if key in document]
         zero = document.get("zero_optimization")
         if isinstance(zero, dict) and any(key in zero for key in _OFFLOADS):
-            told.append("offload_optimizer and offload_param → parallel.offload")
-        help = f"write a spec (partool init), and put there: {'; '.join(told)}"
+            renamed.append("offload_optimizer and offload_param → parallel.offload")
+        help = f"write a spec (partool init), and put there: {'; '.join(renamed)}"
         return "this is a DeepSpeed configuration, not a spec", help
     return None
 

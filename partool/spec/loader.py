@@ -97,24 +97,26 @@ def _similar(path: Path) -> str:
 
 
 def _load(source: Source, overrides: list[str]) -> Loaded:
-    document, found = _yaml.parse(source)
-    if document is None and not found:
-        found = [Diagnostic("PT005", "the spec is empty", span=Span(source.file, 1, 1, 1, 1), help=_yaml._EMPTY_HELP)]
-    if document is None or any(finding.code == "PT009" for finding in found):
-        return Loaded(None, source, found)
+    document, findings = _yaml.parse(source)
+    if document is None and not findings:
+        findings = [
+            Diagnostic("PT005", "the spec is empty", span=Span(source.file, 1, 1, 1, 1), help=_yaml._EMPTY_HELP)
+        ]
+    if document is None or any(finding.code == "PT009" for finding in findings):
+        return Loaded(None, source, findings)
     if not isinstance(document, dict):
         kind = "a list" if isinstance(document, list) else "a single value"
         message = f"the spec is {kind}, not a section with keys"
-        found.append(Diagnostic("PT007", message, span=source.span((), key=True), help="begin with `model:`"))
-        return Loaded(None, source, found)
-    if told := foreign(document, source.file):
-        found.append(Diagnostic("PT012", told[0], span=source.span((), key=True), help=told[1]))
-        return Loaded(None, source, found)
-    found += apply_overrides(document, overrides, source)
+        findings.append(Diagnostic("PT007", message, span=source.span((), key=True), help="begin with `model:`"))
+        return Loaded(None, source, findings)
+    if foreign_tool := foreign(document, source.file):
+        findings.append(Diagnostic("PT012", foreign_tool[0], span=source.span((), key=True), help=foreign_tool[1]))
+        return Loaded(None, source, findings)
+    findings += apply_overrides(document, overrides, source)
     source.note_secrets(document)
     spec, wrong = _validate(document)
     loaded = Loaded(spec, source)
-    loaded.add(found + wrong)
+    loaded.add(findings + wrong)
     if spec is not None and not loaded.has_errors:
         loaded.add(check(spec))
     if loaded.has_errors:

@@ -21,11 +21,11 @@ def asked_code(folder: Path) -> dict[str, str]:
 
     ``auto_map`` holds ``FILE.CLASS``, or ``REPOSITORY--FILE.CLASS`` for code that is not in the folder.
     """
-    found = {}
+    files = {}
     for reference in _references(_auto_map(folder)):
         file, _, name = reference.rpartition(".")
-        found[name] = file if "--" in file else f"{file}.py"
-    return found
+        files[name] = file if "--" in file else f"{file}.py"
+    return files
 
 
 def code_files(folder: Path) -> list[Path]:
@@ -48,16 +48,18 @@ def module_file(module: str, folder: str) -> Path:
     Raises OSError if there is no such module.
     """
     places: list[str] | None = [folder, *sys.path]
-    found = None
+    module_spec = None
     for end in range(module.count(".") + 1):
         name = ".".join(module.split(".")[: end + 1])
-        found = PathFinder.find_spec(name, places)
-        if found is None:
+        module_spec = PathFinder.find_spec(name, places)
+        if module_spec is None:
             raise FileNotFoundError(f"there is no module {name} in {folder} or on the module path")
-        places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-    if found is None or found.origin is None:
+        places = (
+            None if module_spec.submodule_search_locations is None else list(module_spec.submodule_search_locations)
+        )
+    if module_spec is None or module_spec.origin is None:
         raise FileNotFoundError(f"the module {module} has no file")
-    return Path(found.origin)
+    return Path(module_spec.origin)
 
 
 def module_hash(file: Path) -> str:

@@ -27,9 +27,9 @@ def duration(value_s: float) -> str:
 
     A zero in the second place is left out; negative values count as 0.
     """
-    left, parts = max(0, round(value_s)), list[str]()
+    remaining_s, parts = max(0, round(value_s)), list[str]()
     for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
-        count, left = divmod(left, unit_s)
+        count, remaining_s = divmod(remaining_s, unit_s)
         if parts or count or unit == "s":
             parts.append(f"{count} {unit.removesuffix('s') if unit == 'days' and count == 1 else unit}")
     return " ".join(part for index, part in enumerate(parts[:2]) if index == 0 or not part.startswith("0 "))

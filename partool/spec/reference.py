@@ -35,7 +35,7 @@ def reference() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _section(path: str, section: _Section, known: dict[str, _Section]) -> Iterator[str]:
+def _section(path: str, section: _Section, definitions: dict[str, _Section]) -> Iterator[str]:
     """Yield the table of a section and the tables of the sections in it."""
     yield f"## `{path}`\n" if path else "## Top level\n"
     if path:
@@ -43,25 +43,25 @@ def _section(path: str, section: _Section, known: dict[str, _Section]) -> Iterat
     yield "| field | values | default | meaning |\n|---|---|---|---|"
     inner: list[tuple[str, _Section]] = []
     for name, field in section["properties"].items():
-        below = list(_sections_in(field, name, known))
+        below = list(_sections_in(field, name, definitions))
         inner += below
         default = "required" if name in section.get("required", ()) else _default(field, bool(below))
         meaning = _line(field.get("description", "") or (below[0][1].get("description", "") if below else ""))
-        yield f"| `{name}` | {_values(field, known)} | {default} | {meaning} |"
+        yield f"| `{name}` | {_values(field, definitions)} | {default} | {meaning} |"
     yield ""
     for name, below_section in inner:
-        yield from _section(f"{path}.{name}" if path else name, below_section, known)
+        yield from _section(f"{path}.{name}" if path else name, below_section, definitions)
 
 
-def _sections_in(field: _Section, name: str, known: dict[str, _Section]) -> Iterator[tuple[str, _Section]]:
+def _sections_in(field: _Section, name: str, definitions: dict[str, _Section]) -> Iterator[tuple[str, _Section]]:
     """Yield (path, section) for each section that a field, or an item of its list or mapping, can hold."""
     for form in _forms(field):
         if "$ref" in form:
-            yield name, known[form["$ref"].rpartition("/")[2]]
+            yield name, definitions[form["$ref"].rpartition("/")[2]]
         elif form.get("type") == "array" and isinstance(form.get("items"), dict):
-            yield from _sections_in(form["items"], f"{name}[]", known)
+            yield from _sections_in(form["items"], f"{name}[]", definitions)
         elif form.get("type") == "object" and (items := _items(form)):
-            yield from _sections_in(items, f"{name}.NAME", known)
+            yield from _sections_in(items, f"{name}.NAME", definitions)
 
 
 def _forms(field: _Section) -> list[_Section]:
@@ -70,12 +70,12 @@ def _forms(field: _Section) -> list[_Section]:
     return [form for each in inner for form in _forms(each)] if inner else [field]
 
 
-def _values(field: _Section, known: dict[str, _Section]) -> str:
-    found = (_type(form, known) for form in _forms(field))
-    return " or ".join(dict.fromkeys(text for text in found if text))
+def _values(field: _Section, definitions: dict[str, _Section]) -> str:
+    types = (_type(form, definitions) for form in _forms(field))
+    return " or ".join(dict.fromkeys(text for text in types if text))
 
 
-def _type(form: _Section, known: dict[str, _Section]) -> str:
+def _type(form: _Section, definitions: dict[str, _Section]) -> str:
     """Return text that describes the type in a JSON Schema; empty if there is nothing to say."""
     if "$ref" in form:
         return "a section"
@@ -85,10 +85,10 @@ def _type(form: _Section, known: dict[str, _Section]) -> str:
         return "a run (`VALUE × NUMBER`)"
     kind = form.get("type", "anything")
     if kind == "array":
-        return f"list of {_values(form['items'], known) if form.get('items') else 'anything'}"
+        return f"list of {_values(form['items'], definitions) if form.get('items') else 'anything'}"
     if kind == "object":
         items = _items(form)
-        return f"mapping to {_values(items, known)}" if items else "mapping"
+        return f"mapping to {_values(items, definitions)}" if items else "mapping"
     if kind in ("integer", "number"):
         return _number("whole number" if kind == "integer" else "number", form)
     return str(_WORDS.get(kind, kind))

@@ -30,9 +30,9 @@ class Runs:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
         """Return the JSON Schema of the list, whose items may also be runs."""
-        found: dict[str, Any] = dict(handler(schema))
+        list_schema: dict[str, Any] = dict(handler(schema))
         run = {"type": "string", "pattern": rf"^ *({self.values}) *[×x*] *[1-9][0-9]{{0,3}} *$", "title": "run"}
-        return found | {"items": {"anyOf": [found["items"], run]}}
+        return list_schema | {"items": {"anyOf": [list_schema["items"], run]}}
 
     def expanded(self, value: Any) -> Any:
         """Return a list with every run replaced by its entries; other values are unchanged."""
@@ -58,8 +58,8 @@ class Runs:
 
 def in_runs(values: Sequence[Any]) -> list[Any]:
     """Return a list in the form that :class:`Runs` reads: equal neighbours become one run."""
-    found: list[Any] = []
+    runs: list[Any] = []
     for value, group in groupby(values):
         count = len(list(group))
-        found.append(f"{value} × {count}" if count > 1 else value)
-    return found
+        runs.append(f"{value} × {count}" if count > 1 else value)
+    return runs

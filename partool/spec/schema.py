@@ -82,11 +82,11 @@ def _descriptions(model: type[BaseModel]) -> dict[str, str]:
     """
     tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
-    found = {}
+    docstrings = {}
     for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-            found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
-    return found
+            docstrings[field.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
+    return docstrings
 
 
 def _draft7(value: Any, *, names: bool = False) -> Any:

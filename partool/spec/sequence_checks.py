@@ -14,15 +14,15 @@ _PATH = ("parallel", "sequence")
 
 def methods_of(sequence: Sequence) -> tuple[str, ...]:
     """Return the names of the methods that a spec's ``sequence`` fields allow, in the order of ``METHODS``."""
-    found = tuple(METHODS) if sequence.method == "auto" else (sequence.method,)
+    methods = tuple(METHODS) if sequence.method == "auto" else (sequence.method,)
     for name, owners in OWNERS.items():
         if getattr(sequence, name) != "auto":
-            found = tuple(method for method in found if method in owners)
+            methods = tuple(method for method in methods if method in owners)
     if sequence.order == "zigzag":
-        found = tuple(method for method in found if method in ANY_ORDER)
+        methods = tuple(method for method in methods if method in ANY_ORDER)
     elif sequence.order == "contiguous":
-        found = tuple(method for method in found if method not in ON_GRIDS)
-    return found
+        methods = tuple(method for method in methods if method not in ON_GRIDS)
+    return methods
 
 
 def check_sequence(spec: Spec) -> Iterator[Diagnostic]:

@@ -72,12 +72,12 @@ def remaining(
         if rest.spec is None:
             break
         with standing_in(rest.refused) as stand_ins:
-            found = rules(watched(rest.spec))
-        for finding in found:
+            round_findings = rules(watched(rest.spec))
+        for finding in round_findings:
             if (finding.code, finding.path, finding.message) not in reported:
                 reported.add((finding.code, finding.path, finding.message))
                 findings.append(finding)
-        errors = {finding.path for finding in (*found, *stand_ins.left_out) if finding.severity == "error"}
+        errors = {finding.path for finding in (*round_findings, *stand_ins.left_out) if finding.severity == "error"}
         # An error that stays although a default stands in is one of the section around it.
         new = errors - rest.refused or {path[:-1] for path in errors if len(path) > 1} - rest.refused
         if not new:

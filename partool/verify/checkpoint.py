@@ -43,51 +43,51 @@ def checkpoint_faults(plan: Plan, traces: Sequence[RankTrace]) -> list[Checkpoin
     those of all ranks, or of ranks that together hold one whole copy of the state. The planner does not know the keys
     of a model that transformers builds: only their moments are compared with their parameters.
     """
-    held: dict[str, list[_Held]] = defaultdict(list)
+    blocks_by_key: dict[str, list[_Held]] = defaultdict(list)
     for trace in traces:
         for block in () if trace.checkpoint is None else trace.checkpoint.blocks:
             if not block.key.startswith(_OF_EACH_RANK):
-                held[block.key].append(_Held(trace.rank, block))
-    expected = _expected(plan, held)
+                blocks_by_key[block.key].append(_Held(trace.rank, block))
+    expected = _expected(plan, blocks_by_key)
     faults = [
         CheckpointFault("missing", key, (), f"no rank has {key}, of {list(shape)}")
         for key, shape in expected.items()
-        if key not in held
+        if key not in blocks_by_key
     ]
-    for key, found in held.items():
+    for key, blocks in blocks_by_key.items():
         if key not in expected:
-            ranks = _ranks(found)
+            ranks = _ranks(blocks)
             faults.append(CheckpointFault("unknown", key, ranks, f"{_of(ranks)} {key}, which the plan does not have"))
         else:
-            faults += _of_key(key, expected[key], found)
+            faults += _of_key(key, expected[key], blocks)
     return faults
 
 
-def _expected(plan: Plan, held: Mapping[str, Sequence[_Held]]) -> dict[str, Shape]:
+def _expected(plan: Plan, blocks_by_key: Mapping[str, Sequence[_Held]]) -> dict[str, Shape]:
     """Return key and shape of each tensor that checkpoints of the plan hold."""
     shapes: dict[str, Shape] | None = None
     if not plan.own_decoder:
-        own = {key: found[0].block.shape for key, found in held.items() if key.startswith(WEIGHTS)}
-        shapes = {key.removeprefix(WEIGHTS): shape for key, shape in own.items()}
+        shapes_by_key = {key: blocks[0].block.shape for key, blocks in blocks_by_key.items() if key.startswith(WEIGHTS)}
+        shapes = {key.removeprefix(WEIGHTS): shape for key, shape in shapes_by_key.items()}
     return checkpoint_shapes(plan.model, plan.optimizer.name, plan.frozen, shapes)
 
 
-def _of_key(key: str, shape: Shape, held: Sequence[_Held]) -> Iterator[CheckpointFault]:
+def _of_key(key: str, shape: Shape, blocks: Sequence[_Held]) -> Iterator[CheckpointFault]:
     """Yield the faults of a tensor; blocks of another shape or type are not compared any further."""
-    if wrong := [each for each in held if each.block.shape != shape]:
+    if wrong := [each for each in blocks if each.block.shape != shape]:
         message = f"{_of(_ranks(wrong))} {key} as {list(wrong[0].block.shape)}; it is {list(shape)}"
         yield CheckpointFault("shape", key, _ranks(wrong), message)
         return
-    dtypes = {each.block.dtype: each.rank for each in held}
+    dtypes = {each.block.dtype: each.rank for each in blocks}
     if len(dtypes) > 1:
         words = " and ".join(f"{dtype} (rank {rank})" for dtype, rank in dtypes.items())
         yield CheckpointFault("dtype", key, tuple(sorted(dtypes.values())), f"{key} has several types: {words}")
-    if wrong := [each for each in held if not _inside(each.block, shape)]:
+    if wrong := [each for each in blocks if not _inside(each.block, shape)]:
         message = f"{_of(_ranks(wrong))} a block of {key} at {_place(wrong[0].block)}, outside of {list(shape)}"
         yield CheckpointFault("outside", key, _ranks(wrong), message)
         return
-    yield from _of_saves(key, shape, [each for each in held if each.block.saved])
-    yield from _of_reads(key, held)
+    yield from _of_saves(key, shape, [each for each in blocks if each.block.saved])
+    yield from _of_reads(key, blocks)
 
 
 def _of_saves(key: str, shape: Shape, saved: Sequence[_Held]) -> Iterator[CheckpointFault]:
@@ -111,12 +111,14 @@ def _of_saves(key: str, shape: Shape, saved: Sequence[_Held]) -> Iterator[Checkp
         yield CheckpointFault("gap", key, (), f"no rank saves {lacking} of the {prod(shape)} elements of {key}")
 
 
-def _of_reads(key: str, held: Sequence[_Held]) -> Iterator[CheckpointFault]:
-    if unread := [each for each in held if each.block.saved and not each.block.loaded]:
+def _of_reads(key: str, blocks: Sequence[_Held]) -> Iterator[CheckpointFault]:
+    if unread := [each for each in blocks if each.block.saved and not each.block.loaded]:
         message = f"{_of(_ranks(unread), 'saves', 'save')} a block of {key} at {_place(unread[0].block)}"
         yield CheckpointFault("not read", key, _ranks(unread), f"{message}, and a run that continues does not read it")
-    if not any(each.block.saved for each in held):
-        yield CheckpointFault("not saved", key, _ranks(held), f"{_of(_ranks(held), 'reads', 'read')} {key}, unsaved")
+    if not any(each.block.saved for each in blocks):
+        yield CheckpointFault(
+            "not saved", key, _ranks(blocks), f"{_of(_ranks(blocks), 'reads', 'read')} {key}, unsaved"
+        )
 
 
 def _crossing(blocks: Sequence[_Held]) -> tuple[_Held, _Held] | None:
@@ -144,11 +146,11 @@ def _inside(block: CheckpointBlock, shape: Shape) -> bool:
     if not len(block.offsets) == len(block.sizes) == len(shape):
         return False
     spans = zip(block.offsets, block.sizes, shape, strict=True)
-    return all(first >= 0 and size >= 0 and first + size <= whole for first, size, whole in spans)
+    return all(first >= 0 and size >= 0 and first + size <= length for first, size, length in spans)
 
 
-def _ranks(held: Sequence[_Held]) -> tuple[int, ...]:
-    return tuple(sorted({each.rank for each in held}))
+def _ranks(blocks: Sequence[_Held]) -> tuple[int, ...]:
+    return tuple(sorted({each.rank for each in blocks}))
 
 
 def _of(ranks: Sequence[int], one: str = "holds", more: str = "hold") -> str:

@@ -40,13 +40,13 @@ _SECTIONS = {
 
 def excesses(plan: Plan, traces: Sequence[RankTrace]) -> list[VerifiedFinding]:
     """Return a finding PT697 for each group of terms, at the executed rank that exceeds its plan by most."""
-    found = []
+    findings = []
     for group in GROUPS:
         over = [(_excess_bytes(plan, trace, group), -trace.rank, trace) for trace in traces if trace.memory is not None]
         excess_bytes, _, trace = max(over, key=lambda each: each[:2], default=(0, 0, None))
         if trace is not None and trace.memory is not None and excess_bytes > 0:
-            found.append(_finding(plan, trace, trace.memory, group, excess_bytes))
-    return found
+            findings.append(_finding(plan, trace, trace.memory, group, excess_bytes))
+    return findings
 
 
 def kept(traces: Sequence[RankTrace]) -> Iterator[VerifiedFinding]:
@@ -55,7 +55,7 @@ def kept(traces: Sequence[RankTrace]) -> Iterator[VerifiedFinding]:
         if trace.memory is not None and trace.memory.left_bytes > 0:
             size = f"{trace.memory.left_bytes:,} bytes"
             message = f"rank {trace.rank} holds {size} more after a step than before it{_most(trace.memory.left)}"
-            yield _held("PT696", message, trace.rank, trace.memory.left)
+            yield _owners_finding("PT696", message, trace.rank, trace.memory.left)
 
 
 def predicted_bytes(plan: Plan, trace: RankTrace) -> Mapping[str, int]:
@@ -101,10 +101,10 @@ def _finding(
         f"rank {trace.rank} holds {held_bytes / GIB:.2f} GiB of {', '.join(names)} at its peak, "
         f"{excess_bytes / GIB:.2f} GiB more than planned{_most(owners)}"
     )
-    return _held("PT697", message, trace.rank, owners)
+    return _owners_finding("PT697", message, trace.rank, owners)
 
 
-def _held(code: str, message: str, rank: int, owners: Sequence[MemoryOwner]) -> VerifiedFinding:
+def _owners_finding(code: str, message: str, rank: int, owners: Sequence[MemoryOwner]) -> VerifiedFinding:
     places = dict.fromkeys(_SECTIONS.get(owner.term, "parallel.recompute") for owner in owners[:_NAMED])
     return VerifiedFinding(code=code, message=message, places=tuple(places), ranks=(rank,))
 

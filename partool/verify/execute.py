@@ -79,9 +79,9 @@ def execute(
                 os.close(each)
         ended.callback(_end, first)
         progress.ranks = len(ranks)
-        found = [_Job(first, ranks[at::jobs], pipes[at][0], folder / f"errors-{at}") for at in range(jobs)]
-        _wait_for(found, progress, limit_s)
-    traces = {trace.rank: trace for job in found for trace in job.traces}
+        jobs_started = [_Job(first, ranks[at::jobs], pipes[at][0], folder / f"errors-{at}") for at in range(jobs)]
+        _wait_for(jobs_started, progress, limit_s)
+    traces = {trace.rank: trace for job in jobs_started for trace in job.traces}
     return tuple(traces[rank] for rank in ranks)
 
 
@@ -91,8 +91,8 @@ def _started(plan: Plan, ranks: Sequence[int], outputs: Sequence[int], folder: P
     It has a session of its own, by which it and its copies can be ended at once.
     """
     compiled = ["--compile"] if plan.layout.compile != "none" else []
-    told = ["--outputs", *map(str, outputs), "--errors", str(folder), "--parent", str(os.getpid())]
-    command = python_command(_MODULE, str(folder / "plan.json"), *map(str, ranks), *compiled, *told)
+    process_options = ["--outputs", *map(str, outputs), "--errors", str(folder), "--parent", str(os.getpid())]
+    command = python_command(_MODULE, str(folder / "plan.json"), *map(str, ranks), *compiled, *process_options)
     # One thread each: fake tensors compute nothing, and the processes share the cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "errors").open("wb") as errors:
@@ -173,8 +173,8 @@ class _Job:
         """Raise :class:`DryRunError` if the copy, which has ended, or the first process has failed."""
         code = self._first.wait() if self._exit is None else self._exit
         if self._failure:
-            found = self._failure
-            raise DryRunError(str(found["code"]), str(found["message"]), str(found["help"]), _places(found))
+            failure = self._failure
+            raise DryRunError(str(failure["code"]), str(failure["message"]), str(failure["help"]), _places(failure))
         if code < 0:
             message = f"the dry run of rank {self.rank} was ended by signal {-code}"
             raise DryRunError("PT598", message, "signal 9 without anyone's doing: this machine has too little memory")
@@ -203,8 +203,8 @@ def _ending_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _places(found: dict[str, object]) -> list[str]:
-    places = found.get("places")
+def _places(failure: dict[str, object]) -> list[str]:
+    places = failure.get("places")
     return [str(place) for place in places] if isinstance(places, list) else []
 
 

@@ -88,13 +88,13 @@ class Channel(NamedTuple):
 
 def places(groups: Collection[Sequence[int]], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     """Return the sections of the spec that make groups: those of all axes along which ranks of one group differ."""
-    found: dict[tuple[str, ...], None] = {}
+    sections: dict[tuple[str, ...], None] = {}
     for group in groups:
         inside = [coordinates(rank, mesh) for rank in group if 0 <= rank < mesh.world_size]
         for axis, along in zip(mesh._fields, zip(*inside, strict=True), strict=False):
             if len(set(along)) > 1:
-                found[SECTIONS[axis]] = None
-    return tuple(found)
+                sections[SECTIONS[axis]] = None
+    return tuple(sections)
 
 
 def kind(issued: Collective) -> str:

@@ -28,28 +28,28 @@ def mismatches(plan: Plan, traces: Sequence[RankTrace]) -> list[ExchangeFinding]
     ``traces`` are those of some of the plan's ranks or all. Findings are in the order of groups.
     """
     executed = {trace.rank for trace in traces}
-    found: list[ExchangeFinding] = []
+    findings: list[ExchangeFinding] = []
     for channel, lists in sorted(by_channel(traces).items()):
         compared = _Compared(channel, lists, plan.layout.mesh)
-        found += compared.strangers()
+        findings += compared.strangers()
         members = [rank for rank in dict.fromkeys(channel.members) if rank in executed]
         if len(members) == len(channel.members) or (channel.sender < 0 and len(members) > 1):
-            found += compared.differences(members)
-    return found
+            findings += compared.differences(members)
+    return findings
 
 
 def by_channel(traces: Sequence[RankTrace]) -> Issued:
     """Return what each rank issued in each channel."""
-    found: Issued = {}
+    issued: Issued = {}
     for trace in traces:
         add: list[Callable[[Collective], None]] = []
         for each in trace.vocabulary:
-            add.append(found.setdefault(Channel.of(each, trace.rank), {}).setdefault(trace.rank, []).append)
+            add.append(issued.setdefault(Channel.of(each, trace.rank), {}).setdefault(trace.rank, []).append)
         add.append(deque[Collective](maxlen=0).append)  # index COMPUTE, the last one
         vocabulary = [*trace.vocabulary, Collective("", (), "", (), "", -1)]
         for index in trace.order:
             add[index](vocabulary[index])
-    return {channel: ranks for channel, ranks in found.items() if any(ranks.values())}
+    return {channel: ranks for channel, ranks in issued.items() if any(ranks.values())}
 
 
 class _Compared:
@@ -64,10 +64,10 @@ class _Compared:
         channel = self._channel
         for rank, mine in sorted(self._issued.items()):
             outside = [each for each in (rank, *channel.members) if each not in channel.group]
-            own = channel.sender == channel.receiver >= 0
-            if mine and (outside or own):
+            self_sent = channel.sender == channel.receiver >= 0
+            if mine and (outside or self_sent):
                 group = ranks_in_words(channel.group)
-                why = "to itself" if own else f"but rank {outside[0]} is not in the group of ranks {group}"
+                why = "to itself" if self_sent else f"but rank {outside[0]} is not in the group of ranks {group}"
                 yield self._finding("PT596", f"rank {rank} issues {words(mine[0])}, {why}", (rank,), 0)
 
     def differences(self, members: Sequence[int]) -> Iterator[ExchangeFinding]:
@@ -90,10 +90,10 @@ class _Compared:
                 one, other = (first, rank) if gap.missing > 0 else (rank, first)
                 yield self._skipped(one, other, gap.at, abs(gap.missing))
             else:
-                here, there = words(lists[first][gap.at]), words(lists[rank][gap.at])
+                first_words, other_words = words(lists[first][gap.at]), words(lists[rank][gap.at])
                 code = "PT595" if self._messages else "PT593"
                 yield self._finding(
-                    code, f"rank {first} issues {here}, rank {rank} issues {there}", (first, rank), gap.at
+                    code, f"rank {first} issues {first_words}, rank {rank} issues {other_words}", (first, rank), gap.at
                 )
 
     def _skipped(self, one: int, other: int, at: int, count: int) -> ExchangeFinding:
@@ -110,7 +110,7 @@ class _Compared:
     def _uneven(self, lists: dict[int, list[Collective]]) -> Iterator[ExchangeFinding]:
         """Yield, per pair of ranks, the first all-to-all in which one sends what the other one does not expect."""
         place = {rank: self._channel.group.index(rank) for rank in lists if not self._messages}
-        told: set[tuple[int, ...]] = set()
+        reported: set[tuple[int, ...]] = set()
         seen: set[tuple[Collective, ...]] = set()
         for at, together in enumerate(zip(*lists.values(), strict=True)):
             if kind(together[0]) != "all_to_all" or together in seen:
@@ -118,8 +118,8 @@ class _Compared:
             seen.add(together)
             for (one, given), (other, taken) in permutations(zip(lists, together, strict=True), 2):
                 sent, expected = given.sent[place[other]], taken.received[place[one]]
-                if sent != expected and (pair := tuple(sorted((one, other)))) not in told:
-                    told.add(pair)
+                if sent != expected and (pair := tuple(sorted((one, other)))) not in reported:
+                    reported.add(pair)
                     text = (
                         f"in an all_to_all rank {one} sends {sent} elements to rank {other}, which expects {expected}"
                     )

@@ -40,19 +40,19 @@ def differing_ranks(plan: Plan) -> tuple[int, ...]:
     mesh = plan.layout.mesh
     if mesh.world_size <= ALL_UP_TO:
         return tuple(range(mesh.world_size))
-    found = {rank_of((stage, *position), mesh) for stage, position in product(range(mesh.pp), _star(plan, mesh))}
+    ranks = {rank_of((stage, *position), mesh) for stage, position in product(range(mesh.pp), _star(plan, mesh))}
     if METHODS[plan.layout.sequence.method].keys != "own" and mesh.cp <= ALL_UP_TO:
-        found |= {rank_of((0, 0, 0, place, 0), mesh) for place in range(mesh.cp)}
-    return tuple(sorted(found))
+        ranks |= {rank_of((0, 0, 0, place, 0), mesh) for place in range(mesh.cp)}
+    return tuple(sorted(ranks))
 
 
 def _star(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int, int]]:
     """Return the coordinates of the executed ranks on the axes inside of the pipeline's."""
     last_copy, last_shard = mesh.dp_replicate - 1, mesh.dp_shard - 1
-    found = {(0, 0, 0, 0), (last_copy, 0, 0, 0), (0, last_shard, 0, 0), (0, last_shard, mesh.cp - 1, 0)}
-    found |= {(0, 0, 0, place) for place in _tensor_places(plan, mesh.tp)}
-    found |= {(0, *position) for position in _expert_places(plan, mesh)}
-    return found | {(0, 0, place, 0) for place in _sharers(plan)}
+    star = {(0, 0, 0, 0), (last_copy, 0, 0, 0), (0, last_shard, 0, 0), (0, last_shard, mesh.cp - 1, 0)}
+    star |= {(0, 0, 0, place) for place in _tensor_places(plan, mesh.tp)}
+    star |= {(0, *position) for position in _expert_places(plan, mesh)}
+    return star | {(0, 0, place, 0) for place in _sharers(plan)}
 
 
 def _expert_places(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int]]:
@@ -68,7 +68,7 @@ def _expert_places(plan: Plan, mesh: Mesh) -> set[tuple[int, int, int]]:
 def _tensor_places(plan: Plan, ranks: int) -> set[int]:
     """Return the executed places among the tensor ranks."""
     inner = plan.layout.tensor.inner
-    found = {inner - 1, ranks - inner, ranks - 1}
+    places = {inner - 1, ranks - inner, ranks - 1}
     first: dict[tuple[int, ...], int] = {}
     for place in range(ranks):
         sizes = [stop - start for row in plan.partition for spans in row.spans(place) for start, stop in spans]
@@ -76,15 +76,15 @@ def _tensor_places(plan: Plan, ranks: int) -> set[int]:
     for row in plan.partition:
         for place in (0, ranks - 1):
             holders = row.holders(place, ranks)
-            found.update(holders if row.gradients == "summed" and len(holders) < ranks else ())
-    return found.union(first.values())
+            places.update(holders if row.gradients == "summed" and len(holders) < ranks else ())
+    return places.union(first.values())
 
 
 def _sharers(plan: Plan) -> set[int]:
     """Return the executed places among the ranks that share sequences."""
     layout, sizes = plan.layout.sequence, [tokens(spans) for spans in plan.shares]
-    found = {0, layout.degree - 1, sizes.index(max(sizes)), sizes.index(min(sizes))}
-    return found | {place for place in _peers(layout) if place < layout.degree}
+    places = {0, layout.degree - 1, sizes.index(max(sizes)), sizes.index(min(sizes))}
+    return places | {place for place in _peers(layout) if place < layout.degree}
 
 
 def _peers(layout: SequenceLayout) -> set[int]:

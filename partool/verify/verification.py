@@ -28,38 +28,38 @@ from partool.version import __version__
 
 def verified(
     plan: Plan,
-    told: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
     progress: DryProgress | None = None,
     limit_s: float = RANK_LIMIT_S,
 ) -> Plan:
     """Return the plan with its verification, and with the memory that its ranks hold in a dry run.
 
-    ``told`` is called with a line on the work that begins; for ``progress`` and ``limit_s`` see :func:`execute`. Raises
-    :class:`partool.verify.DryRunError`.
+    ``report`` is called with a line on the work that begins; for ``progress`` and ``limit_s`` see :func:`execute`.
+    Raises :class:`partool.verify.DryRunError`.
     """
     before = plan.verification
     if before is not None and (before.plan_hash, before.partool_version) == (plan.hash, __version__):
-        told("the plan holds its dry run; nothing of it has changed since")
+        report("the plan holds its dry run; nothing of it has changed since")
         return plan
     ranks, world = differing_ranks(plan), plan.layout.mesh.world_size
-    told(f"dry run of {len(ranks)} of {world} ranks" if len(ranks) < world else f"dry run of all {world} ranks")
+    report(f"dry run of {len(ranks)} of {world} ranks" if len(ranks) < world else f"dry run of all {world} ranks")
     traces = execute(plan, ranks, progress, limit_s)
-    found = findings(plan, traces)
+    faults = findings(plan, traces)
     memory = corrected(plan, traces)
     fullest = next(trace for trace in traces if trace.rank == memory.rank)
-    verification = _verification(plan, traces, fullest, found)
+    verification = _verification(plan, traces, fullest, faults)
     prediction = plan.prediction.model_copy(update={"memory": memory})
     return plan.model_copy(update={"prediction": prediction, "verification": verification})
 
 
 def findings(plan: Plan, traces: tuple[RankTrace, ...]) -> list[VerifiedFinding]:
     """Return what is wrong with the executed ranks of a plan, whose memory is still the planner's."""
-    found = [_finding(each) for each in _exchanges(plan, traces)]
-    found += [_finding(each, "in an evaluation, ") for each in _exchanges(plan, _of_evaluations(traces))]
+    verified_findings = [_finding(each) for each in _exchanges(plan, traces)]
+    verified_findings += [_finding(each, "in an evaluation, ") for each in _exchanges(plan, _of_evaluations(traces))]
     if len(traces) == plan.layout.mesh.world_size and all(trace.checkpoint for trace in traces):
         # Only all ranks together hold every part of the training state.
-        found += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
-    return [*found, *kept(traces), *excesses(plan, traces)]
+        verified_findings += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
+    return [*verified_findings, *kept(traces), *excesses(plan, traces)]
 
 
 def _exchanges(plan: Plan, traces: tuple[RankTrace, ...]) -> list[ExchangeFinding]:
@@ -72,14 +72,14 @@ def _of_evaluations(traces: tuple[RankTrace, ...]) -> tuple[RankTrace, ...]:
 
 
 def _verification(
-    plan: Plan, traces: tuple[RankTrace, ...], fullest: RankTrace, found: list[VerifiedFinding]
+    plan: Plan, traces: tuple[RankTrace, ...], fullest: RankTrace, faults: list[VerifiedFinding]
 ) -> Verification:
     memory, before = fullest.memory, plan.prediction.memory
     compiled = plan.layout.compile != "none"
     return Verification(
         not_executed=f"{NOT_EXECUTED}; {UNFUSED}" if compiled else NOT_EXECUTED,
         ranks=tuple(_rank(plan, trace) for trace in traces),
-        findings=tuple(found),
+        findings=tuple(faults),
         partool_version=__version__,
         plan_hash=plan.hash,
         predicted_bytes=dict(predicted_bytes(plan, fullest)),
@@ -110,9 +110,11 @@ def _rank(plan: Plan, trace: RankTrace) -> VerifiedRank:
     )
 
 
-def _finding(found: ExchangeFinding, where: str = "") -> VerifiedFinding:
-    places = tuple(".".join(place) for place in found.places)
-    return VerifiedFinding(code=found.code, message=f"{where}{found.message}", places=places, ranks=found.ranks)
+def _finding(exchange: ExchangeFinding, where: str = "") -> VerifiedFinding:
+    places = tuple(".".join(place) for place in exchange.places)
+    return VerifiedFinding(
+        code=exchange.code, message=f"{where}{exchange.message}", places=places, ranks=exchange.ranks
+    )
 
 
 def _of_checkpoint(fault: CheckpointFault) -> VerifiedFinding:

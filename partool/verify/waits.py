@@ -151,14 +151,14 @@ class _Model:
                 for rank, at in posted:
                     if rank not in first or at < first[rank][0]:
                         first[rank] = at, meetings, number
-        found = {}
+        by_rank = {}
         for rank, (at, meetings, number) in sorted(first.items()):
-            there = {each for each, _ in meetings.open[number]}
-            others = (each for each in meetings.channel.members if each in self._hosts and each not in there)
+            arrived = {each for each, _ in meetings.open[number]}
+            others = (each for each in meetings.channel.members if each in self._hosts and each not in arrived)
             missing = next(others, rank)  # the rank itself has to receive what it sends to itself
             issued = self._hosts[rank].vocabulary[self._hosts[rank].order[at]]
-            found[rank] = _Wait(rank, issued, meetings.channel, number, missing)
-        return found
+            by_rank[rank] = _Wait(rank, issued, meetings.channel, number, missing)
+        return by_rank
 
 
 def _findings(waits: dict[int, _Wait], mesh: Mesh) -> list[ExchangeFinding]:

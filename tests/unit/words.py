@@ -13,10 +13,15 @@ VAGUE = frozenset({
 DIVIDED = ("partool.cost", "partool.planner", "partool_runtime.parallel")
 """Packages whose parts are counted one by one."""
 PLAIN = {
-    "left": "partool.report: the left side of a line or table",
-    "done": "partool.plan: the state of a run that has ended well, as in status.json",
+    "left": {"partool.report": "the left side of a line or table"},
+    "done": {
+        "partool.plan": "the state of a run that has ended well, as in status.json",
+        "partool_runtime.offload": "whether a copy is done, as concurrent.futures.Future.done()",
+        "partool_runtime.dry": "whether a copy is done, as concurrent.futures.Future.done()",
+    },
+    "again": {"partool.launch": "the option --again of partool tune"},
 }
-"""Names in their plain sense, which are counted elsewhere than in the packages that stand here, with the reason."""
+"""Names in their plain sense, with the packages where they are not counted, each with the reason."""
 
 
 def package_of(module: str) -> str:
@@ -46,7 +51,7 @@ def vague_names(files: dict[str, Path]) -> dict[str, Counter[str]]:
         package = package_of(module)
         names = Counter(name.lstrip("_") for name in assigned(path) if name.lstrip("_") in VAGUE)
         for name in list(names):
-            if PLAIN.get(name, "").partition(":")[0] == package:
+            if package in PLAIN.get(name, {}):
                 del names[name]
         if names:
             counts[package] = counts.get(package, Counter()) + names

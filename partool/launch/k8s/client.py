@@ -36,8 +36,8 @@ class BrokenOffError(LaunchError):
     """A connection ended before the answer was complete."""
 
     def __init__(self, host: str, error: BaseException) -> None:
-        known = k8s_errors.unreachable(host, error)
-        super().__init__(known.code, known.message, known.help, known.exit_code)
+        unreachable = k8s_errors.unreachable(host, error)
+        super().__init__(unreachable.code, unreachable.message, unreachable.help, unreachable.exit_code)
 
 
 class Client:
@@ -136,12 +136,12 @@ class Client:
         If the server no longer has the version at which the watch continues (410 Gone), all objects are yielded again.
         """
         end, version = time.monotonic() + seconds, ""
-        while (left := end - time.monotonic()) > 0:
+        while (remaining_s := end - time.monotonic()) > 0:
             if not version:
                 items, version = self.select_with_version(resource, namespace=namespace, **selectors)
                 yield from (("ADDED", item) for item in items)
             began = time.monotonic()
-            for kind, item in self._events(resource, namespace, version, max(1, int(left)), selectors):
+            for kind, item in self._events(resource, namespace, version, max(1, int(remaining_s)), selectors):
                 version = item.get("metadata", {}).get("resourceVersion", "")
                 if kind == "ERROR":
                     break
@@ -184,8 +184,8 @@ class Client:
         part = b""
         try:
             for chunk in answer.stream(1 << 16, decode_content=True):
-                *whole, part = (part + chunk).split(b"\n")
-                yield from (line + b"\n" for line in whole)
+                *complete, part = (part + chunk).split(b"\n")
+                yield from (line + b"\n" for line in complete)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise BrokenOffError(self._connection.host, error) from None
         finally:

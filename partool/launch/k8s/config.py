@@ -103,12 +103,12 @@ def _load(context: str | None, configuration: Any) -> tuple[str, str]:
     """Fill ``configuration``; returns the context's name and the namespace."""
     config: Any = importlib.import_module("kubernetes.config")
     files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
-    there = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep) if file)
-    if context is None and not there and "KUBERNETES_SERVICE_HOST" in os.environ:
+    config_exists = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep) if file)
+    if context is None and not config_exists and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=configuration)
-        own = _ACCOUNT_NAMESPACE.read_text("utf-8").strip() if _ACCOUNT_NAMESPACE.exists() else ""
-        return "", own or "default"
-    if not there:
+        pod_namespace = _ACCOUNT_NAMESPACE.read_text("utf-8").strip() if _ACCOUNT_NAMESPACE.exists() else ""
+        return "", pod_namespace or "default"
+    if not config_exists:
         raise FileNotFoundError("no such file")
     contexts, current = config.list_kube_config_contexts(files)
     by_name = {each["name"]: each for each in contexts}

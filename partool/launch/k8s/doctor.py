@@ -148,34 +148,36 @@ def _right(verb: str, resource: Resource, sub: str) -> str:
 def _types(client: Client, plan: Plan | None, crds: Path | None) -> Iterator[Check]:
     """Yield checks of the job types that are installed on the cluster, of their versions and of their fields."""
     if crds is None:
-        found, origin = _installed(client), "installed"
-        if found:
-            yield Check("definitions", "ok", f"stored for validation: {store_crds(client.context, found.values())}")
+        crds_by_name, origin = _installed(client), "installed"
+        if crds_by_name:
+            yield Check(
+                "definitions", "ok", f"stored for validation: {store_crds(client.context, crds_by_name.values())}"
+            )
     else:
-        found, origin = {}, f"in {crds}"
+        crds_by_name, origin = {}, f"in {crds}"
         yield from _folder(crds)
     wanted = plan.launch.k8s.kind if plan else None
     for kind, (api_version, name) in KINDS.items():
         if kind == "job":
             continue
         resource = RESOURCES[api_version, name]
-        there = _served(client, resource)
-        if there:
+        served = _served(client, resource)
+        if served:
             yield Check(kind, "ok", f"{api_version} is installed")
         elif kind == wanted:
             help = "install what serves it, or use --set launch.k8s.kind=job"
             yield Check(kind, "failed", f"{resource.full_name} in {api_version} is not installed", help)
         else:
             yield Check(kind, "skipped", "not installed")
-        if kind == "trainjob" and there and resource.full_name in found:
-            yield _train_shape(found[resource.full_name], needed=wanted == "trainjob", origin=origin)
+        if kind == "trainjob" and served and resource.full_name in crds_by_name:
+            yield _train_shape(crds_by_name[resource.full_name], needed=wanted == "trainjob", origin=origin)
     version = kueue_version(client)
     yield Check("kueue", "ok", f"{version} is installed") if version else Check("kueue", "skipped", "not installed")
 
 
 def _installed(client: Client) -> dict[str, Document]:
     """Return the cluster's definitions of job types by name; empty if the user may not read definitions."""
-    found = {}
+    crds_by_name = {}
     for kind, key in KINDS.items():
         if kind == "job":
             continue
@@ -188,8 +190,8 @@ def _installed(client: Client) -> dict[str, Document]:
             return {}
         if document is not None:
             document["metadata"].pop("managedFields", None)
-            found[name] = document
-    return found
+            crds_by_name[name] = document
+    return crds_by_name
 
 
 def _served(client: Client, resource: Resource) -> bool:

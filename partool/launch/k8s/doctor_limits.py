@@ -47,10 +47,10 @@ def _readable(name: str, what: str, look: Callable[[], Any]) -> Iterator[Check]:
 
 
 def _quotas(client: Client, plan: Plan) -> Iterator[Check]:
-    found = [quota for quota in client.select(_QUOTAS) if _covers(quota.get("spec") or {}, plan)]
-    for quota in found:
+    quotas = [quota for quota in client.select(_QUOTAS) if _covers(quota.get("spec") or {}, plan)]
+    for quota in quotas:
         yield _quota(quota, plan, client.namespace)
-    if not found:
+    if not quotas:
         yield Check("quota", "ok", f"no resource quota covers the pods in namespace {client.namespace}")
 
 
@@ -69,22 +69,22 @@ def _matches(scope: Document, plan: Plan) -> bool:
     if name != "PriorityClass":
         return bool(name in ("NotBestEffort", "NotTerminating"))
     k8s = plan.launch.k8s
-    own = None if k8s.queue is not None and k8s.kind != "volcano" else k8s.priority
+    priority = None if k8s.queue is not None and k8s.kind != "volcano" else k8s.priority
     if operator in ("Exists", "DoesNotExist"):
-        return bool((own is not None) == (operator == "Exists"))
-    return bool((own in values) == (operator == "In"))
+        return bool((priority is not None) == (operator == "Exists"))
+    return bool((priority in values) == (operator == "In"))
 
 
 def asked(plan: Plan) -> dict[str, float]:
     """Return what the pods of a plan ask for together, by the names that quotas use."""
     pods, pod = plan.devices.nodes, resources(plan)
-    found = {"pods": float(pods), "count/pods": float(pods)}
+    amounts = {"pods": float(pods), "count/pods": float(pods)}
     for kind in ("requests", "limits"):
-        found |= {f"{kind}.{name}": pods * quantity(amount) for name, amount in pod[kind].items()}
+        amounts |= {f"{kind}.{name}": pods * quantity(amount) for name, amount in pod[kind].items()}
     extended = {name: amount for name, amount in pod["limits"].items() if "/" in name}
-    found |= {f"requests.{name}": pods * quantity(amount) for name, amount in extended.items()}
+    amounts |= {f"requests.{name}": pods * quantity(amount) for name, amount in extended.items()}
     short = ("cpu", "memory", "ephemeral-storage")
-    return found | {name: found[f"requests.{name}"] for name in short}
+    return amounts | {name: amounts[f"requests.{name}"] for name in short}
 
 
 def _quota(quota: Document, plan: Plan, namespace: str) -> Check:
@@ -127,8 +127,8 @@ def _ranges(client: Client, plan: Plan) -> Iterator[Check]:
             for name, text in (item.get("min") or {}).items():
                 least, given = _amount(text), _amount(pod["requests"].get(name, pod["limits"].get(name)))
                 if least is not None and given is not None and given < least:
-                    own = pod["requests"].get(name, pod["limits"].get(name))
-                    problems.append(_beyond(document, item, name, own, f"at least {text}"))
+                    requested = pod["requests"].get(name, pod["limits"].get(name))
+                    problems.append(_beyond(document, item, name, requested, f"at least {text}"))
                     fields.append(_FIELDS.get(name, "hardware.per_node"))
     if problems:
         help = f"set {', '.join(dict.fromkeys(fields))}; kubectl describe limitrange -n {client.namespace}"
@@ -137,9 +137,9 @@ def _ranges(client: Client, plan: Plan) -> Iterator[Check]:
         yield Check("limit range", "ok", f"nothing in namespace {client.namespace} is against the pods' size")
 
 
-def _beyond(document: Document, item: Document, name: str, own: str, bound: str) -> str:
+def _beyond(document: Document, item: Document, name: str, requested: str, bound: str) -> str:
     where = f"{document['metadata']['name']} allows a {item['type'].lower()}"
-    return f"{name} is {own}, and {where} {bound}"
+    return f"{name} is {requested}, and {where} {bound}"
 
 
 def _security(client: Client, plan: Plan) -> Check:

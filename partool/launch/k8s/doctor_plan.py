@@ -28,7 +28,7 @@ def checks(client: Client, plan: Plan) -> Iterator[Check]:
     """Yield checks of the objects that a plan's job refers to; raises LaunchError."""
     yield from _nodes(client, plan)
     for label, resource, name in _references(client, plan):
-        yield _there(client, label, resource, name)
+        yield _existence(client, label, resource, name)
     yield from _claims(client, plan)
     yield from doctor_limits.checks(client, plan)
     yield _image(plan)
@@ -122,16 +122,16 @@ def _local_queues(version: str) -> Resource:
     return Resource(version or "kueue.x-k8s.io/v1beta1", "localqueues")
 
 
-def _there(client: Client, label: str, resource: Resource, name: str) -> Check:
+def _existence(client: Client, label: str, resource: Resource, name: str) -> Check:
     try:
-        there = client.exists(resource, name)
+        exists = client.exists(resource, name)
     except ApiError as error:
         if error.status == 403:
             return Check(label, "skipped", f"{name}: whether it is there may not be asked")
         if error.unknown_kind:
             return Check(label, "failed", f"{name}: the cluster does not know {resource.full_name}", "install it")
         raise
-    if there:
+    if exists:
         return Check(label, "ok", f"{resource.full_name} {name}")
     where = f" in namespace {client.namespace}" if resource.namespaced else ""
     help = f"kubectl get {resource.full_name}" + (f" -n {client.namespace}" if resource.namespaced else "")

@@ -76,14 +76,16 @@ def _of_rank(text: bytes) -> tuple[int | None, bytes]:
 
 
 def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterator[StreamLine]:
-    found = _streams_of(client, run)
-    chosen = _chosen(found, query, node)
+    all_streams = _streams_of(client, run)
+    chosen = _chosen(all_streams, query, node)
     if not chosen:
-        kept = sorted({stream.attempt for stream in found})
-        there = f"there is attempt {', '.join(map(str, kept))}" if kept else "its pods have not started, or are gone"
+        kept = sorted({stream.attempt for stream in all_streams})
+        available = (
+            f"there is attempt {', '.join(map(str, kept))}" if kept else "its pods have not started, or are gone"
+        )
         attempt = f" of attempt {query.attempt}" if query.attempt else ""
         stored = f"; a claim in launch.k8s.storage keeps them, under partool/runs/{run.id}/logs"
-        raise NoLogsError(f"no logs{attempt} of {run.id}: {there}{stored}")
+        raise NoLogsError(f"no logs{attempt} of {run.id}: {available}{stored}")
     for at in range(0, len(chosen), _AT_ONCE):
         yield from heapq.merge(*(StreamReader(client, stream).rest() for stream in chosen[at : at + _AT_ONCE]))
 
@@ -92,10 +94,10 @@ def _streams_of(client: Client, run: Run) -> list[Stream]:
     return streams(client.select(PODS, labelSelector=f"{RUN_LABEL}={run.id}"))
 
 
-def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
+def _chosen(all_streams: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
     """Return the streams of the attempt that ``query`` selects, or of the latest attempt if none is selected."""
-    attempt = query.attempt or max((stream.attempt for stream in found), default=0)
-    wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
+    attempt = query.attempt or max((stream.attempt for stream in all_streams), default=0)
+    wanted = [stream for stream in all_streams if stream.attempt == attempt and node in (None, stream.node)]
     return sorted(wanted, key=lambda stream: stream.node)
 
 
@@ -107,7 +109,7 @@ class _Follower:
         self._run = run
         self._query = query
         self._node = node
-        self._known: set[Stream] = set()
+        self._followed: set[Stream] = set()
         self._arriving: queue.SimpleQueue[StreamLine | LaunchError | None] = queue.SimpleQueue()
         """Lines and errors of the streams; None means that the pods have changed."""
         self._threads: list[tuple[int, threading.Thread]] = []
@@ -121,8 +123,8 @@ class _Follower:
             while True:
                 # requested before the pods, so that the output of a run that has just ended is still found
                 active = _patiently(status).active
-                fresh = [stream for stream in _patiently(self._present) if stream not in self._known]
-                self._known.update(fresh)
+                fresh = [stream for stream in _patiently(self._present) if stream not in self._followed]
+                self._followed.update(fresh)
                 if fresh:
                     yield from self._said_before(min(stream.attempt for stream in fresh))
                 readers = [StreamReader(self._client, stream) for stream in fresh]
@@ -145,17 +147,17 @@ class _Follower:
             with suppress(queue.Empty):
                 heard.append(self._arriving.get(timeout=k8s_streams.PAUSE_S))
         heard += [self._arriving.get() for _ in range(self._arriving.qsize())]
-        for found in heard:
-            if isinstance(found, LaunchError):
-                raise found
-            if found is not None:
-                yield found
+        for message in heard:
+            if isinstance(message, LaunchError):
+                raise message
+            if message is not None:
+                yield message
         if None in heard:  # the pods have changed meanwhile
             self._arriving.put(None)
 
     def _present(self) -> list[Stream]:
-        found = _chosen(_streams_of(self._client, self._run), self._query, self._node)
-        return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
+        chosen = _chosen(_streams_of(self._client, self._run), self._query, self._node)
+        return chosen if self._node is not None else [stream for stream in chosen if stream.node < _AT_ONCE]
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
         """Yield lines that arrive within ``wait_s``; ends early if pods change or (``until_idle``) streams end."""
@@ -167,17 +169,17 @@ class _Follower:
             try:
                 left_s = 0.0 if idle else until - time.monotonic()
                 # zero means no waiting
-                found = self._arriving.get(left_s > 0, min(max(left_s, 0.0), k8s_streams.PAUSE_S))
+                message = self._arriving.get(left_s > 0, min(max(left_s, 0.0), k8s_streams.PAUSE_S))
             except queue.Empty:
                 if idle or time.monotonic() >= until:
                     return
                 continue
-            if isinstance(found, LaunchError):
-                raise found
-            if found is None:
+            if isinstance(message, LaunchError):
+                raise message
+            if message is None:
                 rung = not until_idle
             else:
-                yield found
+                yield message
 
     def _listen(self) -> None:
         """Put None in the queue whenever pods come, change or go."""

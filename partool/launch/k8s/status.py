@@ -111,8 +111,8 @@ def attempt_of(pod: Document) -> int:
 
 def agent_of(pod: Document) -> Document:
     """Return the status of the agent's container; empty if the pod has no such status yet."""
-    found: list[Document] = pod.get("status", {}).get("containerStatuses") or []
-    return next((each for each in found if each["name"] in _AGENTS), found[0] if found else {})
+    statuses: list[Document] = pod.get("status", {}).get("containerStatuses") or []
+    return next((each for each in statuses if each["name"] in _AGENTS), statuses[0] if statuses else {})
 
 
 def agent_name(pod: Document) -> str:
@@ -138,7 +138,7 @@ def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
 
     With ``earlier``, the result includes failures after which the kubelet restarted the agent inside its pod.
     """
-    found = []
+    failures = []
     for pod in pods:
         agent, status = agent_of(pod), pod.get("status", {})
         states = [agent.get("state") or {}] + ([agent.get("lastState") or {}] if earlier else [])
@@ -146,18 +146,18 @@ def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
         for ended in (state["terminated"] for state in states if "terminated" in state):
             if code := ended.get("exitCode", 0):
                 at = seconds(ended.get("finishedAt"))
-                found.append(Ending(node, name, code, ended.get("reason", ""), ended.get("message", ""), at))
+                failures.append(Ending(node, name, code, ended.get("reason", ""), ended.get("message", ""), at))
         if status.get("phase") == "Failed" and status.get("reason"):  # evicted, or never started
-            found.append(Ending(node, name, 137, status["reason"], status.get("message", ""), None))
-    return sorted(found, key=lambda ending: (ending.at is None, ending.at or 0.0, ending.killed, ending.node))
+            failures.append(Ending(node, name, 137, status["reason"], status.get("message", ""), None))
+    return sorted(failures, key=lambda ending: (ending.at is None, ending.at or 0.0, ending.killed, ending.node))
 
 
-def combined_code(found: Sequence[Ending]) -> int | None:
+def combined_code(failures: Sequence[Ending]) -> int | None:
     """Return the run's exit code: 78 (configuration) if it occurred, 75 (preempted) only if no other code occurred.
 
     If several other codes occurred, the first is returned; without endings, None.
     """
-    codes = [ending.code for ending in found]
+    codes = [ending.code for ending in failures]
     if _GIVES_UP in codes:
         return _GIVES_UP
     return next((code for code in codes if code != _PREEMPTED), _PREEMPTED if codes else None)
@@ -227,10 +227,10 @@ def judge(record: RunStatus, kind: str, job: Document, pods: Sequence[Document],
 
 
 def _failed(seen: Progress, gang: Sequence[Document]) -> dict[str, Any]:
-    found = endings(gang, earlier=True)
-    code = combined_code(found)
+    failures = endings(gang, earlier=True)
+    code = combined_code(failures)
     state: State = "preempted" if code == _PREEMPTED else "failed"
-    first = next((ending for ending in found if ending.code == code), None)
+    first = next((ending for ending in failures if ending.code == code), None)
     reason = seen.reason if first is None else f"{first.text} ({seen.reason.partition(':')[0] or 'failed'})"
     return {"state": state, "reason": reason, "exit_code": code, "ended": seen.ended}
 

@@ -134,8 +134,8 @@ def _instant(stamp: bytes) -> int:
     if match is None:
         return 0
     zone = match[3].replace(b"Z", b"+00:00").decode()
-    whole = datetime.datetime.fromisoformat(match[1].decode() + zone).timestamp()
-    return int(whole) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
+    whole_s = datetime.datetime.fromisoformat(match[1].decode() + zone).timestamp()
+    return int(whole_s) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
 
 
 def _stamp(at_ns: int) -> str:
@@ -144,7 +144,7 @@ def _stamp(at_ns: int) -> str:
 
 def streams(pods: list[Document]) -> list[Stream]:
     """Return a stream for every start of an agent's container whose output the cluster still has."""
-    found = []
+    pod_streams = []
     for pod in pods:
         agent, meta = agent_of(pod), pod["metadata"]
         life, first = int(agent.get("restartCount") or 0), attempt_of(pod)
@@ -152,9 +152,9 @@ def streams(pods: list[Document]) -> list[Stream]:
         lives = [life] if present else []
         if "terminated" in (agent.get("lastState") or {}):
             lives.append(life - bool(present))
-        found += [
+        pod_streams += [
             Stream(meta["name"], meta["uid"], agent_name(pod), node_of(pod), each, first + each)
             for each in lives
             if each >= 0
         ]
-    return found
+    return pod_streams

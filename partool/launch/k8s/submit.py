@@ -44,7 +44,7 @@ def remove(client: Client, resource: Resource, name: str, uid: str, stopping_s: 
     if not client.delete(resource, name, uid=uid):
         return
     end = time.monotonic() + stopping_s + _SPARE_S
-    while (there := client.get(resource, name)) is not None and there["metadata"]["uid"] == uid:
+    while (existing := client.get(resource, name)) is not None and existing["metadata"]["uid"] == uid:
         if time.monotonic() > end:
             raise LaunchError("PT575", f"{name} is still stopping on the cluster", "try again later")
         time.sleep(_POLL_S)
@@ -67,31 +67,31 @@ class Transaction:
 
         ``stopping_s`` is the grace period of the pods of an earlier start of the run.
         """
-        there = self._client.get(resource_of(self._main), self._name(self._main))
-        if there is not None and self._is_done_already(there, stopping_s):
-            self._give_all(there)  # the job's creator may have been interrupted before this step
-            return there
+        existing = self._client.get(resource_of(self._main), self._name(self._main))
+        if existing is not None and self._is_done_already(existing, stopping_s):
+            self._give_all(existing)  # the job's creator may have been interrupted before this step
+            return existing
         try:
             created = {id(document): self._create(document) for document in self._documents}
             job = created[id(self._main)]
             self._give_all(job)
         except BaseException as error:
-            left = self._take_back()
-            if left and isinstance(error, LaunchError):
-                error.help = "; ".join(filter(None, [error.help, f"this may be left behind: {', '.join(left)}"]))
+            unchecked = self._take_back()
+            if unchecked and isinstance(error, LaunchError):
+                error.help = "; ".join(filter(None, [error.help, f"this may be left behind: {', '.join(unchecked)}"]))
             raise
         return job
 
-    def _is_done_already(self, there: Document, stopping_s: float) -> bool:
-        """Return True if the object ``there`` is the job to create and is active; if the job has ended, delete it."""
-        if not self._ours(there):
-            raise self._taken(there)
-        ended = progress(self._kind, there).phase in ("done", "failed")
-        if not ended and not there["metadata"].get("deletionTimestamp"):
-            if self._same(there, self._main):
+    def _is_done_already(self, existing: Document, stopping_s: float) -> bool:
+        """Return True if ``existing`` is the job to create and is active; if the job has ended, delete it."""
+        if not self._ours(existing):
+            raise self._taken(existing)
+        ended = progress(self._kind, existing).phase in ("done", "failed")
+        if not ended and not existing["metadata"].get("deletionTimestamp"):
+            if self._same(existing, self._main):
                 return True
-            raise self._taken(there)
-        remove(self._client, resource_of(there), self._name(there), there["metadata"]["uid"], stopping_s)
+            raise self._taken(existing)
+        remove(self._client, resource_of(existing), self._name(existing), existing["metadata"]["uid"], stopping_s)
         return False
 
     def _create(self, document: Document) -> Document:
@@ -101,16 +101,16 @@ class Transaction:
         except ApiError as error:
             if error.reason != "AlreadyExists":
                 raise
-            there = self._client.get(resource_of(document), self._name(document))
-            if there is not None and not self._ours(there):
-                raise self._taken(there) from None
-            if there is not None and error.retried and self._same(there, document):
-                return there  # the answer to the first try was lost
-            if document is self._main and there is not None:
-                raise self._taken(there) from None
+            existing = self._client.get(resource_of(document), self._name(document))
+            if existing is not None and not self._ours(existing):
+                raise self._taken(existing) from None
+            if existing is not None and error.retried and self._same(existing, document):
+                return existing  # the answer to the first try was lost
+            if document is self._main and existing is not None:
+                raise self._taken(existing) from None
         # the object is left over from an earlier start of this run, whose objects may still be being deleted
-        if there is not None:
-            remove(self._client, resource_of(document), self._name(document), there["metadata"]["uid"], 0.0)
+        if existing is not None:
+            remove(self._client, resource_of(document), self._name(document), existing["metadata"]["uid"], 0.0)
         return self._client.create(document, manager=self._manager)
 
     def _give_all(self, job: Document) -> None:
@@ -128,42 +128,44 @@ class Transaction:
 
     def _take_back(self) -> list[str]:
         """Delete the objects that this submission may have created; returns the objects that could not be checked."""
-        left = []
+        unchecked = []
         for document in reversed(self._tried):
             resource, name = resource_of(document), self._name(document)
             try:
-                there = self._client.get(resource, name)
-                if there is not None and self._ours(there):
-                    self._client.delete(resource, name, uid=there["metadata"]["uid"])
+                existing = self._client.get(resource, name)
+                if existing is not None and self._ours(existing):
+                    self._client.delete(resource, name, uid=existing["metadata"]["uid"])
             except LaunchError:
-                left.append(f"{resource.full_name} {name}")
-        return left
+                unchecked.append(f"{resource.full_name} {name}")
+        return unchecked
 
-    def _ours(self, there: Document) -> bool:
-        """Return True if the object ``there`` was created from this run's folder."""
-        labels = there["metadata"].get("labels") or {}
-        managers = [each.get("manager") for each in there["metadata"].get("managedFields") or []]
-        known = None
+    def _ours(self, existing: Document) -> bool:
+        """Return True if the object ``existing`` was created from this run's folder."""
+        labels = existing["metadata"].get("labels") or {}
+        managers = [each.get("manager") for each in existing["metadata"].get("managedFields") or []]
+        submission = None
         with suppress(ValueError):
-            known = self._run.submission()
-        ours = self._manager in managers or (known is not None and known.details.get("uid") == there["metadata"]["uid"])
+            submission = self._run.submission()
+        ours = self._manager in managers or (
+            submission is not None and submission.details.get("uid") == existing["metadata"]["uid"]
+        )
         return labels.get(RUN_LABEL) == self._run.id and ours
 
     @staticmethod
-    def _same(there: Document, document: Document) -> bool:
-        """Return True if the object ``there`` has the same plan as the rendered ``document``."""
+    def _same(existing: Document, document: Document) -> bool:
+        """Return True if the object ``existing`` has the same plan as the rendered ``document``."""
 
         def mark(of: Document) -> Any:
             return (of["metadata"].get("annotations") or {}).get(HASH_ANNOTATION), of.get("data")
 
-        return bool(mark(there) == mark(document))
+        return bool(mark(existing) == mark(document))
 
-    def _taken(self, there: Document) -> LaunchError:
-        resource, name, namespace = resource_of(there), self._name(there), there["metadata"]["namespace"]
-        whose = "this run, with another plan," if self._ours(there) else "a launch from another place"
-        if RUN_LABEL not in (there["metadata"].get("labels") or {}):
+    def _taken(self, existing: Document) -> LaunchError:
+        resource, name, namespace = resource_of(existing), self._name(existing), existing["metadata"]["namespace"]
+        whose = "this run, with another plan," if self._ours(existing) else "a launch from another place"
+        if RUN_LABEL not in (existing["metadata"].get("labels") or {}):
             whose = "something other than partool"
-        message = f"the name {name} is taken in namespace {namespace}: there is a {there['kind']} made by {whose}"
+        message = f"the name {name} is taken in namespace {namespace}: there is a {existing['kind']} made by {whose}"
         help = f"give the spec another name, or: kubectl -n {namespace} delete {resource.full_name} {name}"
         return LaunchError("PT575", message, help)
 

@@ -87,14 +87,14 @@ class K8sTarget:
         client = self._client_for(job.plan)
         documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         transaction = Transaction(client, run, [*agents_key(job), *documents], spec.kind)
-        there = transaction.submit(float(job.plan.launch.window_s))
+        created = transaction.submit(float(job.plan.launch.window_s))
         (run.path / CANCEL_FILE).unlink(missing_ok=True)
         (run.path / ERRORS_FILE).unlink(missing_ok=True)
         return {
             "kind": spec.kind,
-            "namespace": there["metadata"]["namespace"],
-            "name": there["metadata"]["name"],
-            "uid": there["metadata"]["uid"],
+            "namespace": created["metadata"]["namespace"],
+            "name": created["metadata"]["name"],
+            "uid": created["metadata"]["uid"],
             "context": client.context,
             "nodes": str(job.plan.devices.nodes),
         }
@@ -124,16 +124,16 @@ class K8sTarget:
         for run in runs:
             place = _place(run)
             groups.setdefault((place.context, place.namespace), []).append((run, place))
-        found: dict[str, RunStatus] = {}
+        by_run: dict[str, RunStatus] = {}
         for (context, namespace), some in groups.items():
             try:
-                found |= _statuses(self._client(context, namespace), some)
+                by_run |= _statuses(self._client(context, namespace), some)
             except LaunchError as error:
                 if len(groups) == 1:
                     raise
                 unknown = {"state": "unknown", "reason": error.message}
-                found |= {run.id: run.status().model_copy(update=unknown) for run, _ in some}
-        return found
+                by_run |= {run.id: run.status().model_copy(update=unknown) for run, _ in some}
+        return by_run
 
     def cancel(self, run: Run, *, now: bool) -> bool:
         """Delete the pods, then the job; unless ``now`` is set, the pods get time to write a checkpoint."""
@@ -173,12 +173,14 @@ class K8sTarget:
         name = _latest(job)
         parts = []
         for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            own = str(document["metadata"]["name"])
-            live = client.get(resource_of(document), own.replace(job.run_id, name))
+            object_name = str(document["metadata"]["name"])
+            live = client.get(resource_of(document), object_name.replace(job.run_id, name))
             if live is not None and live["metadata"].get("labels", {}).get(RUN_LABEL) != name:
                 live = None
-            there = None if live is None else k8s_diff.renamed(live, name, job.run_id)
-            parts.append(k8s_diff.unified(there, document, f"{document['kind']}/{own.replace(job.run_id, name)}"))
+            renamed = None if live is None else k8s_diff.renamed(live, name, job.run_id)
+            parts.append(
+                k8s_diff.unified(renamed, document, f"{document['kind']}/{object_name.replace(job.run_id, name)}")
+            )
         return "".join(parts)
 
     def _client_for(self, plan: Plan) -> Client:
@@ -221,9 +223,9 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
     """Return True if ``error`` is only a conflict with an object of this run; the next start replaces that object."""
     if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
         return False
-    there = client.get(resource_of(document), document["metadata"]["name"])
-    labels = {} if there is None else there["metadata"].get("labels") or {}
-    return there is None or labels.get(RUN_LABEL) == document["metadata"]["labels"].get(RUN_LABEL)
+    existing = client.get(resource_of(document), document["metadata"]["name"])
+    labels = {} if existing is None else existing["metadata"].get("labels") or {}
+    return existing is None or labels.get(RUN_LABEL) == document["metadata"]["labels"].get(RUN_LABEL)
 
 
 def _place(run: Run) -> ObjectPlace:
@@ -271,20 +273,20 @@ def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, 
     """Return a run's status; saves the status once the run has ended, because the cluster deletes finished jobs."""
     record = run.status()
     if job is None or (place.uid and job["metadata"]["uid"] != place.uid):
-        found = _gone(run, record)
+        judged = _gone(run, record)
     else:
-        found = judge(record, place.kind, job, pods, place.nodes)
-        if found.state == "queued":
-            found = found.model_copy(update={"reason": k8s_waiting.why(client, place.kind, job, found.reason)})
-        elif found.state == "starting" and len(current(pods)) < place.nodes:
+        judged = judge(record, place.kind, job, pods, place.nodes)
+        if judged.state == "queued":
+            judged = judged.model_copy(update={"reason": k8s_waiting.why(client, place.kind, job, judged.reason)})
+        elif judged.state == "starting" and len(current(pods)) < place.nodes:
             refused = k8s_waiting.refused_pods(client, job)
-            found = found.model_copy(update={"reason": "; ".join(filter(None, (found.reason, refused)))})
-    if not found.active and found != record:
+            judged = judged.model_copy(update={"reason": "; ".join(filter(None, (judged.reason, refused)))})
+    if not judged.active and judged != record:
         with suppress(OSError):
             if text := _errors(pods):
                 (run.path / ERRORS_FILE).write_text(text, encoding="utf-8")
-            write_status(run.path, found)
-    return found
+            write_status(run.path, judged)
+    return judged
 
 
 def _gone(run: Run, record: RunStatus) -> RunStatus:
@@ -311,9 +313,9 @@ def _errors(pods: Sequence[Document]) -> str:
 def _latest(job: Job) -> str:
     """Return the id of the run to compare to ``job``: its run, or the newest submitted run with the plan's name."""
     store = RunStore()
-    own = Run(store.root / job.run_id)
-    if own.path.is_dir():
-        return own.id
+    job_run = Run(store.root / job.run_id)
+    if job_run.path.is_dir():
+        return job_run.id
     for run in store.runs():
         with suppress(ValueError, OSError):
             submission = run.submission()

@@ -14,19 +14,19 @@ _NO_PODS = "there are no pods yet"
 _LONGEST = 300
 
 
-def why(client: Client, kind: str, job: Document, known: str) -> str:
-    """Return the reason why a job waits; ``known`` is the reason that the job and its pods give. Raises LaunchError."""
+def why(client: Client, kind: str, job: Document, default: str) -> str:
+    """Return why a job waits; ``default`` is the reason that the job and its pods give. Raises LaunchError."""
     suspended = progress(kind, job).phase == "suspended"
-    if not suspended and known != _NO_PODS:
-        return known
+    if not suspended and default != _NO_PODS:
+        return default
     try:
-        found = _kueue(client, job) if suspended else _volcano(client, job) if kind == "volcano" else ""
-        found = found or _events(client, job["metadata"]["name"])
+        reason = _kueue(client, job) if suspended else _volcano(client, job) if kind == "volcano" else ""
+        reason = reason or _events(client, job["metadata"]["name"])
     except ApiError as error:
         if error.status not in (403, 404):
             raise
-        found = ""
-    return (found or known)[:_LONGEST]
+        reason = ""
+    return (reason or default)[:_LONGEST]
 
 
 def refused_pods(client: Client, job: Document) -> str:
@@ -72,8 +72,8 @@ def _kueue(client: Client, job: Document) -> str:
         return f"Kueue, queue {queue}: quota is reserved; {'; '.join(texts) or 'not admitted yet'}"
     text = conditions.get("QuotaReserved", {}).get("message") or "waits for quota"
     evicted = conditions.get("Evicted", {})
-    again = f" (put back: {evicted.get('reason')})" if evicted.get("status") == "True" else ""
-    return f"Kueue, queue {queue}: {text}{again}"
+    eviction = f" (put back: {evicted.get('reason')})" if evicted.get("status") == "True" else ""
+    return f"Kueue, queue {queue}: {text}{eviction}"
 
 
 def _volcano(client: Client, job: Document) -> str:
@@ -90,13 +90,13 @@ def _events(client: Client, name: str, reason: str = "") -> str:
 
     With ``reason``, only events that give this reason count.
     """
-    found = [
+    warnings = [
         event
         for event in client.select(EVENTS, fieldSelector="type=Warning")
         if reason in ("", event.get("reason"))
         and f"{event['involvedObject'].get('name') or ''}-".startswith(f"{name}-")
     ]
-    if not found:
+    if not warnings:
         return ""
-    latest = max(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+    latest = max(warnings, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
     return f"{latest.get('reason')}: {latest.get('message')}"

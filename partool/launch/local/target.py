@@ -159,18 +159,20 @@ class LocalTarget:
                 raise LaunchError("PT507", f"the agent did not start within {_START_TIMEOUT_S:g} s", f"see {log}")
             time.sleep(0.05)
         if agent.returncode:
-            told = telling(log.read_text(encoding="utf-8", errors="replace"))
-            _settle(run, agent.returncode, told)
-            message = f"the agent ended at once with exit code {agent.returncode}" + (f": {told}" if told else "")
+            last_message = telling(log.read_text(encoding="utf-8", errors="replace"))
+            _settle(run, agent.returncode, last_message)
+            message = f"the agent ended at once with exit code {agent.returncode}" + (
+                f": {last_message}" if last_message else ""
+            )
             raise LaunchError("PT507", message, f"see {log}")
 
 
-def _settle(run: Run, code: int, told: str = "") -> None:
-    """Write the final status of a run whose agent could not write it; ``told`` is the agent's last message."""
+def _settle(run: Run, code: int, last_message: str = "") -> None:
+    """Write the final status of a run whose agent could not write it; ``last_message`` is the agent's last message."""
     status = read_status(run.path)
     if status.active:
         reason = f"the agent was killed by {signal.Signals(-code).name}" if code < 0 else "the agent could not start"
-        reason += f": {told}" if told else ""
+        reason += f": {last_message}" if last_message else ""
         ended = {"state": "failed", "exit_code": code, "ended": time.time(), "reason": reason}
         write_status(run.path, status.model_copy(update=ended))
 
@@ -215,8 +217,8 @@ def stops_held_back() -> Iterator[Stops]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for number, handler in before.items():
             signal.signal(number, handler)
-        for left in stops.waiting:
-            os.kill(os.getpid(), left)
+        for signal_number in stops.waiting:
+            os.kill(os.getpid(), signal_number)
 
 
 def _shell(command: list[str]) -> str:

@@ -95,7 +95,7 @@ def call(
     if command[0] != "sbatch":  # sbatch passes its environment on to the job
         env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=text, env=env, capture_output=True,
             text=True, errors="replace", timeout=wait_s, check=False,
             stdin=subprocess.DEVNULL if text is None else None,
@@ -106,7 +106,7 @@ def call(
         raise LaunchError(
             "PT550", f"{command[0]} has not answered for {wait_s:g} s", "scontrol ping says how Slurm is", exit_code=3
         ) from None
-    answer = CommandAnswer(done.returncode, done.stdout, done.stderr)
+    answer = CommandAnswer(process.returncode, process.stdout, process.stderr)
     if answer.code and any(sign in answer.err for sign in _UNREACHABLE):
         raise _failed(command, answer)
     return answer

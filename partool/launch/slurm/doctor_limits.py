@@ -97,17 +97,17 @@ def limits_check(owners: list[LimitOwner], request: JobRequest, *, safe: bool) -
     fields: list[str] = []
     replaced: set[tuple[str, str]] = set()
     for owner in owners:
-        own: set[tuple[str, str]] = set()
+        set_by_qos: set[tuple[str, str]] = set()
         for limit, text in owner.limits.items():
             for resource, value in _values(limit, text).items():
                 key = _SAME.get(limit, limit), resource
                 if key in replaced:
                     continue
-                own |= {key} if owner.is_qos else set()
+                set_by_qos |= {key} if owner.is_qos else set()
                 if said := _against(limit, resource, value, request, safe=safe):
                     problems.append(f"{owner.title}: {said}")
                     fields.append(_FIELDS.get(resource.rpartition(":")[0] or resource, ""))
-        replaced |= own
+        replaced |= set_by_qos
     names = ", ".join(owner.title for owner in owners)
     if not problems:
         return Check("account limits", "ok", f"nothing is against the job in {names}")
@@ -176,12 +176,12 @@ def _owners(plan: Plan, cluster: str, partition: dict[str, str]) -> Iterator[Lim
     name = name or ("normal" if "normal" in listed else listed[0] if len(listed) == 1 else "")
     of_partition = partition.get("QoS", "N/A")
     wanted = [each for each in (of_partition, name) if each not in ("", "N/A", "(null)")]
-    found = {each["Name"]: each for each in _table("qos", QOS, ",".join(wanted))} if wanted else {}
-    if "OverPartQOS" in found.get(name, {}).get("Flags", ""):
+    qos_rows = {each["Name"]: each for each in _table("qos", QOS, ",".join(wanted))} if wanted else {}
+    if "OverPartQOS" in qos_rows.get(name, {}).get("Flags", ""):
         wanted.reverse()
     for each in dict.fromkeys(wanted):
-        if each in found:
-            yield LimitOwner(f"QOS {each}", _limits(found[each]), is_qos=True)
+        if each in qos_rows:
+            yield LimitOwner(f"QOS {each}", _limits(qos_rows[each]), is_qos=True)
     if row is not None:
         yield LimitOwner(f"{row['User']} in account {account}", _limits(row))
     seen: set[str] = set()

@@ -33,8 +33,8 @@ class Node:
 
     def gpus(self, kind: str | None) -> int:
         """Return the number of the node's GPUs of the type ``kind``; None counts all types."""
-        found = re.findall(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d+)", self.gres)
-        return sum(int(count) for name, count in found if kind in (None, name))
+        entries = re.findall(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d+)", self.gres)
+        return sum(int(count) for name, count in entries if kind in (None, name))
 
 
 def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
@@ -61,18 +61,18 @@ def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
 def partition_checks(plan: Plan, records: list[dict[str, str]]) -> Iterator[Check]:
     """Compare the plan's nodes and time with a partition's limits; ``records`` are from ``scontrol show partition``."""
     wanted = _partition(plan, records)
-    found = next((record for record in records if record.get("PartitionName") == wanted), None)
-    if found is None:
+    partition = next((record for record in records if record.get("PartitionName") == wanted), None)
+    if partition is None:
         names = ", ".join(sorted(record.get("PartitionName", "") for record in records))
         text = f"there is no partition {wanted!r}" if wanted else "there is no default partition"
         yield Check("partition", "failed", text, f"launch.slurm.partition: one of {names}")
         return
-    problems = [text for text in _over(plan, found) if text]
+    problems = [text for text in _over(plan, partition) if text]
     if problems:
         help = f"scontrol show partition {wanted} shows the limits; another partition may allow it"
         yield Check("partition", "failed", f"{wanted}: {'; '.join(problems)}", help)
     else:
-        limits = f"at most {found.get('MaxTime')}, {found.get('TotalNodes')} nodes"
+        limits = f"at most {partition.get('MaxTime')}, {partition.get('TotalNodes')} nodes"
         yield Check("partition", "ok", f"{wanted}: {limits}")
 
 
@@ -82,8 +82,8 @@ def _over(plan: Plan, record: dict[str, str]) -> Iterator[str]:
         yield f"it is {record['State']}"
     if nodes > (most := _limit(record, "MaxNodes")):
         yield f"hardware.nodes is {nodes}, the limit is {most:g}"
-    if nodes > (there := _limit(record, "TotalNodes")):
-        yield f"hardware.nodes is {nodes}, it has {there:g}"
+    if nodes > (total_nodes := _limit(record, "TotalNodes")):
+        yield f"hardware.nodes is {nodes}, it has {total_nodes:g}"
     longest = parse_duration(record.get("MaxTime", ""))
     asked = parse_duration(slurm.time) if slurm.time else None
     if longest is not None and asked is not None and asked > longest:
@@ -100,19 +100,19 @@ def _limit(record: dict[str, str], name: str) -> float:
 
 
 def _partition(plan: Plan, records: list[dict[str, str]]) -> str:
-    own = plan.launch.slurm.partition or os.environ.get("SBATCH_PARTITION")
+    chosen = plan.launch.slurm.partition or os.environ.get("SBATCH_PARTITION")
     default = next((record["PartitionName"] for record in records if record.get("Default") == "YES"), "")
-    return own or default
+    return chosen or default
 
 
 def parse_nodes(text: str) -> list[Node]:
     """Return the nodes in the output of ``sinfo --Node --format='%N|%G|%c|%m|%T'``, each node once."""
-    found = {}
+    nodes = {}
     for line in text.splitlines():
         name, gres, cores, memory, state = [*line.split("|"), "", "", "", ""][:5]
         if cores.rstrip("+").isdigit() and memory.rstrip("+").isdigit():
-            found[name] = Node(name, gres, int(cores.rstrip("+")), int(memory.rstrip("+")), state)
-    return list(found.values())
+            nodes[name] = Node(name, gres, int(cores.rstrip("+")), int(memory.rstrip("+")), state)
+    return list(nodes.values())
 
 
 def with_devices(plan: Plan, nodes: list[Node]) -> list[Node]:

@@ -37,8 +37,8 @@ def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator
         what = f"is an array of {len(tasks)} tasks" if tasks else "is no array"
         raise NoLogsError(f"{run.id} {what}: there is no task {query.task}")
     if tasks and query.task is None:
-        whole = _Watched(status, run.status)
-        for line in _merged([_of_task(run, index, query, whole) for index in range(len(tasks))]):
+        array_status = _Watched(status, run.status)
+        for line in _merged([_of_task(run, index, query, array_status) for index in range(len(tasks))]):
             if line is None:
                 time.sleep(logs.POLL_S)
             else:
@@ -47,22 +47,22 @@ def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator
     folder = run if query.task is None else tasks[query.task]
     suffix = "" if query.task is None else f"_{query.task}"
     for line in logs.read(folder, query, _Watched(status, folder.status), lambda: _outputs(run, suffix)):
-        if told := _told(folder, line):
-            yield told
+        if shown := _shown(folder, line):
+            yield shown
 
 
-def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatus]) -> Iterator[LogLine | None]:
+def _of_task(run: Run, index: int, query: LogQuery, array_status: Callable[[], RunStatus]) -> Iterator[LogLine | None]:
     """Yield the lines of one task, and None whenever there are no new lines, until the whole array has ended."""
     folder = tasks_of(run)[index]
 
     def status() -> RunStatus:
-        return whole().model_copy(update={"attempt": folder.status().attempt})
+        return array_status().model_copy(update={"attempt": folder.status().attempt})
 
     for line in logs.rounds(folder, query, status, lambda: _outputs(run, f"_{index}")):
         if line is None:
             yield None
-        elif told := _told(folder, line):
-            yield told._replace(task=index)
+        elif shown := _shown(folder, line):
+            yield shown._replace(task=index)
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
@@ -70,10 +70,10 @@ def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]
 
     Raises NoLogsError if every reader raises it.
     """
-    left, errors = readers, []
-    while left:
+    open_readers, errors = readers, []
+    while open_readers:
         waiting = []
-        for reader in left:
+        for reader in open_readers:
             try:
                 for line in reader:
                     if line is None:
@@ -82,14 +82,14 @@ def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]
                     yield line
             except NoLogsError as error:
                 errors.append(error)
-        left = waiting
-        if left:
+        open_readers = waiting
+        if open_readers:
             yield None
     if len(errors) == len(readers):
         raise errors[-1]
 
 
-def _told(folder: Run, line: LogLine) -> LogLine | None:
+def _shown(folder: Run, line: LogLine) -> LogLine | None:
     """Return a line in the form in which it is shown; None for a line that is also in a rank's file."""
     if line.rank is not None:
         return line

@@ -50,22 +50,24 @@ _KNOWN = (
 def refusal(text: str, plan: Plan) -> Diagnostic:
     """Return sbatch's complaint as a finding (PT551)."""
     said = _said(text)
-    known = next((each for each in _KNOWN if each.sign in text.lower()), None)
+    complaint = next((each for each in _KNOWN if each.sign in text.lower()), None)
     if "requested node configuration is not available" in text.lower():
         return Diagnostic("PT551", f"Slurm refuses the job: {said}", path=("hardware",), help=_machines(plan))
-    if known is None:
+    if complaint is None:
         help = "the words are sbatch's own; partool doctor --target slurm tries the likely causes one by one"
         return Diagnostic("PT551", f"Slurm refuses the job: {said or 'it does not say why'}", help=help)
-    section = ("hardware",) if known.field == "nodes" else ("launch", "slurm")
-    value = plan.devices.nodes if known.field == "nodes" else getattr(plan.launch.slurm, known.field, None)
-    shown = "" if value in (None, {}, "") else f" ({'.'.join((*section, known.field))} is {_short(value)})"
-    return Diagnostic("PT551", f"Slurm refuses the job: {said}{shown}", path=(*section, known.field), help=known.help)
+    section = ("hardware",) if complaint.field == "nodes" else ("launch", "slurm")
+    value = plan.devices.nodes if complaint.field == "nodes" else getattr(plan.launch.slurm, complaint.field, None)
+    shown = "" if value in (None, {}, "") else f" ({'.'.join((*section, complaint.field))} is {_short(value)})"
+    return Diagnostic(
+        "PT551", f"Slurm refuses the job: {said}{shown}", path=(*section, complaint.field), help=complaint.help
+    )
 
 
 def refusal_of_script(text: str) -> tuple[str, str]:
     """Return sbatch's complaint about a user's script, and a hint."""
-    known = next((each for each in _KNOWN if each.sign in text.lower()), None)
-    return f"Slurm refuses the script: {_said(text) or 'it does not say why'}", known.help if known else ""
+    complaint = next((each for each in _KNOWN if each.sign in text.lower()), None)
+    return f"Slurm refuses the script: {_said(text) or 'it does not say why'}", complaint.help if complaint else ""
 
 
 def estimate(text: str) -> str:

@@ -64,12 +64,12 @@ def run_status(run: Run, job: SlurmJob | None, job_id: str, tasks: Sequence[Slur
     folders = sorted(run.path.glob(_TASK_FOLDERS), key=_task_number)
     if not folders:
         return _settled(run, merged(run.status(), job, run.path, job_id), job)
-    known = {task.task: task for task in tasks if task.task is not None}
+    by_index = {task.task: task for task in tasks if task.task is not None}
     each: dict[int, RunStatus] = {}
     for folder in folders:
         index = _task_number(folder)
         file = Run(folder).status() if (folder / STATUS_FILE).exists() else _unstarted(run)
-        task = known.get(index)
+        task = by_index.get(index)
         each[index] = _settled(Run(folder), merged(file, task, folder, f"{job_id}_{index}", run.path), task)
     return _together(run.status(), each)
 
@@ -83,26 +83,28 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
     return status
 
 
-def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
-    """Combine ``file``, the run's stored status, with ``job``; for an array task, ``whole`` is the array's folder."""
-    cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
-    output = (whole or folder) / LOGS / f"slurm-{job_id}.out"
+def merged(
+    file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, array_folder: Path | None = None
+) -> RunStatus:
+    """Combine ``file``, the run's stored status, with ``job``; ``array_folder`` is the array's if the job is a task."""
+    cancelled = any((place / CANCEL_FILE).exists() for place in (folder, array_folder or folder))
+    output = (array_folder or folder) / LOGS / f"slurm-{job_id}.out"
     if job is None:
         return _forgotten(file, job_id, output, cancelled=cancelled)
     if job.waiting:
-        parts = [_waits(job), counted(job, folder, whole), *(["to be cancelled"] if cancelled else [])]
+        parts = [_waits(job), counted(job, folder, array_folder), *(["to be cancelled"] if cancelled else [])]
         return _with(file, "queued", "; ".join(filter(None, parts)), ended=None, exit_code=None)
     if job.active:
         return _running(file, job)
     return _ended(file, job, output, cancelled=cancelled)
 
 
-def counted(job: SlurmJob, folder: Path, whole: Path | None = None) -> str:
+def counted(job: SlurmJob, folder: Path, array_folder: Path | None = None) -> str:
     """Return a text on how often the job was requeued; empty if it never was.
 
     The job's script counts the requeues. Those by Slurm itself, as when a node fails, it counts when it next starts.
     """
-    places = (folder, whole or folder)
+    places = (folder, array_folder or folder)
     by_slurm = max(0, job.restarts - _counted_restarts(job, folder))
     texts = []
     for name, what, more in ((PREEMPTIONS_FILE, "after preemption", by_slurm), (FAILURES_FILE, "after failures", 0)):
@@ -175,8 +177,8 @@ def _ended(file: RunStatus, job: SlurmJob, output: Path, *, cancelled: bool) -> 
 def _why(job: SlurmJob, output: Path) -> str:
     """Return why a job failed whose agent has not said it: the telling line of its output, and its exit code."""
     text = job.exit.text() if job.exit else "failed"
-    if told := told_by_job(output):
-        return f"{told} ({text})"
+    if message := told_by_job(output):
+        return f"{message} ({text})"
     if job.exit and job.exit.code == _CONFIGURATION and not job.exit.signal:
         return f"{text}: it would fail however often it is tried; the logs say why"
     return text if job.reason in ("", "NonZeroExitCode", "JobLaunchFailure") else f"{text} ({job.reason})"
@@ -185,8 +187,8 @@ def _why(job: SlurmJob, output: Path) -> str:
 def _forgotten(file: RunStatus, job_id: str, output: Path, *, cancelled: bool) -> RunStatus:
     if file.active:
         state: State = "cancelled" if cancelled else "failed"
-        told = told_by_job(output)
-        last = f"the last message in its output: {told}" if told else "the run has not said how it ended"
+        message = told_by_job(output)
+        last = f"the last message in its output: {message}" if message else "the run has not said how it ended"
         return _with(file, state, f"Slurm no longer knows job {job_id}; {last}")
     if cancelled and file.state != "done":
         return _with(file, "cancelled", "cancelled")

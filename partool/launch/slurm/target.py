@@ -56,8 +56,8 @@ class SlurmTarget:
         """
         from partool.render.slurm.lint import lint
 
-        own = Level("own rules", True, findings=(*lint(rendered.text), *_where(job)))
-        return [own] if offline else [own, _on_cluster(job.plan), test_only(job, rendered)]
+        rules_level = Level("own rules", True, findings=(*lint(rendered.text), *_where(job)))
+        return [rules_level] if offline else [rules_level, _on_cluster(job.plan), test_only(job, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Run sbatch; returns ``job_id`` and, with several clusters, ``cluster``.
@@ -73,8 +73,8 @@ class SlurmTarget:
             if answer.code == 0:
                 return _details(*parse_submission(answer.out))
         except (LaunchError, ValueError) as error:
-            if found := _lost(slurm, run.id, start, error):
-                return _details(found.job_id, slurm.cluster)
+            if lost_job := _lost(slurm, run.id, start, error):
+                return _details(lost_job.job_id, slurm.cluster)
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError("PT552", f"sbatch: {error}", f"see squeue --name={run.id}") from None
@@ -95,21 +95,21 @@ class SlurmTarget:
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
         """Return the status of several runs, by run id; squeue is called once per cluster."""
-        found: dict[str, RunStatus] = {}
+        by_run: dict[str, RunStatus] = {}
         by_cluster: dict[str, dict[str, Run]] = {}
         for run in runs:
             job_id, cluster = _submitted(run)
             if job_id:
                 by_cluster.setdefault(cluster, {})[job_id] = run
             else:
-                found[run.id] = run.status()
+                by_run[run.id] = run.status()
         for cluster, of_job in by_cluster.items():
-            jobs = _known(Slurm(cluster), list(of_job))
+            jobs = _jobs_by_id(Slurm(cluster), list(of_job))
             for job_id, run in of_job.items():
                 of_run = jobs.get(job_id, [])
                 single = next((job for job in of_run if job.task is None), None)
-                found[run.id] = run_status(run, single, job_id, of_run)
-        return found
+                by_run[run.id] = run_status(run, single, job_id, of_run)
+        return by_run
 
     def cancel(self, run: Run, *, now: bool) -> bool:
         """Remove a waiting job from the queue; ask a running job to checkpoint and stop or, with ``now``, kill it.
@@ -155,8 +155,8 @@ class SlurmTarget:
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
-        again = replace(job, run_id=before.id, run_dir=PurePosixPath(before.path))
-        ours = render("slurm", again).files
+        rerendered = replace(job, run_id=before.id, run_dir=PurePosixPath(before.path))
+        ours = render("slurm", rerendered).files
         theirs = {name: _content(before.path / name) for name in _rendered_names(before.path) | set(ours)}
         return _unified(theirs, ours, before.id, "now")
 
@@ -220,14 +220,14 @@ def _lost(slurm: Slurm, name: str, start: float, error: Exception) -> SlurmJob |
     return max(jobs, key=lambda job: int(job.job_id), default=None)
 
 
-def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
+def _jobs_by_id(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
     """Return the jobs by id: from the queue or, if the controller has forgotten a job, from accounting."""
-    found: dict[str, list[SlurmJob]] = {}
+    by_id: dict[str, list[SlurmJob]] = {}
     for job in slurm.jobs(ids):
-        found.setdefault(job.job_id, []).append(job)
-    for job in slurm.recorded([job_id for job_id in ids if job_id not in found]):
-        found.setdefault(job.job_id, []).append(job)
-    return found
+        by_id.setdefault(job.job_id, []).append(job)
+    for job in slurm.recorded([job_id for job_id in ids if job_id not in by_id]):
+        by_id.setdefault(job.job_id, []).append(job)
+    return by_id
 
 
 def _submitted(run: Run) -> tuple[str, str]:
@@ -238,8 +238,8 @@ def _submitted(run: Run) -> tuple[str, str]:
     """
     submission = run.submission()
     if submission is not None and not submission.details:
-        found = max(Slurm().named(run.id), key=lambda job: int(job.job_id), default=None)
-        return found.job_id if found else "", ""
+        newest = max(Slurm().named(run.id), key=lambda job: int(job.job_id), default=None)
+        return newest.job_id if newest else "", ""
     details = submission.details if submission else {}
     job_id = details.get(JOB_ID, "")
     if job_id and not re.fullmatch(r"[0-9]{1,18}", job_id):

@@ -127,10 +127,10 @@ def _bound(plan: Plan) -> numa.Bindings | None:
     """Return the cores and memory to which each rank is bound; the environment must already hold the device masks."""
     if plan.launch.numa == "none":
         return None
-    found = numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
-    if found.note:
-        say(f"partool: note: {found.note}", err=True)
-    return found
+    bindings = numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
+    if bindings.note:
+        say(f"partool: note: {bindings.note}", err=True)
+    return bindings
 
 
 class RanksStore:
@@ -166,7 +166,7 @@ class _Given(RendezvousHandler):
     def __init__(self, place: AgentPlace, run_id: str, store: tuple[str, int]) -> None:
         self._place = place
         self._run_id = run_id
-        self._there = store
+        self._agents_store = store
         self._store = RanksStore()
 
     @property
@@ -180,7 +180,7 @@ class _Given(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this node's number, the number of nodes and the location of the ranks' store."""
-        address, port = self._there if self._place.several else (_LOOPBACK, self._store.open(_LOOPBACK))
+        address, port = self._agents_store if self._place.several else (_LOOPBACK, self._store.open(_LOOPBACK))
         store = RendezvousStoreInfo(address, port)
         return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
 

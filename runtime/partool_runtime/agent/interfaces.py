@@ -20,18 +20,18 @@ def interface_towards(address: str) -> str | None:
 def resolves_to_network(name: str) -> bool:
     """Return True if a name resolves to a non-loopback address of this machine, which other machines may reach."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False
     owners = _owners()
-    return any(not is_loopback(address) and (not owners or plain(address) in owners) for address in found)
+    return any(not is_loopback(address) and (not owners or plain(address) in owners) for address in addresses)
 
 
 def is_loopback(address: str) -> bool:
     """Return True for 127.0.0.0/8, ::1, and 127.0.0.0/8 mapped into IPv6."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
 
 
 def is_own(address: str) -> bool:
@@ -52,8 +52,8 @@ def _source_address(address: str) -> str | None:
 
 def plain(address: str) -> str:
     """Return an address without its IPv6 zone; an IPv4 address mapped into IPv6 is returned as an IPv4 address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 class _Address(ctypes.Structure):
@@ -76,16 +76,16 @@ def _owners() -> dict[str, str]:
     first = ctypes.POINTER(_Address)()
     if library.getifaddrs(ctypes.byref(first)) != 0:
         return {}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     try:
         entry = first
         while entry:
             if entry.contents.address and (text := _text(entry.contents.address)):
-                found[text] = entry.contents.name.decode()
+                names[text] = entry.contents.name.decode()
             entry = entry.contents.next
     finally:
         library.freeifaddrs(first)
-    return found
+    return names
 
 
 def _text(sockaddr: int) -> str | None:

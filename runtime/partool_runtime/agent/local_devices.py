@@ -48,32 +48,32 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
     ``root`` is the folder that holds ``sys``, ``proc`` and ``dev``.
     """
     if backend == "rocm":
-        found = _by_mask(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
+        devices = _by_mask(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
         # HIP prefers its mask to CUDA's (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
         name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
-        return _by_mask(found, environ, name)
-    found = _nvidia(root)
-    if len({device.model for device in found}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return _by_mask(devices, environ, name)
+    devices = _nvidia(root)
+    if len({device.model for device in devices}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables: the fastest device is first
         raise UnknownDevicesError("this node's devices differ; CUDA_DEVICE_ORDER=PCI_BUS_ID would number them by place")
-    return _by_mask(found, environ, "CUDA_VISIBLE_DEVICES")
+    return _by_mask(devices, environ, "CUDA_VISIBLE_DEVICES")
 
 
-def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
+def _by_mask(devices: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
     """Return the devices that the mask in variable ``name`` lists, in the mask's order.
 
     An invalid entry ends the mask, as in the vendors' libraries.
     """
     if name not in environ:
-        return found
+        return devices
     chosen: list[Device] = []
     for entry in (part.strip().lower() for part in environ[name].split(",")):
         if re.fullmatch(r"[0-9]+", entry):
-            if int(entry) >= len(found):
+            if int(entry) >= len(devices):
                 break
-            chosen.append(found[int(entry)])
+            chosen.append(devices[int(entry)])
         elif entry.startswith("gpu-"):
-            matches = [device for device in found if device.uuid and device.uuid.startswith(entry)]
+            matches = [device for device in devices if device.uuid and device.uuid.startswith(entry)]
             if len(matches) != 1:
                 raise UnknownDevicesError(f"{name} names {entry}, which is not among the devices that can be seen here")
             chosen.append(matches[0])
@@ -90,21 +90,21 @@ def _nvidia(root: Path) -> list[Device]:
     A container, or a job with constrained devices, sees every device in sysfs but may open only some of them; the
     driver then numbers only the devices that may be opened.
     """
-    found = _pci(root, *_NVIDIA)
-    told = [_nvidia_information(root, device.bus) for device in found]
-    if all(told):
-        pairs = zip(found, told, strict=True)
+    devices = _pci(root, *_NVIDIA)
+    descriptions = [_nvidia_information(root, device.bus) for device in devices]
+    if all(descriptions):
+        pairs = zip(devices, descriptions, strict=True)
         return [
             _named(device, info) for device, info in pairs if _may_open(root / f"dev/nvidia{info.get('device minor')}")
         ]
-    if any(told):  # NVIDIA's container library mounts only the folders of the container's devices
-        return [_named(device, info) for device, info in zip(found, told, strict=True) if info]
+    if any(descriptions):  # NVIDIA's container library mounts only the folders of the container's devices
+        return [_named(device, info) for device, info in zip(devices, descriptions, strict=True) if info]
     files = [file for file in (root / "dev").glob("nvidia[0-9]*") if _may_open(file)]
-    if len(files) != len(found):
+    if len(files) != len(devices):
         raise UnknownDevicesError(
-            f"{len(found)} devices are in this node, {len(files)} can be opened: which is unknown"
+            f"{len(devices)} devices are in this node, {len(files)} can be opened: which is unknown"
         )
-    return found
+    return devices
 
 
 def _named(device: Device, information: dict[str, str]) -> Device:
@@ -125,7 +125,7 @@ def _amd(root: Path) -> list[Device]:
     """
     places = {device.bus: device for device in _pci(root, *_AMD)}
     nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name))
-    found: list[Device] = []
+    opened: list[Device] = []
     for properties in map(_properties, nodes):
         if not properties.get("simd_count"):
             continue  # a CPU
@@ -133,8 +133,8 @@ def _amd(root: Path) -> list[Device]:
         place = next((device for bus, device in places.items() if bus.rpartition(".")[0] == slot), None)
         minor = properties.get("drm_render_minor", 0)
         if place is not None and _may_open(root / f"dev/dri/renderD{minor}"):
-            found.append(place)
-    return found or [device for device in places.values() if _amd_opens(root, device)]
+            opened.append(place)
+    return opened or [device for device in places.values() if _amd_opens(root, device)]
 
 
 def _slot(domain: int, location: int) -> str:
@@ -153,15 +153,15 @@ def _properties(node: Path) -> dict[str, int]:
 
 
 def _pci(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Device]:
-    found = []
+    devices = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         if _text(folder / "vendor") != vendor or not _text(folder / "class").startswith(classes):
             continue
         node = _text(folder / "numa_node")
         unique = _text(folder / "unique_id").lower()  # of AMD's driver; masks write it as GPU-<16 digits>
         uuid = f"gpu-{unique}" if unique else ""
-        found.append(Device(folder.name, int(node) if node else NO_NODE, _text(folder / "device"), uuid))
-    return [replace(device, index=index, count=len(found)) for index, device in enumerate(found)]
+        devices.append(Device(folder.name, int(node) if node else NO_NODE, _text(folder / "device"), uuid))
+    return [replace(device, index=index, count=len(devices)) for index, device in enumerate(devices)]
 
 
 def _may_open(file: Path) -> bool:

@@ -28,12 +28,12 @@ class StoppedError(Exception):
 
 def combined(codes: Iterable[int]) -> int:
     """Return the common exit code of all agents of a run, given the exit code on each node."""
-    found = set(codes)
-    if EXIT_CONFIGURATION in found:
+    distinct = set(codes)
+    if EXIT_CONFIGURATION in distinct:
         return EXIT_CONFIGURATION
-    if found <= {EXIT_DONE}:
+    if distinct <= {EXIT_DONE}:
         return EXIT_DONE
-    return EXIT_PREEMPTED if found <= {EXIT_DONE, EXIT_PREEMPTED} else EXIT_FAILED
+    return EXIT_PREEMPTED if distinct <= {EXIT_DONE, EXIT_PREEMPTED} else EXIT_FAILED
 
 
 class Board:
@@ -171,7 +171,7 @@ class Board:
         """Return True if all ranks of another node have finished all steps."""
         if self._place.node_rank:
             return self._meeting.notice.finished
-        return any(_done(peer.state.outcome) for peer in self._meeting.peers.values())
+        return any(_succeeded(peer.state.outcome) for peer in self._meeting.peers.values())
 
     def patient(self) -> bool:
         """Return True if a rank of another node has not passed the watchdog's limit."""
@@ -205,7 +205,7 @@ class Board:
         end: float | None = None
         while waited_for := [peer for peer in self._meeting.peers.values() if not self._settled(peer)]:
             outcomes = [peer.state.outcome for peer in self._meeting.peers.values()]
-            if end is None and any(found is not None and found.code != EXIT_DONE for found in [mine, *outcomes]):
+            if end is None and any(outcome is not None and outcome.code != EXIT_DONE for outcome in [mine, *outcomes]):
                 end = self._now() + limit_s
             self._spread()
             if hurry() or (end is not None and self._now() >= end and waited_for):
@@ -254,11 +254,11 @@ class Board:
         meeting = self._meeting
         if self._place.node_rank:
             return
-        own = f"node 0 ({meeting.mine.host}) had failed" if meeting.mine.trouble else ""
-        trouble = meeting.notice.trouble or own or self.trouble()
+        own_failure = f"node 0 ({meeting.mine.host}) had failed" if meeting.mine.trouble else ""
+        trouble = meeting.notice.trouble or own_failure or self.trouble()
         stopping = meeting.notice.stopping or meeting.mine.stopping or self.stopping()
         early = meeting.notice.early or meeting.mine.early or self.early()
-        finished = meeting.notice.finished or self.finished() or _done(meeting.mine.outcome)
+        finished = meeting.notice.finished or self.finished() or _succeeded(meeting.mine.outcome)
         stalled = meeting.notice.stalled or meeting.mine.stalled or self.stalled()
         standing = _behind([meeting.mine.standing, *(peer.state.standing for peer in meeting.peers.values())])
         states = {0: meeting.mine} | {node: peer.state for node, peer in sorted(meeting.peers.items())}
@@ -317,7 +317,7 @@ def _behind(standings: Iterable[Standing | None]) -> Standing | None:
     return min((each for each in standings if each is not None), key=lambda each: each.order, default=None)
 
 
-def _done(outcome: Outcome | None) -> bool:
+def _succeeded(outcome: Outcome | None) -> bool:
     return outcome is not None and outcome.code == EXIT_DONE
 
 
@@ -327,7 +327,7 @@ def _name(node: int, peer: Peer) -> str:
 
 def _is_here(host: str) -> bool:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return any(is_own(str(entry[4][0])) for entry in found)
+    return any(is_own(str(entry[4][0])) for entry in entries)

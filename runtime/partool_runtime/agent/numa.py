@@ -47,10 +47,10 @@ class Binding:
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables that pass the binding to the rank."""
-        found = {CPUS: write_list(self.cores)}
+        variables = {CPUS: write_list(self.cores)}
         if self.memory_node is not None:
-            found |= {MEMORY_NODE: str(self.memory_node), MEMORY_POLICY: self.policy}
-        return found
+            variables |= {MEMORY_NODE: str(self.memory_node), MEMORY_POLICY: self.policy}
+        return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Bindings:
     @property
     def note(self) -> str:
         """Note for the user, in one line; empty if there is nothing to note."""
-        told = dict.fromkeys(reason for reason in self.reasons if reason)
-        if not told:
+        distinct = dict.fromkeys(reason for reason in self.reasons if reason)
+        if not distinct:
             return ""
         count = sum(bool(reason) for reason in self.reasons)
-        return f"{count} of {len(self.ranks)} ranks are not bound to cores: {'; '.join(told)}"
+        return f"{count} of {len(self.ranks)} ranks are not bound to cores: {'; '.join(distinct)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +163,16 @@ def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
     sizes = [len(node.cores) for node in nodes]
     if max(per_node, len(nodes)) % min(per_node, len(nodes)) or min(sizes) < 0.75 * max(sizes):
         return _unbound(per_node, f"{per_node} ranks cannot share {len(nodes)} memory nodes evenly")
-    found: list[Binding | None] = []
+    chosen: list[Binding | None] = []
     for rank in range(per_node):
         if per_node >= len(nodes):
             node = nodes[rank * len(nodes) // per_node]
-            found.append(Binding(tuple(sorted(node.cores)), node.number if node.memory else None))
+            chosen.append(Binding(tuple(sorted(node.cores)), node.number if node.memory else None))
         else:
             each = len(nodes) // per_node
-            own = frozenset().union(*(node.cores for node in nodes[rank * each : (rank + 1) * each]))
-            found.append(Binding(tuple(sorted(own)), None))
-    return Bindings(tuple(found), ("",) * per_node)
+            cores = frozenset().union(*(node.cores for node in nodes[rank * each : (rank + 1) * each]))
+            chosen.append(Binding(tuple(sorted(cores)), None))
+    return Bindings(tuple(chosen), ("",) * per_node)
 
 
 def _unbound(per_node: int, reason: str) -> Bindings:
@@ -184,13 +184,13 @@ def _nodes(root: Path) -> list[_Node]:
     folder, allowed = root / "sys/devices/system/node", _allowed(root)
     usable = frozenset(read_list(_status(root, "Mems_allowed_list") or _text(folder / "online")))
     with_memory = frozenset(read_list(_text(folder / "has_memory"))) & usable
-    found = []
+    with_cores = []
     for path in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         cores = frozenset(read_list(_text(path / "cpulist")))
         if cores:
             number = int(path.name[4:])
-            found.append(_Node(number, cores & allowed, number in with_memory))
-    return found
+            with_cores.append(_Node(number, cores & allowed, number in with_memory))
+    return with_cores
 
 
 def _allowed(root: Path) -> frozenset[int]:
@@ -214,11 +214,11 @@ def _text(file: Path) -> str:
 
 def read_list(text: str) -> list[int]:
     """Return the numbers of a list in the kernel's format (``0-3,8``); raises ValueError."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def write_list(numbers: Sequence[int]) -> str:

@@ -45,7 +45,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
     """
     code = supervision.exit_code
     if code == EXIT_DONE:
-        return _late(supervision, where)
+        return _overdue(supervision, where)
     if code == EXIT_PREEMPTED:
         reason = stopped_by(supervision.signals[0].name if supervision.signals else "")
         if supervision.overdue and not supervision.saved:
@@ -67,11 +67,11 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
     return _failure(run_dir, attempt, supervision, (first, where), errors)
 
 
-def _late(supervision: Supervision, where: str) -> Summary:
+def _overdue(supervision: Supervision, where: str) -> Summary:
     """Return the result of a run that has done its work; it names the ranks that did not end by themselves."""
-    if not supervision.late:
+    if not supervision.killed_ranks:
         return Summary("", "")
-    reason = f"{_ranks(supervision.late)}{where} did not end after the last step and had to be killed"
+    reason = f"{_ranks(supervision.killed_ranks)}{where} did not end after the last step and had to be killed"
     if supervision.stalled:
         reason += f" ({supervision.stalled})"
     return Summary(reason, f"partool: {reason}; the last step is saved", short=reason)
@@ -89,8 +89,8 @@ def _saved(supervision: Supervision) -> str:
     """Return a text that tells when a requested stop took effect, and which ranks had to be killed after it."""
     if supervision.early:
         return BEFORE_FIRST_STEP
-    late = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]
-    return AFTER_CHECKPOINT + (f"; {_ranks(late)} did not end and had to be killed" if late else "")
+    killed = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]
+    return AFTER_CHECKPOINT + (f"; {_ranks(killed)} did not end and had to be killed" if killed else "")
 
 
 def stopped_by(signal_name: str) -> str:
@@ -127,11 +127,11 @@ def _deaths(
     Such an end is dated to when the rank was last seen alive, because other ranks may record a lost connection before
     the agent notices it.
     """
-    found = {}
+    records = {}
     for rank, code in supervision.codes.items():
         if rank in errors or not _by_itself(supervision, code):
             continue
-        found[rank] = ErrorRecord(
+        records[rank] = ErrorRecord(
             rank=rank,
             attempt=attempt,
             time=supervision.last_alive.get(rank, time.time()),
@@ -141,8 +141,8 @@ def _deaths(
             exit_code=-signal.SIGKILL if code is None else code,
         )
         with suppress(OSError):  # a disk without room
-            put_record(run_dir, found[rank])
-    return found
+            put_record(run_dir, records[rank])
+    return records
 
 
 def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
@@ -193,8 +193,8 @@ def _end_without_record(code: int | None) -> str:
 
 def _full(run_dir: Path) -> str:
     """Return a remark if the disk of the run's folder has no room for an error record; empty if there is room."""
-    there = os.statvfs(run_dir)
-    return f"; the file system of {run_dir} is full" if there.f_bavail * there.f_frsize < _RECORD_BYTES else ""
+    room = os.statvfs(run_dir)
+    return f"; the file system of {run_dir} is full" if room.f_bavail * room.f_frsize < _RECORD_BYTES else ""
 
 
 def _tail(path: Path, count: int) -> list[str]:

@@ -121,9 +121,9 @@ def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", 
             end_with_parent(int(launcher), signal.SIGTERM)
         options = replace(options, plan=options.plan.resolve(), run_dir=options.run_dir.resolve())
         try:
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as locks:
                 with lasting_refusals(options.run_dir):
-                    held.enter_context(_lock(options, signals))
+                    locks.enter_context(_lock(options, signals))
                 verdict = _run(options, worker, timing or WaitTimes(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")

@@ -28,15 +28,15 @@ def read_secrets(launch: LaunchSpec) -> dict[str, str]:
 
     Raises ConfigurationError PT584, naming variable and file but never the content.
     """
-    found = {}
+    values = {}
     for name, secret in launch.secrets.items():
         if secret.secret is not None and not TARGETS[launch.target].sees_files:
             _expect(name, secret)
         elif secret.file is not None:
-            found[name] = _read(name, Path(secret.file))
+            values[name] = _read(name, Path(secret.file))
         else:
             _expect(name, secret)
-    return found
+    return values
 
 
 def _read(name: str, file: Path) -> str:

@@ -52,8 +52,8 @@ def _continued(target: str, run_dir: Path) -> str:
     name = run_dir.parent.name if re.fullmatch(r"task-\d+", run_dir.name) else run_dir.name
     if TARGETS[target].starter == "by hand":
         return "the same command on each node"
-    again = "the scheduler's next start, or " if target in SCHEDULERS else ""
-    return f"{again}partool launch --resume {name}"
+    scheduled = "the scheduler's next start, or " if target in SCHEDULERS else ""
+    return f"{scheduled}partool launch --resume {name}"
 
 
 def _duration(seconds: float) -> str:

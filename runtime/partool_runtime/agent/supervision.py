@@ -77,7 +77,7 @@ class Supervision:
     """Rank → exit code, negative if a signal ended the rank; None while the rank runs."""
     last_alive: dict[int, float] = field(default_factory=dict)
     """Time when each rank was last seen running."""
-    _told: bool = False
+    _stop_sent: bool = False
     _deadline: float | None = None
     _why: str = ""
     _killed_at: float | None = None
@@ -88,7 +88,7 @@ class Supervision:
         self.killed = self.stalled = ""
         self.codes = {}
         self.last_alive = {}
-        self._told = False
+        self._stop_sent = False
         self._deadline = None
         self._why = ""
         self._killed_at = None
@@ -118,13 +118,13 @@ class Supervision:
         elif self.trouble_elsewhere:
             self._allow(now, FAILURE_GRACE_S, self.trouble_elsewhere)
         elif self.asked or EXIT_PREEMPTED in codes.values():
-            if self.early_elsewhere or not (begun or self._told or EXIT_PREEMPTED in codes.values()):
+            if self.early_elsewhere or not (begun or self._stop_sent or EXIT_PREEMPTED in codes.values()):
                 self.early = True
                 return self._kill(now, "asked to stop before the first step")
             why = f"{NO_CHECKPOINT} {self.shutdown_timeout_s:g} s of the stop signal"
             self._allow(now, self.shutdown_timeout_s, why)
-            if not self._told:
-                self._told = True
+            if not self._stop_sent:
+                self._stop_sent = True
                 return Reaction.STOP
         elif self.finishing:
             why = f"not ended {self.finish_grace_s:g} s after the first rank had finished"
@@ -144,7 +144,7 @@ class Supervision:
         return EXIT_DONE in self.codes.values() or self.finished_elsewhere
 
     @property
-    def late(self) -> list[int]:
+    def killed_ranks(self) -> list[int]:
         """The ranks that the agent had to kill, or could not even kill."""
         return sorted(rank for rank, code in self.codes.items() if self.killed and code in (-signal.SIGKILL, None))
 

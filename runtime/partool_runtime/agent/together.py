@@ -116,8 +116,8 @@ class Together:
         verdict = judged(outcomes)
         if self.status is not None and isinstance(plan, Plan) and any(outcome.overdue for outcome in outcomes):
             log, since = FailureLog(self.options.run_dir, plan), self.status.status.started
-            told = losses(log, target=plan.launch.target, run_dir=self.options.run_dir, since=since)
-            verdict = replace(verdict, text=f"{verdict.text}\n{told}")
+            lost_work = losses(log, target=plan.launch.target, run_dir=self.options.run_dir, since=since)
+            verdict = replace(verdict, text=f"{verdict.text}\n{lost_work}")
         if verdict.code == EXIT_FAILED and isinstance(plan, Plan) and board.attempt:
             first = first_failure(outcomes)
             kind = first.signature or signature(first.reason)
@@ -151,8 +151,8 @@ def judged(outcomes: list[Outcome]) -> Verdict:
     # Ranks that lose a peer which another node's agent has killed end because of the request to stop, too.
     code = combined(outcome.code for outcome in outcomes if not ((early or overdue) and outcome.lost_peer))
     if code == EXIT_DONE:
-        late = [outcome for outcome in outcomes if outcome.reason]
-        return Verdict(code, "; ".join(each.reason for each in late), "\n".join(each.text for each in late))
+        remarks = [outcome for outcome in outcomes if outcome.reason]
+        return Verdict(code, "; ".join(each.reason for each in remarks), "\n".join(each.text for each in remarks))
     if code == EXIT_PREEMPTED:
         asked = next((outcome for outcome in outcomes if outcome.asked), None)
         reason = stopped_by(f"{asked.asked} to node {asked.node} ({asked.host})" if asked else "")
@@ -171,7 +171,7 @@ def first_failure(outcomes: list[Outcome]) -> Outcome:
     the time between failures with different causes, but by more than a rank takes to notice another rank's end.
     """
     failed = [outcome for outcome in outcomes if outcome.code not in (EXIT_DONE, EXIT_PREEMPTED)]
-    return min(failed, key=lambda found: (found.code != EXIT_CONFIGURATION, found.lost_peer, found.time))
+    return min(failed, key=lambda outcome: (outcome.code != EXIT_CONFIGURATION, outcome.lost_peer, outcome.time))
 
 
 def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
@@ -179,8 +179,8 @@ def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
     if mine.code == EXIT_PREEMPTED and not begun:
         return Verdict(mine.code, mine.reason, f"partool: {mine.reason}, before the ranks had started", mine.node)
     code = combined([mine.code, EXIT_FAILED])
-    own = mine.reason if mine.code == EXIT_CONFIGURATION or (mine.reason and not mine.lost_peer) else ""
-    reason = own or trouble or mine.reason or "left before the other nodes had ended"
+    own_reason = mine.reason if mine.code == EXIT_CONFIGURATION or (mine.reason and not mine.lost_peer) else ""
+    reason = own_reason or trouble or mine.reason or "left before the other nodes had ended"
     return Verdict(code, reason, mine.text if reason == mine.reason and mine.text else f"partool: {reason}", mine.node)
 
 

@@ -86,9 +86,9 @@ class Watchdog:
         for rank in progress:
             watched = self._ranks[rank]
             watched.state = state_of(rank) if now - watched.at >= _SUSPECT_S else ""
-        late = [rank for rank in progress if now - self._ranks[rank].at >= self._limit_s(self._ranks[rank])]
-        self.patient = len(late) < len(progress)
-        if self.patient and not any(self.stopped(rank) for rank in late):
+        overdue = [rank for rank in progress if now - self._ranks[rank].at >= self._limit_s(self._ranks[rank])]
+        self.patient = len(overdue) < len(progress)
+        if self.patient and not any(self.stopped(rank) for rank in overdue):
             return None
         rank = min(progress, key=lambda rank: self._order(self._ranks[rank]))
         watched = self._ranks[rank]

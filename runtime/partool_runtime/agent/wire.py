@@ -45,10 +45,10 @@ class OtherRunError(WireError):
 
 def tag(key: bytes, *parts: bytes) -> bytes:
     """Return the HMAC-SHA256 tag of ``parts``; the tag also depends on how the bytes are divided into parts."""
-    found = hmac.new(key, digestmod=hashlib.sha256)
+    digest = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
-        found.update(len(part).to_bytes(8, "big") + part)
-    return found.digest()
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()
 
 
 def frame(mark: bytes, body: bytes) -> bytes:
@@ -231,12 +231,12 @@ class Desk:
         if line.node >= 0 and not line.inbox:
             line.since = time.monotonic()
         line.inbox += data
-        while not line.last and (found := _take(line.inbox, _MOST_OPENING_BYTES if line.node < 0 else _MOST_BYTES)):
+        while not line.last and (parts := _take(line.inbox, _MOST_OPENING_BYTES if line.node < 0 else _MOST_BYTES)):
             if line.session is None:
-                self._open(line, *found)
+                self._open(line, *parts)
             else:
-                line.session.check(_VISITOR, *found)
-                self._say(line, self.answer(line.node, found[1]))
+                line.session.check(_VISITOR, *parts)
+                self._say(line, self.answer(line.node, parts[1]))
 
     def _open(self, line: _Line, mark: bytes, body: bytes) -> None:
         """Handle an agent's introduction."""
@@ -292,20 +292,20 @@ def listen(host: str, port: int) -> list[socket.socket]:
     A name that resolves only to the loopback address (127.0.1.1 in many hosts files), to another machine (a service
     with a separate address) or to nothing yet does not tell on which address the other nodes connect.
     """
-    found = _addresses(host)
-    own = [address for address in found if is_own(address) and not is_loopback(address)]
-    if found and all(map(is_loopback, found)) and (host == "localhost" or host in found):
-        own = found
-    elif len(own) < len([address for address in found if not is_loopback(address)]):
-        own = []
+    addresses = _addresses(host)
+    machine_addresses = [address for address in addresses if is_own(address) and not is_loopback(address)]
+    if addresses and all(map(is_loopback, addresses)) and (host == "localhost" or host in addresses):
+        machine_addresses = addresses
+    elif len(machine_addresses) < len([address for address in addresses if not is_loopback(address)]):
+        machine_addresses = []
     sockets: list[socket.socket] = []
     try:
-        for address in own or [""]:
+        for address in machine_addresses or [""]:
             sockets.append(listen_at(address, port))
     except OSError as error:
         for each in sockets:
             each.close()
-        if not own or error.errno == errno.EADDRINUSE:
+        if not machine_addresses or error.errno == errno.EADDRINUSE:
             raise
         return [listen_at("", port)]
     return sockets
@@ -320,10 +320,10 @@ def listen_at(address: str, port: int) -> socket.socket:
 
 def _addresses(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(plain(str(entry[4][0])) for entry in found))
+    return list(dict.fromkeys(plain(str(entry[4][0])) for entry in entries))
 
 
 def _take(inbox: bytearray, most_bytes: int) -> tuple[bytes, bytes] | None:
@@ -347,28 +347,28 @@ def _receive(connection: socket.socket, most_bytes: int, timeout_s: float) -> tu
     """Receive a whole frame; raises TimeoutError after ``timeout_s``, even if bytes keep arriving."""
     end = time.monotonic() + timeout_s
     inbox = bytearray()
-    while (found := _take(inbox, most_bytes)) is None:
+    while (parts := _take(inbox, most_bytes)) is None:
         wanted = _HEAD_BYTES if len(inbox) < 4 else _HEAD_BYTES + int.from_bytes(inbox[:4], "big")
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining_s = end - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError("no answer")
-        connection.settimeout(left)
+        connection.settimeout(remaining_s)
         data = connection.recv(min(wanted - len(inbox), 1 << 16))
         if not data:
             raise ConnectionResetError("the connection was closed")
         inbox += data
-    return found
+    return parts
 
 
 def _fields(body: bytes, **types: type) -> dict[str, Any]:
     """Return the JSON object in ``body``; raises WireError unless it has the fields and types in ``types``."""
     try:
-        found = json.loads(body)
+        message = json.loads(body)
     except (ValueError, RecursionError):
         raise WireError("it is no JSON") from None
-    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in types.items()):
+    if not isinstance(message, dict) or any(type(message.get(name)) is not kind for name, kind in types.items()):
         raise WireError("fields are missing")
-    return found
+    return message
 
 
 def _name(run: str) -> str:

@@ -69,24 +69,24 @@ class SavingRanks:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
         longest = max(int(size) for size in sizes)
-        own = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(parts, own, group=group)
+        dist.all_gather(parts, padded, group=group)
         return [part.numpy()[: int(size)].tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank and return all results; if it fails on one rank, raise its error on all."""
         value: T | None = None
-        own: Exception | None = None
+        local_error: Exception | None = None
         try:
             value = action()
         except Exception as error:  # sent to all ranks
-            own = error
-        outcomes = self.gather((value, None if own is None else astuple(_Failure.of(own, self.rank))))
+            local_error = error
+        outcomes = self.gather((value, None if local_error is None else astuple(_Failure.of(local_error, self.rank))))
         failures = [_Failure(*failure) for _, failure in outcomes if failure is not None]
         if failures:
             worst = next((failure for failure in failures if failure.code), failures[0])
-            raise worst.to_error() from own
+            raise worst.to_error() from local_error
         return [cast(T, result) for result, _ in outcomes]
 
     def on_first(self, action: Callable[[], T]) -> T:

@@ -34,13 +34,13 @@ class Arena:
 
     def copied(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return copies of tensors on the device in ordinary host memory; all copies are complete."""
-        after, found = self._lanes.now(), []
+        after, copies = self._lanes.now(), []
         in_flight: deque[tuple[Mark, Tensor, Tensor]] = deque()
         free = deque(self._blocks)
         for tensor in tensors:
-            found.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            copies.append(torch.empty(tensor.shape, dtype=tensor.dtype))
             most = max(1, self._blocks[0].nbytes // tensor.itemsize)
-            for part, target in zip(_parts(tensor, most), _parts(found[-1], most), strict=True):
+            for part, target in zip(_parts(tensor, most), _parts(copies[-1], most), strict=True):
                 if not free:
                     free.append(_emptied(*in_flight.popleft()))
                 block = free.popleft()
@@ -48,7 +48,7 @@ class Arena:
                 in_flight.append((self._lanes.down.copy(room, part, after), block, target))
         while in_flight:
             _emptied(*in_flight.popleft())
-        return found
+        return copies
 
     def close(self) -> None:
         """End the lanes."""

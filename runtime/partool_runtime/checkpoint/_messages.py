@@ -31,7 +31,7 @@ _CLASSES: tuple[type, ...] = (
     WriteItem, TensorWriteData, WriteResult, StorageInfo, CheckpointManifest,
 )  # fmt: skip
 _BY_NAME = {each.__name__: each for each in _CLASSES}
-_FIELDS = {each: [own.name for own in dataclasses.fields(each)] for each in _CLASSES}
+_FIELDS = {each: [field.name for field in dataclasses.fields(each)] for each in _CLASSES}
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -81,10 +81,10 @@ def _decoded(value: Any) -> Any:
 
 
 def _constant(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, _CONSTANTS):
+    value = getattr(torch, name)
+    if not isinstance(value, _CONSTANTS):
         raise ValueError(f"torch.{name} is not sent between ranks")
-    return found
+    return value
 
 
 _OTHERS: dict[str, Callable[[Any], Any]] = {

@@ -107,8 +107,8 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
         raise PickleError("a tensor has blocks without a place")
     chunks = []
     for chunk in described:
-        own = _fields(chunk, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(_size(own.get("offsets")), _size(own.get("sizes"))))
+        chunk_fields = _fields(chunk, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_size(chunk_fields.get("offsets")), _size(chunk_fields.get("sizes"))))
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 

@@ -112,8 +112,8 @@ class _Machine:
         elif name in _PUT:
             self._memo[int(argument)] = self._top()
         elif name == "GLOBAL":
-            module, _, own = argument.partition(" ")
-            self._global(module, own)
+            module, _, class_name = argument.partition(" ")
+            self._global(module, class_name)
         elif name in self._others:
             self._others[name]()
         elif name not in ("PROTO", "FRAME"):
@@ -130,11 +130,11 @@ class _Machine:
 
     def _marked(self) -> list[Any]:
         """Take all values above the stack's last mark."""
-        found = []
+        values = []
         while self._stack[-1] is not _MARK:
-            found.append(self._stack.pop())
+            values.append(self._stack.pop())
         self._stack.pop()
-        return found[::-1]
+        return values[::-1]
 
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
@@ -155,10 +155,10 @@ class _Machine:
         self._global(module, name)
 
     def _global(self, module: str, name: str) -> None:
-        found = GlobalName(module, name)
-        if found not in self._allowed:
-            raise PickleError(f"it names {str(found)[:200]!r}, which no checkpoint needs")
-        self._stack.append(found)
+        global_name = GlobalName(module, name)
+        if global_name not in self._allowed:
+            raise PickleError(f"it names {str(global_name)[:200]!r}, which no checkpoint needs")
+        self._stack.append(global_name)
 
     def _call(self) -> None:
         arguments, name = self.pop(), self.pop()

@@ -63,11 +63,11 @@ class StateBlocks:
         """Return the blocks in ordinary host memory, so that the state may change while they are written."""
         arena = self._arena
         through = [index for index, block in self._blocks.items() if arena is not None and block.device == arena.device]
-        found: dict[MetadataIndex, Tensor] = {}
+        copies: dict[MetadataIndex, Tensor] = {}
         if arena is not None:
-            found = dict(zip(through, arena.copied(self._blocks[index] for index in through), strict=True))
-        found |= {i: block.to("cpu", copy=True) for i, block in self._blocks.items() if i not in found}
-        return StateBlocks(found, None)
+            copies = dict(zip(through, arena.copied(self._blocks[index] for index in through), strict=True))
+        copies |= {i: block.to("cpu", copy=True) for i, block in self._blocks.items() if i not in copies}
+        return StateBlocks(copies, None)
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ def local_tensor(value: Tensor) -> Tensor:
 
 def holds_any(value: Value) -> bool:
     """Return True if this rank holds an element of a tensor, or if the whole tensor is empty."""
-    own = local_tensor(value.tensor if isinstance(value, Placed) else value)
-    return own.numel() > 0 or 0 in value.shape
+    local = local_tensor(value.tensor if isinstance(value, Placed) else value)
+    return local.numel() > 0 or 0 in value.shape
 
 
 def signature(state: State) -> tuple[object, ...]:
@@ -96,8 +96,8 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
 
     Raises CheckpointError where the ranks' blocks do not make up whole tensors.
     """
-    planner, own = _own_plan(state, coordinator=ranks.rank == 0)
-    plans = ranks.gather(own)
+    planner, local_plan = _own_plan(state, coordinator=ranks.rank == 0)
+    plans = ranks.gather(local_plan)
     results: list[tuple[list[SavePlan], Metadata]] = []
     ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # equal on every rank, so nothing is sent
     everyone, metadata = results[0]
@@ -107,8 +107,8 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
 
 def parts_to_save(state: State) -> Iterator[StatePart]:
     """Yield the parts of tensors that this rank can write, before the ranks agree on who writes each."""
-    _, own = _own_plan(state, coordinator=False)
-    for item in own.items:
+    _, local_plan = _own_plan(state, coordinator=False)
+    for item in local_plan.items:
         if item.tensor_data is not None:
             chunk = item.tensor_data.chunk
             yield StatePart(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
@@ -134,8 +134,8 @@ def blocks_to_write(state: State, plan: WritePlan, arena: Arena | None = None) -
     for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
         value = state[index.fqn]
         if isinstance(value, Placed):
-            found = blocks.get(index.fqn) or blocks.setdefault(index.fqn, blocks_of(index.fqn, value))
-            local[index] = found[index]
+            tensor_blocks = blocks.get(index.fqn) or blocks.setdefault(index.fqn, blocks_of(index.fqn, value))
+            local[index] = tensor_blocks[index]
         else:  # in this case a rank holds at most one block
             local[index] = local_tensor(value)
     return StateBlocks(local, arena)

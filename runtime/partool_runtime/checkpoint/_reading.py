@@ -80,13 +80,13 @@ def load_folder(
         accept(manifest.extra)  # ``extra`` is the same on all ranks
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     saved = _shapes(metadata)
-    own = {
+    local_entries = {
         name: (tuple(value.shape), _type(name, value, saved, cast))
         for name, value in state.items()
         if holds_any(value)  # FSDP2 skips empty shards: they have the computation's type
     }
-    whole = {name: entry for part in ranks.gather(own) for name, entry in part.items()}
-    ranks.agree(lambda: _check_same_model(path, saved, whole))
+    entries = {name: entry for part in ranks.gather(local_entries) for name, entry in part.items()}
+    ranks.agree(lambda: _check_same_model(path, saved, entries))
     ranks.agree(lambda: _read(path, metadata, state))
     return manifest.extra
 
@@ -103,19 +103,19 @@ class VerifiedFolder:
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU, in the type in which it was saved; no collective."""
         shape, dtype = self._entries[name]
-        whole = torch.empty(shape, dtype=dtype)
-        _read(self._path, self._metadata, {name: whole})
-        return whole
+        tensor = torch.empty(shape, dtype=dtype)
+        _read(self._path, self._metadata, {name: tensor})
+        return tensor
 
 
 def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
     """Return the type that the saved value must have: the saved type if it may be converted, else the value's type."""
     if name not in saved:
         return value.dtype
-    found = saved[name][1]
+    saved_type = saved[name][1]
     # A run may continue with wider or narrower moments than before; another type of the weights would change the model.
-    moment = not name.startswith(_MODEL) and found.is_floating_point and value.dtype.is_floating_point
-    return found if cast or moment else value.dtype
+    moment = not name.startswith(_MODEL) and saved_type.is_floating_point and value.dtype.is_floating_point
+    return saved_type if cast or moment else value.dtype
 
 
 def _checked_manifest(path: Path, ranks: SavingRanks) -> CheckpointManifest:
@@ -166,15 +166,15 @@ def _newest_intact(folder: Path, before: int) -> int | None:
     return next((step for step in older if is_intact(step_folder(folder, step), content=True)), None)
 
 
-def _check_same_model(path: Path, saved: Entries, whole: Entries) -> None:
+def _check_same_model(path: Path, saved: Entries, entries: Entries) -> None:
     """Compare the saved tensors with the tensors that all ranks hold together."""
-    groups = {name.partition(".")[0] for name in whole}
+    groups = {name.partition(".")[0] for name in entries}
     saved = {name: entry for name, entry in saved.items() if name.partition(".")[0] in groups}
-    differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - whole.keys())]
-    differences += [f"{name} is not in the checkpoint" for name in sorted(whole.keys() - saved.keys())]
-    for name in sorted(saved.keys() & whole.keys()):
-        if saved[name] != whole[name]:
-            differences.append(f"{name} is {_brief(*saved[name])} in the checkpoint and {_brief(*whole[name])} here")
+    differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - entries.keys())]
+    differences += [f"{name} is not in the checkpoint" for name in sorted(entries.keys() - saved.keys())]
+    for name in sorted(saved.keys() & entries.keys()):
+        if saved[name] != entries[name]:
+            differences.append(f"{name} is {_brief(*saved[name])} in the checkpoint and {_brief(*entries[name])} here")
     if differences:
         shown = "; ".join(differences[:_NAMES_SHOWN])
         more = f"; and {len(differences) - _NAMES_SHOWN} more" if len(differences) > _NAMES_SHOWN else ""
@@ -223,7 +223,7 @@ def _read(path: Path, metadata: Metadata, state: State) -> None:
 
 def parts_to_load(state: State) -> Iterator[StatePart]:
     """Yield the parts of tensors that this rank reads, from a checkpoint in which each tensor is one block."""
-    whole = {
+    one_block_each = {
         name: TensorStorageMetadata(
             TensorProperties(value.dtype),
             torch.Size(value.shape),
@@ -231,7 +231,7 @@ def parts_to_load(state: State) -> Iterator[StatePart]:
         )
         for name, value in state.items()
     }
-    _, plan = _load_plan(Metadata(dict(whole)), state)
+    _, plan = _load_plan(Metadata(dict(one_block_each)), state)
     for item in plan.items:
         yield StatePart(item.storage_index.fqn, tuple(item.storage_offsets), tuple(item.lengths))
 

@@ -35,8 +35,8 @@ class DeviceFull(Exception):  # noqa: N818 - a state of the modelled device, not
     """A request does not fit on the device, even after all unused segments were released."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
-        held = f"{allocated_bytes} bytes are allocated, {reserved_bytes} bytes reserved"
-        super().__init__(f"{requested_bytes} bytes do not fit on the device: {held}")
+        usage = f"{allocated_bytes} bytes are allocated, {reserved_bytes} bytes reserved"
+        super().__init__(f"{requested_bytes} bytes do not fit on the device: {usage}")
         self.requested_bytes = requested_bytes
         """Bytes of the request, not rounded."""
         self.allocated_bytes = allocated_bytes

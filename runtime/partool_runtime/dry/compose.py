@@ -76,14 +76,14 @@ class Composition:
     def _content(self, index: int) -> list[object]:
         segment = self._segments[index]
         first = segment.operators[0]
-        found: list[object] = [without_marks(segment.order), segment.operators[1] - first]
+        content: list[object] = [without_marks(segment.order), segment.operators[1] - first]
         for at in range(*segment.logged):
             entry = self._memory.log[at]
             made = self._memory.made[entry if entry >= 0 else ~entry]
             what = made.size_bytes, made.term, made.operator, made.stream
             whose = None if entry >= 0 else self._relative(~entry, segment.place)
-            found.append((self._memory.moments[at] - first, what, whose))
-        return found
+            content.append((self._memory.moments[at] - first, what, whose))
+        return content
 
     def _relative(self, entry: int, place: Place) -> object:
         """Describe an allocation as a segment at ``place`` sees it.
@@ -129,32 +129,36 @@ class Composition:
         """Return which allocations copy ``at`` frees where its template frees ``made``, with ``together``."""
         index, ordinal = made
         copies = self._by_template[index]
-        here, there = self._copies[at], self._segments[index].place
+        here, freeing_place = self._copies[at], self._segments[index].place
         if index == here.template:
-            return self._there([(at, ordinal)])
-        if len(copies) == 1 and (there.micro_batch < 0 or self._template_place(at).micro_batch < 0):
-            return self._there([(copies[0], ordinal)])
+            return self._checked_live([(at, ordinal)])
+        if len(copies) == 1 and (freeing_place.micro_batch < 0 or self._template_place(at).micro_batch < 0):
+            return self._checked_live([(copies[0], ordinal)])
         beside = self._before(index)
         if len(self._by_template[here.template]) == 1 and (beside, ordinal) in together:
-            return self._there([(copy, ordinal) for copy in copies])  # a segment that frees those of all micro-batches
+            # The segment frees those of all micro-batches.
+            return self._checked_live([(copy, ordinal) for copy in copies])
         wanted: list[tuple[int, int]] = []
-        if there.section[0] == here.place.section[0] and min(there.micro_batch, here.place.micro_batch) >= 0:
-            distance = there.micro_batch - self._template_place(at).micro_batch
-            near = self._by_place.get(there._replace(micro_batch=here.place.micro_batch + distance))
+        if (
+            freeing_place.section[0] == here.place.section[0]
+            and min(freeing_place.micro_batch, here.place.micro_batch) >= 0
+        ):
+            distance = freeing_place.micro_batch - self._template_place(at).micro_batch
+            near = self._by_place.get(freeing_place._replace(micro_batch=here.place.micro_batch + distance))
             wanted += [] if near is None else [(near, ordinal)]
         wanted += [(copy, ordinal) for copy in reversed(copies)]
-        found = next((each for each in wanted if self._fits(each, made)), None)
-        return self._there([found or (-1, ordinal)])
+        live_copy = next((each for each in wanted if self._fits(each, made)), None)
+        return self._checked_live([live_copy or (-1, ordinal)])
 
-    def _there(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _checked_live(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
         if missing := [each for each in wanted if each not in self._live]:
             raise Unequal(f"{missing[0]} is not held")
         return wanted
 
-    def _fits(self, found: tuple[int, int], made: tuple[int, int]) -> bool:
-        if found not in self._live:
+    def _fits(self, copy: tuple[int, int], made: tuple[int, int]) -> bool:
+        if copy not in self._live:
             return False
-        return self._made[self._live[found]].size_bytes == self._memory.made[self._entries[made]].size_bytes
+        return self._made[self._live[copy]].size_bytes == self._memory.made[self._entries[made]].size_bytes
 
     def _template_place(self, at: int) -> Place:
         return self._segments[self._copies[at].template].place
@@ -168,14 +172,14 @@ class Composition:
     def _compare_ends(self) -> None:
         """Raise :class:`Unequal` unless the end holds what the shorter run holds, once or for each copy."""
         gone = {~entry for entry in self._memory.log if entry < 0}
-        held = {self._of[entry] for entry in self._memory.log if entry >= 0 and entry not in gone}
+        at_end = {self._of[entry] for entry in self._memory.log if entry >= 0 and entry not in gone}
         kept: defaultdict[tuple[int, int], int] = defaultdict(int)
         for at, ordinal in self._live:
             kept[self._copies[at].template, ordinal] += 1
         for made, count in kept.items():
-            if made not in held or count not in (1, len(self._by_template[made[0]])):
+            if made not in at_end or count not in (1, len(self._by_template[made[0]])):
                 raise Unequal(f"{count} of {made} are held")
-        if missing := held - kept.keys():
+        if missing := at_end - kept.keys():
             raise Unequal(f"{missing} are not held")
 
 

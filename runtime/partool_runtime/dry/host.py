@@ -74,7 +74,7 @@ class _Inline:
     def drain(self) -> None:
         pass
 
-    def wait_for(self, there: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool]) -> None:
         pass
 
     def check(self) -> None:

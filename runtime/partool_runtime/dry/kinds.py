@@ -57,13 +57,13 @@ def _tensor(tensor: torch.Tensor) -> object:
 
 def _cells(function: Any, depth: int) -> tuple[object, ...]:
     """Describe the variables that a function has from around it."""
-    found = []
+    contents = []
     for cell in getattr(function, "__closure__", None) or ():
         try:
-            found.append(description(cell.cell_contents, depth))
+            contents.append(description(cell.cell_contents, depth))
         except ValueError:  # a variable that has no value yet
-            found.append("empty")
-    return tuple(found)
+            contents.append("empty")
+    return tuple(contents)
 
 
 def _fields(value: object, depth: int) -> tuple[tuple[str, object], ...]:
@@ -71,9 +71,9 @@ def _fields(value: object, depth: int) -> tuple[tuple[str, object], ...]:
     if isinstance(value, type):
         return ()
     slots = [name for each in type(value).__mro__ for name in _slots(each) if hasattr(value, name)]
-    own = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
-    told = sorted(name for name in own if name not in _NUMBERS and not name.startswith("_"))
-    return tuple((name, description(own[name], depth)) for name in told)
+    attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+    public = sorted(name for name in attributes if name not in _NUMBERS and not name.startswith("_"))
+    return tuple((name, description(attributes[name], depth)) for name in public)
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -23,15 +23,15 @@ class Again:
         block: nn.Module,
         made: Forward,
         *,
-        held: Sequence[torch.Tensor | None],
-        told: LayersPass | None = None,
+        kept_arguments: Sequence[torch.Tensor | None],
+        reported_to: LayersPass | None = None,
     ) -> None:
-        """Prepare the passes of ``block``, which holds some of its arguments, ``held``, until its backward pass.
+        """Prepare the passes of ``block``, which holds ``kept_arguments`` until its backward pass.
 
-        ``told`` is given the backward pass, too.
+        ``reported_to`` is given the backward pass, too.
         """
         self.log, self._now, self._block, self._made = log, now, block, made
-        self._held, self._told = held, told
+        self._kept_arguments, self._reported_to = kept_arguments, reported_to
         self._places: list[int] = []
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,10 +54,10 @@ class Again:
         made, memory = self._now.backward, self.log.memory
         if made is None:
             raise UnequalLayers("the backward pass of a layer that was to be executed")
-        if self._told is not None:
-            self._told.backward = made
+        if self._reported_to is not None:
+            self._reported_to.backward = made
         given = {Freed("forward", at): place for at, place in enumerate(self._places)}
-        ends = {Freed("given", at): self._held[at] for at in made.recorded.frees("given")}
+        ends = {Freed("given", at): self._kept_arguments[at] for at in made.recorded.frees("given")}
         if made.recorded.frees("gradient"):
             ends[GRADIENT] = gradient
         for what, tensor in ends.items():
@@ -66,14 +66,14 @@ class Again:
             given[what] = self.log.place(tensor)
             memory.forget(tensor)
         del ends
-        self._held = ()
+        self._kept_arguments = ()
         places = self.log.play(made.recorded, given)
-        for parameter, found in zip(self._block.parameters(), made.gradients, strict=True):
-            if (parameter.grad is not None) != (found is True):
+        for parameter, recorded_gradient in zip(self._block.parameters(), made.gradients, strict=True):
+            if (parameter.grad is not None) != (recorded_gradient is True):
                 raise UnequalLayers("gradients of layers")
-            if isinstance(found, tuple):
-                parameter.grad = found[1].made()
-                memory.follow(parameter.grad, places[found[0]])
+            if isinstance(recorded_gradient, tuple):
+                parameter.grad = recorded_gradient[1].made()
+                memory.follow(parameter.grad, places[recorded_gradient[0]])
         if made.ordinal < 0:
             return gradient
         returned = made.returned.made()
@@ -85,13 +85,13 @@ class Repeated(torch.autograd.Function):
     """A layer that is not executed."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, again: Again) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, replay: Again) -> torch.Tensor:
         """Record the forward pass."""
-        cast(Any, ctx).again = again
-        return again.forward()
+        cast(Any, ctx).replay = replay
+        return replay.forward()
 
     @staticmethod
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Record the backward pass."""
-        with ctx.again.log.record.paused():
-            return ctx.again.backward(grad_BSH), None
+        with ctx.replay.log.record.paused():
+            return ctx.replay.backward(grad_BSH), None

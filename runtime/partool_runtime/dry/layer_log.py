@@ -107,19 +107,19 @@ class LayerLog:
         ``given`` names earlier allocations by their places. Raises :class:`UnequalLayers` if another one was freed.
         """
         places: list[int] = []
-        known = dict(given)
+        freed_names = dict(given)
         entries: list[tuple[int, Made | Freed]] = []
         for at in range(begin.logged, len(self.memory.log)):
             entry = self.memory.log[at]
             moment = max(0, self.memory.moments[at] - begin.operators)
             if entry >= 0:
-                known[entry] = Freed("own", len(places))
+                freed_names[entry] = Freed("own", len(places))
                 places.append(entry)
                 made = self.memory.made[entry]
                 name = alike(made.module)
                 entries.append((moment, Made(made.size_bytes, made.term, made.operator, made.stream, name)))
-            elif ~entry in known:
-                entries.append((moment, known[~entry]))
+            elif ~entry in freed_names:
+                entries.append((moment, freed_names[~entry]))
             else:
                 raise UnequalLayers(
                     f"a layer frees a tensor of {self.memory.made[~entry].operator} that is not its own"
@@ -139,10 +139,10 @@ class LayerLog:
             memory.operators = begin + moment if moment else memory.operators
             if isinstance(entry, Made):
                 passing = memory.passing()
-                again = Holding(
+                repeated = Holding(
                     entry.size_bytes, entry.term, entry.operator, entry.stream, passing, module=entry.module
                 )
-                places.append(memory.made_again(again))
+                places.append(memory.made_again(repeated))
             else:
                 memory.gone_again(places[entry.ordinal] if entry.of == "own" else given[entry])
         self.record.order += [LAYER, *recorded.order, LAYER]
@@ -151,7 +151,7 @@ class LayerLog:
 
     def place(self, tensor: torch.Tensor) -> int:
         """Return the place of a tensor's allocation; raises :class:`UnequalLayers` if none is recorded."""
-        found = self.memory.place(tensor)
-        if found is None:
+        allocation = self.memory.place(tensor)
+        if allocation is None:
             raise UnequalLayers("a layer's tensor lies in memory that is not recorded")
-        return found
+        return allocation

@@ -82,21 +82,21 @@ class LayersPass:
     """Places of the second layer's input and other arguments; -1 for those that are not recorded."""
     backward: Backward | None = None
     """What the last layer but one did."""
-    held: tuple[bool, ...] | None = None
+    kept_arguments: tuple[bool, ...] | None = None
     """Which of ``given`` last until the second layer's backward pass; None as long as nobody has asked."""
 
     def holds(self, memory: MemoryRecord) -> tuple[bool, ...]:
         """Return :attr:`held`; ask after the second layer has run, and no code of the pass holds its arguments."""
-        if self.held is None:
-            self.held = self._now(memory)
-        return self.held
+        if self.kept_arguments is None:
+            self.kept_arguments = self._now(memory)
+        return self.kept_arguments
 
     def backward_begins(self, memory: MemoryRecord) -> None:
         """Note what of the second layer's arguments lasts; raises :class:`UnequalLayers` if others know otherwise."""
-        held = self._now(memory)
-        if self.held not in (None, held):
+        kept_now = self._now(memory)
+        if self.kept_arguments not in (None, kept_now):
             raise UnequalLayers("the arguments of a layer are released by others")
-        self.held = held
+        self.kept_arguments = kept_now
 
     def _now(self, memory: MemoryRecord) -> tuple[bool, ...]:
         return tuple(place >= 0 and memory.holds(place) for place in self.given)
@@ -131,7 +131,7 @@ class Sample:
         pass: all layers of a stage are given the same ones, so that those between two samples end none.
         """
         self._log, self._now, self._block, self._first, self._must = log, now, block, first, must
-        self._left: set[int] = set()
+        self._unfreed: set[int] = set()
         self._given: dict[int, Freed] = {}
         self._begin = Begin(0, 0, 0)
         self._had: list[bool] = []
@@ -162,15 +162,18 @@ class Sample:
 
     def _keep(self, made: Forward, given: list[torch.Tensor], y: torch.Tensor, places: list[int]) -> None:
         """Keep the forward pass, or compare it with the one that is kept, and wait for the backward pass."""
-        found = [self._log.memory.place(each) for each in given]
+        argument_places = [self._log.memory.place(each) for each in given]
         if self._first:
-            self._now.forward, self._now.given = made, tuple(-1 if place is None else place for place in found)
+            self._now.forward, self._now.given = (
+                made,
+                tuple(-1 if place is None else place for place in argument_places),
+            )
         elif made != self._now.forward:
             raise UnequalLayers("forward passes of layers")
         if y.grad_fn is not None:
-            self._left = set(range(len(places))) - made.recorded.frees("own") - {made.ordinal}
+            self._unfreed = set(range(len(places))) - made.recorded.frees("own") - {made.ordinal}
             self._given = {each: Freed("forward", at) for at, each in enumerate(places)}
-            for at, place in enumerate(found):
+            for at, place in enumerate(argument_places):
                 if place is not None:
                     self._given.setdefault(place, Freed("given", at))
             y.grad_fn.register_prehook(partial(self.begins, y.output_nr))
@@ -201,9 +204,9 @@ class Sample:
         place = self._log.place(gradient)
         ordinal = -1 if place == self._gradient else _number(place, places)
         made = Backward(recorded, Like.of(gradient), ordinal, gradients)
-        left = set(range(len(places))) - recorded.frees("own")
+        unfreed = set(range(len(places))) - recorded.frees("own")
         expected = {each[0] for each in gradients if isinstance(each, tuple)} | {ordinal} - {-1}
-        if left != expected or self._left != recorded.frees("forward"):
+        if unfreed != expected or self._unfreed != recorded.frees("forward"):
             raise UnequalLayers("a layer keeps tensors beyond its backward pass")
         if self._now.backward is None:
             self._now.backward = made

@@ -55,7 +55,7 @@ class StepPasses:
             elif number == self.count - 2:
                 return self._sampled(forward, args, kwargs, first=False)
             else:
-                return self._again(self.kept.forward, args, kwargs, now)
+                return self._replayed(self.kept.forward, args, kwargs, now)
         return self._execute(forward, args, kwargs)
 
     def check(self) -> None:
@@ -88,12 +88,12 @@ class StepPasses:
             raise UnequalLayers("arguments of a layer")
         self.kept.forward = None
 
-    def _again(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], now: LayersPass | None) -> Any:
+    def _replayed(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], now: LayersPass | None) -> Any:
         self.repeated = True
         holds = self.kept.holds(self.log.memory)
         if now is not None:
-            now.forward, now.held = made, holds[:1]
+            now.forward, now.kept_arguments = made, holds[:1]
         with self.log.record.paused():
             given = zip(given_to(args, kwargs), holds, strict=True)
-            held = [tensor.detach() if lasts else None for tensor, lasts in given]
-        return Again(self.log, self.kept, self.block, made, held=held, told=now).run(args[0])
+            kept_arguments = [tensor.detach() if lasts else None for tensor, lasts in given]
+        return Again(self.log, self.kept, self.block, made, kept_arguments=kept_arguments, reported_to=now).run(args[0])

@@ -46,7 +46,7 @@ class EqualLayers:
         roles: list[Role] = [self._alone] * len(blocks)
         if len(blocks) >= _LEAST:
             second, last_but_one = partial(self._sampled, first=True), partial(self._sampled, first=False)
-            roles = [self._first, second, *[self._again] * (len(blocks) - 4), last_but_one, self._alone]
+            roles = [self._first, second, *[self._replayed] * (len(blocks) - 4), last_but_one, self._alone]
             self.log.repeated |= {id(block) for block in blocks[2:-2]}
         for block, role in zip(blocks, roles, strict=True):
             passes = StepPasses(self.log, block, self.count)
@@ -71,7 +71,7 @@ class EqualLayers:
 
         return passes.run(sampled, args, kwargs, self.now)
 
-    def _again(self, passes: StepPasses, forward: Run, *args: Any, **kwargs: Any) -> Any:
+    def _replayed(self, passes: StepPasses, forward: Run, *args: Any, **kwargs: Any) -> Any:
         block, made = passes.block, self.now.forward if self.log.active else None
         with self.log.record.paused():
             alike = made is not None and repeatable(args, kwargs) and made.takes(args, kwargs)
@@ -83,8 +83,8 @@ class EqualLayers:
         x = args[0]
         holds = torch.is_grad_enabled() and self.now.holds(self.log.memory)[0]
         with self.log.record.paused():
-            held = x.detach() if holds else None
-        return Again(self.log, self.now, block, made, held=[held]).run(x)
+            kept_argument = x.detach() if holds else None
+        return Again(self.log, self.now, block, made, kept_arguments=[kept_argument]).run(x)
 
 
 def repeat_layers(plan: Plan, model: AnyDecoder, log: LayerLog, *, passes: bool = True) -> None:

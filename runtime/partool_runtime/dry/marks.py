@@ -37,7 +37,7 @@ class Marks:
     def __init__(self, passes: frozenset[str], memory: MemoryRecord, record: CollectiveRecord) -> None:
         """Mark the records; ``passes`` are the timer's terms that begin a pass."""
         self._passes, self.memory, self.record = passes, memory, record
-        self.found = [TraceMark("step", 0, -1, 0, 0)]
+        self.marks = [TraceMark("step", 0, -1, 0, 0)]
         self._step = -1
 
     def plain(self) -> tuple[list[int], int]:
@@ -60,16 +60,16 @@ class Marks:
 
     def _mark(self, kind: str, number: int) -> None:
         self.record.order.append(MARK)
-        self.found.append(TraceMark(kind, number, self._step, len(self.memory.log), self.record.operators))
+        self.marks.append(TraceMark(kind, number, self._step, len(self.memory.log), self.record.operators))
 
 
 def without_marks(order: Iterable[int]) -> list[int]:
     """Return an order of collectives without its marks: operators before and after a mark are one entry."""
-    found: list[int] = []
+    entries: list[int] = []
     for entry in order:
-        if entry not in (MARK, LAYER) and not (entry == COMPUTE and found and found[-1] == COMPUTE):
-            found.append(entry)
-    return found
+        if entry not in (MARK, LAYER) and not (entry == COMPUTE and entries and entries[-1] == COMPUTE):
+            entries.append(entry)
+    return entries
 
 
 class MarkedBatch(list[MicroBatch]):

@@ -113,8 +113,8 @@ class MemoryRecord:
 
     def place(self, tensor: torch.Tensor) -> int | None:
         """Return the place in ``made`` of the allocation that a tensor lies in; None if it is not followed."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
+        live = self._live.get(tensor.untyped_storage()._cdata)
+        return None if live is None else live[1]
 
     def holds(self, place: int) -> bool:
         """Return whether the allocation at a place of ``made`` lasts."""
@@ -158,12 +158,14 @@ class MemoryRecord:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            found = self._live.get(storage._cdata)
-            if found is not None and found[0].size_bytes != size:
-                old = found[0]
+            live = self._live.get(storage._cdata)
+            if live is not None and live[0].size_bytes != size:
+                old = live[0]
                 self._gone(storage._cdata)
-                again = Holding(size, old.term, old.operator, self._stream(), self.passing(), module=old.module)
-                self._enter(storage, storage._cdata, again)
+                resized_holding = Holding(
+                    size, old.term, old.operator, self._stream(), self.passing(), module=old.module
+                )
+                self._enter(storage, storage._cdata, resized_holding)
             return resize(storage, size)
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
@@ -175,9 +177,9 @@ class MemoryRecord:
     def belongs(self, term: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Say that the storages of ``tensors``, by parameter, belong to a term, from their creation on."""
         for name, tensor in tensors.items():
-            found = None if tensor is None else self._live.get(local(tensor).untyped_storage()._cdata)
-            if found is not None:
-                found[0].term, found[0].module = term, name
+            live = None if tensor is None else self._live.get(local(tensor).untyped_storage()._cdata)
+            if live is not None:
+                live[0].term, live[0].module = term, name
 
     def begin(self) -> None:
         """Begin the step whose peak is asked for; what is held counts."""
@@ -191,17 +193,17 @@ class MemoryRecord:
     def trace(self, allocator: CachingAllocator | None) -> MemoryTrace:
         """Return the memory of the step since :meth:`begin`; ``allocator`` models the device's allocator, if any."""
         self.settle()
-        held, before, peak_bytes, peak_at = 0, 0, 0, 0
+        live_bytes, before, peak_bytes, peak_at = 0, 0, 0, 0
         timeline: list[tuple[int, int]] = []
         for at, entry in enumerate(self.log):
-            before = held if at == self._begin else before
+            before = live_bytes if at == self._begin else before
             size_bytes = self.made[entry].size_bytes if entry >= 0 else -self.made[~entry].size_bytes
-            held += size_bytes
+            live_bytes += size_bytes
             if at >= self._begin:
-                timeline.append((self.moments[at], held))
-                if held > peak_bytes:
-                    peak_bytes, peak_at = held, at
-        at_peak = self._held(peak_at + 1)
+                timeline.append((self.moments[at], live_bytes))
+                if live_bytes > peak_bytes:
+                    peak_bytes, peak_at = live_bytes, at
+        at_peak = self._live_by_owner(peak_at + 1)
         terms: Counter[str] = Counter()
         for (term, _, _), (size_bytes, _) in at_peak.items():
             terms[term] += size_bytes
@@ -211,8 +213,8 @@ class MemoryRecord:
             terms_bytes={term: terms[term] for term in sorted(terms) if terms[term]},
             owners=_largest(at_peak),
             timeline=tuple(_thinned(timeline, peak)),
-            left_bytes=held - before,
-            left=self._left() if held > before else (),
+            left_bytes=live_bytes - before,
+            left=self._grown() if live_bytes > before else (),
             reserved_bytes=0 if allocator is None else self._reserved(allocator),
         )
 
@@ -222,21 +224,21 @@ class MemoryRecord:
             if holding.term in ("activations", "optimizer") and holding.end == holding.passing:
                 holding.term = "working"
 
-    def _held(self, stop: int) -> dict[Owner, tuple[int, int]]:
+    def _live_by_owner(self, stop: int) -> dict[Owner, tuple[int, int]]:
         """Return bytes and number of the tensors held after the first ``stop`` entries of the log, by owner."""
-        there: set[int] = set()
+        live_places: set[int] = set()
         for entry in self.log[:stop]:
-            (there.add if entry >= 0 else there.discard)(entry if entry >= 0 else ~entry)
-        found: dict[Owner, tuple[int, int]] = {}
-        for place in there:
+            (live_places.add if entry >= 0 else live_places.discard)(entry if entry >= 0 else ~entry)
+        by_owner: dict[Owner, tuple[int, int]] = {}
+        for place in live_places:
             holding = self.made[place]
             owner = holding.term, holding.operator, alike(holding.module)
-            size_bytes, count = found.get(owner, (0, 0))
-            found[owner] = size_bytes + holding.size_bytes, count + 1
-        return found
+            size_bytes, count = by_owner.get(owner, (0, 0))
+            by_owner[owner] = size_bytes + holding.size_bytes, count + 1
+        return by_owner
 
-    def _left(self) -> tuple[MemoryOwner, ...]:
-        before, after = self._held(self._begin), self._held(len(self.log))
+    def _grown(self) -> tuple[MemoryOwner, ...]:
+        before, after = self._live_by_owner(self._begin), self._live_by_owner(len(self.log))
         more = {owner: (after[owner][0] - before.get(owner, (0, 0))[0], after[owner][1]) for owner in after}
         return _largest({owner: each for owner, each in more.items() if each[0] > 0})
 
@@ -253,12 +255,12 @@ class MemoryRecord:
         return allocator.peak_reserved_bytes
 
 
-def _largest(held: Mapping[Owner, tuple[int, int]]) -> tuple[MemoryOwner, ...]:
-    found = [
+def _largest(by_owner: Mapping[Owner, tuple[int, int]]) -> tuple[MemoryOwner, ...]:
+    owners = [
         MemoryOwner(term, operator, size_bytes, count, module)
-        for (term, operator, module), (size_bytes, count) in held.items()
+        for (term, operator, module), (size_bytes, count) in by_owner.items()
     ]
-    return tuple(sorted(found, key=lambda each: (-each.size_bytes, each))[:_OWNERS])
+    return tuple(sorted(owners, key=lambda each: (-each.size_bytes, each))[:_OWNERS])
 
 
 @functools.cache

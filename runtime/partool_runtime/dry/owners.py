@@ -55,7 +55,7 @@ def loss_known(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     Autograd runs operators without the code that called them forward, so that their nodes carry the term.
     """
 
-    def known(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def marked_loss(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         total = loss(hidden, *args, **kwargs)
         ahead: list[Any] = [total.grad_fn]
         while ahead:
@@ -65,7 +65,7 @@ def loss_known(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
                 ahead.extend(following for following, _ in node.next_functions)
         return total
 
-    return known
+    return marked_loss
 
 
 def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
@@ -79,9 +79,9 @@ def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
     looked = 0
     while looked < _DEPTH:
         code = frame.f_code
-        known = _KNOWN.get(code) or _KNOWN.setdefault(code, _known(code))
-        looked += known[1]
-        term = term or known[0]
+        code_facts = _KNOWN.get(code) or _KNOWN.setdefault(code, _facts_of(code))
+        looked += code_facts[1]
+        term = term or code_facts[0]
         if not module and code is CALL_OF_MODULE:
             module = names.get(id(frame.f_locals["self"]), "")
         if (term and module) or frame.f_back is None:
@@ -96,11 +96,11 @@ def _of_node() -> str:
 
 
 def _metadata(node: Any) -> dict[str, str]:
-    found: dict[str, str] = node.metadata  # torch's annotations take this property for a method
-    return found
+    metadata: dict[str, str] = node.metadata  # torch's annotations take this property for a method
+    return metadata
 
 
-def _known(code: CodeType) -> tuple[str, int]:
+def _facts_of(code: CodeType) -> tuple[str, int]:
     path = code.co_filename.replace("\\", "/")
     term = next((term for part, name, term in _BY_CODE if part in path and name in ("", code.co_name)), "")
     return term, int(_REPEATING not in path)

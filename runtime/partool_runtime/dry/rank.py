@@ -58,10 +58,10 @@ def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = Tr
             except Unequal as error:
                 micro_batches, unequal = False, str(error)
             else:
-                return trace if not unequal else _told(trace, unequal)
+                return trace if not unequal else _with_reason(trace, unequal)
 
 
-def _told(trace: RankTrace, unequal: str) -> RankTrace:
+def _with_reason(trace: RankTrace, unequal: str) -> RankTrace:
     """Return the trace with the reason why equal parts all ran."""
     executed = trace.executed and trace.executed.model_copy(update={"unequal": unequal})
     return trace.model_copy(update={"executed": executed})
@@ -95,7 +95,7 @@ def traced(
     marks = Marks(fewer.terms if fewer else frozenset(), memory, record)
     ranks = replace(ranks, tensors=_both(ranks.tensors, record))
     with memory.watching():
-        prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host(ranks.tensors) if host else None)
+        prepared = prepare(plan, ranks, lambda computed, sent_bytes: None, host(ranks.tensors) if host else None)
         memory.know(prepared.model)
         put_around_loss(prepared.model, loss_known)
         with ranks.tensors():
@@ -114,7 +114,7 @@ def traced(
                 stepper.step(step, batch, _Phases(memory, prepared, stepper.optimizer, marks))
                 log.end_step()
             order, operators = fewer.composed(marks) if fewer else marks.plain()
-            held = memory.trace(_allocator(plan))
+            memory_trace = memory.trace(_allocator(plan))
             log.active = False
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
@@ -128,7 +128,7 @@ def traced(
         checkpoint=checkpoint,
         operators=operators,
         seconds=time.process_time() - started_s,
-        memory=held,
+        memory=memory_trace,
         executed=_executed(plan, prepared, log, fewer),
     )
 

@@ -38,21 +38,21 @@ def tokens_of(schedule: Schedule, rank: int) -> tuple[tuple[str, ...], list[Toke
     """Return the kinds of transfers before a rank's first compute action, and its compute actions."""
     program = compile_program(schedule, rank, halved(schedule))
     lead: list[str] = []
-    found: list[tuple[Action, list[tuple[str, int, int]]]] = []
+    computed: list[tuple[Action, list[tuple[str, int, int]]]] = []
     for step in program.steps:
         happening = [("POST", program.inbound[sender][place]) for sender, place in step.posts]
         if step.action.kind.startswith("SEND"):
             happening.append((step.action.kind, step.action))
         for kind, action in happening:
-            if found:
-                found[-1][1].append((f"{kind} {action.kind}", action.stage, action.micro_batch))
+            if computed:
+                computed[-1][1].append((f"{kind} {action.kind}", action.stage, action.micro_batch))
             else:
                 lead.append(f"{kind} {action.kind} {action.stage} {action.micro_batch}")
         if step.action.kind in COMPUTE:
-            found.append((step.action, []))
+            computed.append((step.action, []))
     return tuple(lead), [
         Token(*action, tuple((kind, stage, batch - action.micro_batch) for kind, stage, batch in transfers))
-        for action, transfers in found
+        for action, transfers in computed
     ]
 
 
@@ -61,7 +61,7 @@ def regions_of(tokens: Sequence[Token]) -> list[Region]:
 
     The micro-batches of a repetition's actions are those of the previous one plus a constant.
     """
-    found: list[Region] = []
+    regions: list[Region] = []
     at = 0
     while at < len(tokens):
         best = Region(at, 1, 1)
@@ -69,9 +69,9 @@ def regions_of(tokens: Sequence[Token]) -> list[Region]:
             times = _repetitions(tokens, at, width)
             if times >= LEAST and times * width > best.times * best.width:
                 best = Region(at, width, times)
-        found.append(best)
+        regions.append(best)
         at += best.width * best.times
-    return found
+    return regions
 
 
 def _repetitions(tokens: Sequence[Token], start: int, width: int) -> int:
@@ -97,31 +97,31 @@ class Pairing(NamedTuple):
     """Places of tokens that must have done the same: those that stand for several tokens, and those before them."""
 
 
-def paired(short: Sequence[Token], whole: Sequence[Token]) -> Pairing | None:
+def paired(short: Sequence[Token], full: Sequence[Token]) -> Pairing | None:
     """Pair the lists; the additional repetitions of a region are those of the short list's last repetition but one.
 
     None if the lists do not consist of the same regions.
     """
-    ours, theirs = regions_of(short), regions_of(whole)
+    ours, theirs = regions_of(short), regions_of(full)
     if len(ours) != len(theirs):
         return None
-    found = Pairing([], [])
+    pairing = Pairing([], [])
     for mine, other in zip(ours, theirs, strict=True):
         alike = mine.width == other.width and other.times >= mine.times and (mine.times > 1 or other.times == 1)
-        if not alike or not _equal(short, mine, whole, other):
+        if not alike or not _equal(short, mine, full, other):
             return None
         for repetition in repeated(mine.times, other.times):
             first = mine.start + repetition * mine.width
-            found.templates.extend(range(first, first + mine.width))
+            pairing.templates.extend(range(first, first + mine.width))
         if other.times > mine.times:
             first = mine.start + (mine.times - 2) * mine.width
-            found.compared.extend((first + at - mine.width, first + at) for at in range(mine.width))
-    return found
+            pairing.compared.extend((first + at - mine.width, first + at) for at in range(mine.width))
+    return pairing
 
 
-def _equal(short: Sequence[Token], mine: Region, whole: Sequence[Token], other: Region) -> bool:
+def _equal(short: Sequence[Token], mine: Region, full: Sequence[Token], other: Region) -> bool:
     return all(
-        _shape(short[mine.start + at], mine.times) == _shape(whole[other.start + at], mine.times)
+        _shape(short[mine.start + at], mine.times) == _shape(full[other.start + at], mine.times)
         for at in range(mine.width)
     )
 

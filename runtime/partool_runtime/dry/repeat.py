@@ -51,31 +51,31 @@ class Shorter:
         return composed_order(segments, copies), operators
 
     def _segments(self, marks: Marks) -> list[Segment]:
-        record, last = marks.record, marks.found[-1].step
+        record, last = marks.record, marks.marks[-1].step
         end = TraceMark("end", 0, -2, len(marks.memory.log), record.operators)
-        places = self._places(marks.found)
+        places = self._places(marks.marks)
         cuts = [at for at, entry in enumerate(record.order) if entry == MARK]
         orders = [tuple(record.order[a:b]) for a, b in zip(cuts, [*cuts[1:], len(record.order)], strict=True)]
-        found: list[Segment] = []
-        for mark, after, place in zip(marks.found, [*marks.found[1:], end], places, strict=True):
-            order = orders[len(found) - len(marks.found) + len(orders)] if mark.step == last else ()
+        segments: list[Segment] = []
+        for mark, after, place in zip(marks.marks, [*marks.marks[1:], end], places, strict=True):
+            order = orders[len(segments) - len(marks.marks) + len(orders)] if mark.step == last else ()
             stopped = after.operators if after.step == mark.step or after is end else mark.operators
-            found.append(Segment(place, (mark.logged, after.logged), (mark.operators, stopped), order))
-        return found
+            segments.append(Segment(place, (mark.logged, after.logged), (mark.operators, stopped), order))
+        return segments
 
     def _places(self, marks: Sequence[TraceMark]) -> list[Place]:
-        found: list[Place] = []
+        places: list[Place] = []
         section, passes = -1, 0
         for before, mark in zip([None, *marks[:-1]], marks, strict=True):
             goes_on = before is not None and mark.kind == before.kind != "step" and mark.kind == "pass"
             if not goes_on and (mark.kind != "item" or mark.number == 0):
                 section, passes = section + 1, 0
             if mark.kind != "pass":
-                found.append(Place((mark.step, section), "", mark.number if mark.kind == "item" else -1))
+                places.append(Place((mark.step, section), "", mark.number if mark.kind == "item" else -1))
                 continue
-            found.append(self._pass((mark.step, section), passes, self.short_tokens))
+            places.append(self._pass((mark.step, section), passes, self.short_tokens))
             passes += 1
-        return found
+        return places
 
     def _pass(self, section: tuple[int, int], number: int, tokens: Sequence[Token]) -> Place:
         if not tokens:
@@ -87,28 +87,28 @@ class Shorter:
 
     def _copies(self, segments: Sequence[Segment]) -> tuple[list[Copy], list[tuple[int, int]]]:
         """Return the segments of the whole plan, and the pairs of segments that must be equal."""
-        found: list[Copy] = []
+        copies: list[Copy] = []
         compared: list[tuple[int, int]] = []
         count, at = self.plan.layout.derived.accumulation, 0
         while at < len(segments):
             section = segments[at].place.section
             stop = next((i for i in range(at, len(segments)) if segments[i].place.section != section), len(segments))
             if segments[at].place.micro_batch < 0:
-                found += [Copy(segments[i].place, i) for i in range(at, stop)]
+                copies += [Copy(segments[i].place, i) for i in range(at, stop)]
             elif segments[at].place.kind and self.pairing is not None:
                 if stop - at != len(self.short_tokens):
                     raise Unequal("another number of passes than the schedule has")
                 places = map(partial(self._pass, section, tokens=self.tokens), range(len(self.tokens)))
-                found += [Copy(place, at + i) for place, i in zip(places, self.pairing.templates, strict=True)]
+                copies += [Copy(place, at + i) for place, i in zip(places, self.pairing.templates, strict=True)]
                 compared += [(at + one, at + other) for one, other in self.pairing.compared]
             elif stop - at == count:
                 wanted = enumerate(repeated(count, self.micro_batches))
-                found += [Copy(Place(section, "", number), at + i) for number, i in wanted]
+                copies += [Copy(Place(section, "", number), at + i) for number, i in wanted]
                 compared.append((at + count - 3, at + count - 2))
             else:
                 raise Unequal("a loop over another number of micro-batches")
             at = stop
-        return found, compared
+        return copies, compared
 
 
 def shorter(plan: Plan, pipeline_rank: int) -> Shorter | None:
@@ -122,10 +122,10 @@ def shorter(plan: Plan, pipeline_rank: int) -> Shorter | None:
         return Shorter(_with(plan, LEAST), layout.derived.accumulation, terms) if enough else None
     if plan.devices.backend == "cpu":  # a rank keeps its last messages: 8 more micro-batches would be needed
         return None
-    whole = trained_schedule(plan)
-    if whole.moves != "activations" or layout.pipeline.schedule == "file":
+    schedule = trained_schedule(plan)
+    if schedule.moves != "activations" or layout.pipeline.schedule == "file":
         return None
-    lead, tokens = tokens_of(whole, pipeline_rank)
+    lead, tokens = tokens_of(schedule, pipeline_rank)
     for count in range(LEAST, min(layout.derived.accumulation, LEAST + _TRIED)):
         if refuses(layout, count) is not None:
             continue

@@ -38,8 +38,8 @@ def load(*folders: Path) -> None:
     os.environ.update(dict.fromkeys(_HIDDEN, ""))
     try:
         for name in ("libc10", "libtorch_cpu"):
-            (found,) = (torch / "lib").glob(f"{name}.*")
-            ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
+            (library,) = (torch / "lib").glob(f"{name}.*")
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         _LOADED.append(ctypes.CDLL(str(_compiled(torch, _private(folders))), mode=ctypes.RTLD_GLOBAL))
     except OSError as error:
         message = f"the library that stands in for CUDA cannot be made or loaded: {error}"
@@ -91,11 +91,11 @@ def _command(torch: Path) -> list[str]:
 
 def _compile(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        process = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError("PT516", f"{command[0]} does not start or end: {error}", _NO_COMPILER) from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
         first = next((line for line in lines if "error" in line), lines[0])
         message = f"{command[0]} cannot compile the library that stands in for CUDA: {first}"
         raise ConfigurationError("PT516", message, "a compiler with C++20 (GCC 11, Clang 14 or later), or set CXX")

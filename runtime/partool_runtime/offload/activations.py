@@ -34,10 +34,10 @@ _BEHIND = 1
 class _Stored:
     """Storage of saved tensors; it is on the device before the copy to the host and again after the copy back."""
 
-    def __init__(self, lent: Lent, there: torch.Tensor) -> None:
+    def __init__(self, lent: Lent, on_device: torch.Tensor) -> None:
         self.lent = lent
-        self.size_bytes = there.numel()
-        self.there: torch.Tensor | None = there
+        self.size_bytes = on_device.numel()
+        self.on_device: torch.Tensor | None = on_device
         """The storage's content on the device, as uint8; None while the content is only in host memory."""
         self.waiting = 0
         """Number of tensors that are not unpacked yet."""
@@ -52,7 +52,7 @@ class _Layer:
         self.before = before
         """Tensors that the previous layer has saved in the same pass; None if there is no previous layer."""
         self.stored: list[_Stored] = []
-        self.left: Mark | None = None
+        self.copied: Mark | None = None
         """Mark after the last copy of these tensors to the host."""
         self.asked = False
         """Whether the layer's backward pass has begun."""
@@ -127,13 +127,13 @@ class Activations:
         """Free a layer's saved tensors on the device, once their copies to the host are done."""
         self._await(layer)
         for stored in layer.stored:
-            stored.there = None
+            stored.on_device = None
 
     @staticmethod
     def _await(layer: _Layer) -> None:
-        if layer.left is not None:
-            layer.left.before_compute()
-            layer.left = None
+        if layer.copied is not None:
+            layer.copied.before_compute()
+            layer.copied = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return True if a saved tensor is to be moved to host memory."""
@@ -144,12 +144,12 @@ class Activations:
 
     def store(self, tensor: torch.Tensor, layer: _Layer) -> _Stored:
         """Start to copy a tensor's storage to the host."""
-        there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        stored = _Stored(self.slabs.take(there.numel()), there)
+        storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        stored = _Stored(self.slabs.take(storage.numel()), storage)
         finalize(stored, self.slabs.give_back, stored.lent).atexit = False
-        done = self._lanes.now()
-        for part, slab in self.slabs.beside(there, stored.lent):
-            layer.left = self._lanes.down.copy(slab, part, done)
+        written = self._lanes.now()
+        for part, slab in self.slabs.beside(storage, stored.lent):
+            layer.copied = self._lanes.down.copy(slab, part, written)
         layer.stored.append(stored)
         self.moved_bytes += stored.size_bytes
         return stored
@@ -162,15 +162,15 @@ class Activations:
             layer.asked = True
             self._turn(layer)
         self._fetch(stored)
-        assert stored.there is not None
+        assert stored.on_device is not None
         if stored.arrived is not None:
             stored.arrived.before_compute()
             stored.arrived = stored.lent.mark = stored.lent.reads = None
-        memory = torch.empty(0, dtype=like.dtype, device=self._device).set_(stored.there.untyped_storage())
+        memory = torch.empty(0, dtype=like.dtype, device=self._device).set_(stored.on_device.untyped_storage())
         tensor = memory.as_strided(like.size(), like.stride(), offset)
         stored.waiting -= 1
         if stored.waiting <= 0:
-            stored.there = None
+            stored.on_device = None
         return tensor
 
     def _turn(self, layer: _Layer) -> None:
@@ -190,14 +190,14 @@ class Activations:
 
     def _fetch(self, stored: _Stored) -> None:
         """Start to copy a storage to the device, unless it is already on the device."""
-        if stored.there is not None:
+        if stored.on_device is not None:
             return
         # The memory comes from compute's pool and returns to it. Compute waits for the copies to the host.
-        stored.there = torch.empty(stored.size_bytes, dtype=torch.uint8, device=self._device)
+        stored.on_device = torch.empty(stored.size_bytes, dtype=torch.uint8, device=self._device)
         free = self._lanes.now()
-        for part, slab in self.slabs.beside(stored.there, stored.lent):
+        for part, slab in self.slabs.beside(stored.on_device, stored.lent):
             stored.arrived = self._lanes.up.copy(part, slab, free)
-        stored.lent.mark, stored.lent.reads = stored.arrived, stored.there
+        stored.lent.mark, stored.lent.reads = stored.arrived, stored.on_device
 
 
 class _Pack:
@@ -205,7 +205,7 @@ class _Pack:
 
     def __init__(self, owner: Activations, layer: _Layer, stays: set[int]) -> None:
         self._owner, self._layer, self._stays = owner, layer, stays
-        self._known: dict[tuple[int, int], _Stored] = {}
+        self._packed: dict[tuple[int, int], _Stored] = {}
 
     def __call__(self, tensor: torch.Tensor) -> _Packed | torch.Tensor:
         if not self._owner.takes(tensor) or storage_key(tensor) in self._stays:
@@ -213,9 +213,9 @@ class _Pack:
         # A storage that was written to in between counts as a new storage: its old content is useless, and autograd
         # rejects it.
         key = (storage_key(tensor), tensor._version)
-        if key not in self._known:
-            self._known[key] = self._owner.store(tensor, self._layer)
-        stored = self._known[key]
+        if key not in self._packed:
+            self._packed[key] = self._owner.store(tensor, self._layer)
+        stored = self._packed[key]
         stored.waiting += 1
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         return _Packed(stored, self._layer, like, int(tensor.storage_offset()))

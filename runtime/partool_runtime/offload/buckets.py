@@ -56,18 +56,18 @@ def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[
     most_elements -= most_elements % ALIGNED
     buckets: list[Bucket] = []
     members: list[Member] = []
-    first = held = 0
+    first = filled = 0
     for name, elements in shards:
         start = 0
         while start < elements:
-            left, room = elements - start, most_elements - held
-            taken = left if left <= room else room - room % BLOCK
+            remaining, room = elements - start, most_elements - filled
+            taken = remaining if remaining <= room else room - room % BLOCK
             if taken == 0:
                 buckets.append(Bucket(len(buckets), first, tuple(members)))
-                first, held, members = first + held, 0, []
+                first, filled, members = first + filled, 0, []
                 continue
-            members.append(Member(name, start, held, taken))
-            held, start = held + _aligned(taken), start + taken
+            members.append(Member(name, start, filled, taken))
+            filled, start = filled + _aligned(taken), start + taken
     if members:
         buckets.append(Bucket(len(buckets), first, tuple(members)))
     return buckets

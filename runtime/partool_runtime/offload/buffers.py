@@ -65,22 +65,23 @@ class Buffers:
         self._weights = [Ready(self._memory.tensor(self._most, weights, "weights")) for _ in range(WEIGHTS)]
         self._totals = [torch.empty(b.elements, dtype=totals) for b in buckets] if totals is not None else []
         self._turn = 0
-        self._late: set[int] = set()
+        self._overdue: set[int] = set()
 
     def _affordable(self, least: int, wanted: int, weights: torch.dtype, pinned_bytes: int) -> int:
         """Return the number of buffers for gradients that fit into ``pinned_bytes``, at most ``wanted``."""
         if pinned_bytes == 0 or self._most == 0:
             return wanted
-        left = pinned_bytes - self._memory.held_bytes
+        free_bytes = pinned_bytes - self._memory.held_bytes
         each, fixed = self._most * self._gradients.itemsize, WEIGHTS * self._most * weights.itemsize
-        if fixed + least * each > left:
+        if fixed + least * each > free_bytes:
             raise ConfigurationError(
                 "PT660",
-                f"{max(left, 0) / 2**30:.2f} GiB of pinned memory, of {pinned_bytes / 2**30:.2f}, do not hold {least} "
-                f"buckets of gradients and {WEIGHTS} of weights: they are {(fixed + least * each) / 2**30:.2f} GiB",
+                f"{max(free_bytes, 0) / 2**30:.2f} GiB of pinned memory, of {pinned_bytes / 2**30:.2f}, do not hold "
+                f"{least} buckets of gradients and {WEIGHTS} of weights: "
+                f"they are {(fixed + least * each) / 2**30:.2f} GiB",
                 "a larger parallel.offload.pinned_gib, or a smaller bucket_mib",
             )
-        return min(wanted, (left - fixed) // each)
+        return min(wanted, (free_bytes - fixed) // each)
 
     @property
     def gradient_bytes(self) -> int:
@@ -101,7 +102,7 @@ class Buffers:
         """Allocate one more buffer. To avoid a deadlock it is not pinned, so copies to it block the host."""
         with torch.inference_mode(False):
             buffer = torch.empty(self._most, dtype=self._gradients)
-        self._late.add(storage_key(buffer))
+        self._overdue.add(storage_key(buffer))
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -110,7 +111,7 @@ class Buffers:
             buffer = buffer.as_strided((self._most,), (1,))
         with self._lock:
             # The list is used from its end: unpinned buffers go first, to be reused last.
-            self._free.insert(0 if storage_key(buffer) in self._late else len(self._free), buffer)
+            self._free.insert(0 if storage_key(buffer) in self._overdue else len(self._free), buffer)
 
     def total(self, bucket: int) -> torch.Tensor:
         """Return the tensor in which a bucket's gradients are summed."""

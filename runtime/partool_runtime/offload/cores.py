@@ -18,20 +18,20 @@ def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, 
     """
     allowed = sorted(os.sched_getaffinity(0))
     if device.type == "cpu":
-        own = allowed
+        rank_cores = allowed
         pool = Pool(min(threads, len(allowed)))
     else:
         # Ranks may be bound to memory nodes; their parent process is not, so it may use all cores of the machine.
         machine = max(len(allowed), len(os.sched_getaffinity(os.getppid())))
         place = int(os.environ.get("LOCAL_RANK", "0"))
         training, optimizer = split_cores(allowed, per_node, place, threads, machine)
-        own = [*training, *optimizer]
+        rank_cores = [*training, *optimizer]
         pool = Pool(max(1, len(optimizer)), optimizer)
         if training:
             os.sched_setaffinity(0, training)
     if pool.threads == threads:
         return pool, ()
-    had = f"this rank has {len(own)} of its own" if own else "this rank has none to itself"
+    had = f"this rank has {len(rank_cores)} of its own" if rank_cores else "this rank has none to itself"
     return pool, (f"the plan has {threads} cores for the update, and {had}: threads that update: {pool.threads}",)
 
 
@@ -51,5 +51,5 @@ def split_cores(
     if each <= threads:
         threads = max(1, each - 2)
     first = local_rank % sharers * each
-    own = list(allowed[first : first + each])
-    return own[:-threads], own[-threads:]
+    rank_cores = list(allowed[first : first + each])
+    return rank_cores[:-threads], rank_cores[-threads:]

@@ -83,7 +83,7 @@ class HostEngine:
         self._arriving = threading.Lock()
         self._leaving = Leaving(2 * buffers.gradient_bytes)
         self._open: dict[int, Arriving] = {}
-        self._left: list[int] = []
+        self._handed_over: list[int] = []
         """Indices of buckets of which the worker got all gradients of this step, in the order of handing over."""
         self._order = [bucket.index for bucket in buckets]
         """Indices of buckets in the last step's order of handing over; the next step should have the same order."""
@@ -104,7 +104,7 @@ class HostEngine:
             self._abandon()
         self._rules = rules
         self._now = self._speculation if self.verdicts.speculates else "none"
-        self._left.clear()
+        self._handed_over.clear()
         self._passes.sums.clear()
         self._last, self._in_step = True, True
         if self._resident is not None:
@@ -138,7 +138,7 @@ class HostEngine:
             for bucket, member in self._places[name]:
                 arriving = self._open.get(bucket.index)
                 if arriving is None:
-                    if bucket.index in self._left:
+                    if bucket.index in self._handed_over:
                         raise RuntimeError(f"a gradient of {name} came after its bucket had left")
                     arriving = self._open[bucket.index] = Arriving(bucket, self._buffer())
                 key = (name, member.start)
@@ -163,12 +163,12 @@ class HostEngine:
             self._last = True
             self._send_open()
             for bucket in self._buckets:
-                if bucket.index not in self._left:
+                if bucket.index not in self._handed_over:
                     self._send(Arriving(bucket, self._buffer()))
         self._drain()
         self._leaving.settle()
-        self._order = list(self._left)
-        counted = [found for (name, _), found in self._passes.sums.items() if name not in leaving_out]
+        self._order = list(self._handed_over)
+        counted = [part_sums for (name, _), part_sums in self._passes.sums.items() if name not in leaving_out]
         blocks, finite = [b for squares, _ in counted for b in squares], all(good for _, good in counted)
         if self._resident is None:
             return blocks, finite
@@ -276,7 +276,7 @@ class HostEngine:
     def _send(self, arriving: Arriving) -> None:
         self._open.pop(arriving.bucket.index, None)
         if self._last:
-            self._left.append(arriving.bucket.index)
+            self._handed_over.append(arriving.bucket.index)
         self._worker.put(
             partial(self._passes.take_in, arriving, last=self._last, rules=self._rules, speculation=self._now)
         )

@@ -78,19 +78,19 @@ class Slabs:
             return self._free[cuts].pop()
         if cuts == 0:
             return self._joined() or Lent([self._made()])
-        whole = self._piece(cuts - 1)
+        larger = self._piece(cuts - 1)
         size = self._slab_bytes >> cuts
-        for half in (whole.slabs[0][:size], whole.slabs[0][size : 2 * size]):
-            self._free[cuts].append(Lent([half], whole.mark, whole.reads))
+        for half in (larger.slabs[0][:size], larger.slabs[0][size : 2 * size]):
+            self._free[cuts].append(Lent([half], larger.mark, larger.reads))
         return self._free[cuts].pop()
 
     def _joined(self) -> Lent | None:
         """Find a slab whose pieces are all free, merge its pieces and return it; None if there is no such slab."""
         pieces = [piece for free in self._free[1:] for piece in free]
         for slab in self._slabs:
-            found = [piece for piece in pieces if storage_key(piece.slabs[0]) == storage_key(slab)]
-            if sum(len(piece.slabs[0]) for piece in found) == self._slab_bytes:
-                for piece in found:
+            free_pieces = [piece for piece in pieces if storage_key(piece.slabs[0]) == storage_key(slab)]
+            if sum(len(piece.slabs[0]) for piece in free_pieces) == self._slab_bytes:
+                for piece in free_pieces:
                     self._free[self._cuts(len(piece.slabs[0]))].remove(piece)
                     if piece.mark is not None:
                         piece.mark.before_compute()

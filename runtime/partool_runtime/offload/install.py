@@ -52,8 +52,8 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
                 kernels=kernels,
                 norms=norms,
             )
-        whole = open_matrices(plan, trained, ranks) if record.rest else None
-        return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=whole, norms=norms)
+        matrices = open_matrices(plan, trained, ranks) if record.rest else None
+        return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=matrices, norms=norms)
     optimizer = _on_host(plan, prepared, ranks)
     prepared.memory.freeze()
     return optimizer
@@ -62,8 +62,8 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
 def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     model, sync = prepared.model, prepared.sync
     trained = trained_parameters(model)
-    late = frozenset(trained) if sync is None else prepared.late
-    order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, late)
+    after_passes = frozenset(trained) if sync is None else prepared.late
+    order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, after_passes)
     comes_each = sync is not None and sync.comes_each and plan.layout.derived.accumulation > 1
     layout = plan.layout
     host = prepared.host
@@ -88,7 +88,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting, frozen)
     optimizer.notes += note
     for name, parameter in trained.items():
-        if name not in late:
+        if name not in after_passes:
             parameter.register_post_accumulate_grad_hook(partial(_leave, optimizer, name))  # type: ignore[no-untyped-call]
     if comes_each and sync is not None:
         sync.tell(lambda last: optimizer.micro_batch(last=last))
@@ -102,17 +102,19 @@ def _leave(optimizer: HostOptimizer, name: str, parameter: torch.Tensor) -> None
         optimizer.arrive(name, gradient)
 
 
-def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], late: Collection[str]) -> list[str]:
+def expected(
+    model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], after_passes: Collection[str]
+) -> list[str]:
     """Return the names of parameters in the order in which their gradients become complete.
 
     Layers are reduced from the last to the first. The root (the modules that run last) and the modules that run before
     all layers are reduced at the end of the backward pass, since no gradient flows into their inputs. Parameters in
-    ``late``, whose gradients are collected after all passes, come last.
+    ``after_passes``, whose gradients are collected after all passes, come last.
     """
     groups, layers = model.groups(), len(model.layers)
     before, blocks, root = groups[: -layers - 1], groups[-layers - 1 : -1], groups[-1]
     names = {id(parameter): name for name, parameter in trained.items()}
     units = [*reversed(blocks), root, *before]
     reduced = (names.get(id(p)) for unit in units for module in unit for p in module.parameters())
-    found = dict.fromkeys(name for name in reduced if name is not None and name not in late)
-    return [*found, *(name for name in trained if name not in found)]
+    ordered = dict.fromkeys(name for name in reduced if name is not None and name not in after_passes)
+    return [*ordered, *(name for name in trained if name not in ordered)]

@@ -31,7 +31,7 @@ class HostMemory:
     def __init__(self, *, pinned: bool, limit_bytes: int = 0) -> None:
         """``limit_bytes`` is the maximum number of bytes held at once; 0 means no limit."""
         self.pinned, self._limit_bytes = pinned, limit_bytes
-        self._held: Counter[str] = Counter()
+        self._taken_bytes: Counter[str] = Counter()
         self._registered: list[torch.Tensor] = []
         finalize(self, _unregister, self._registered).atexit = False
         self._frozen = False
@@ -42,12 +42,12 @@ class HostMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes held for all purposes."""
-        return sum(self._held.values())
+        return sum(self._taken_bytes.values())
 
     @property
     def purposes(self) -> dict[str, int]:
         """Number of bytes held for each purpose."""
-        return {what: size for what, size in self._held.items() if size}
+        return {what: size for what, size in self._taken_bytes.items() if size}
 
     def take(self, size_bytes: int, what: str) -> torch.Tensor:
         """Return ``size_bytes`` of uninitialised uint8 memory, aligned to a page and counted under ``what``.
@@ -57,14 +57,14 @@ class HostMemory:
         with self._lock:
             if self._limit_bytes and self.held_bytes + size_bytes > self._limit_bytes:
                 raise self._beyond(size_bytes, what)
-            self._held[what] += size_bytes
+            self._taken_bytes[what] += size_bytes
             if self._frozen:
-                self._late(size_bytes, what)
+                self._note_late(size_bytes, what)
         try:
             return self.allocate(size_bytes)
         except RuntimeError as error:
             with self._lock:
-                self._held[what] -= size_bytes
+                self._taken_bytes[what] -= size_bytes
             raise self._refused(size_bytes, what) from error
 
     def tensor(self, elements: int, dtype: torch.dtype, what: str) -> torch.Tensor:
@@ -94,17 +94,17 @@ class HostMemory:
         """Free all memory; no copy to or from the memory may be in flight."""
         with self._lock:
             _unregister(self._registered)
-            self._held.clear()
+            self._taken_bytes.clear()
 
-    def _late(self, size_bytes: int, what: str) -> None:
+    def _note_late(self, size_bytes: int, what: str) -> None:
         if not self.late_bytes:
             _log.warning("host memory for %s is taken during the run (%d bytes): it was not foreseen", what, size_bytes)
         self.late_bytes += size_bytes
 
     def _beyond(self, size_bytes: int, what: str) -> ConfigurationError:
         message = f"{_gib(size_bytes)} of host memory for {what} would exceed the limit of {_gib(self._limit_bytes)}"
-        held = ", ".join(f"{name} {_gib(size)}" for name, size in self._held.most_common())
-        return ConfigurationError("PT675", f"{message}; held: {held or 'nothing'}", _LIMIT_HELP)
+        listed = ", ".join(f"{name} {_gib(size)}" for name, size in self._taken_bytes.most_common())
+        return ConfigurationError("PT675", f"{message}; held: {listed or 'nothing'}", _LIMIT_HELP)
 
     def _refused(self, size_bytes: int, what: str) -> ConfigurationError:
         kind = "pinned host memory" if self.pinned else "host memory"

@@ -97,15 +97,15 @@ class HostOptimizer(CountsUpdates):
         self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
         self._frozen = dict(frozen or {})
         self._kept = {name: torch.zeros(local(p).shape, dtype=setting.master) for name, p in self._frozen.items()}
-        held = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
-        staying = tail(held, setting.work.gpu_fraction)
-        buckets = fill_buckets((shard for shard in held if shard[0] not in staying), setting.bucket_elements)
+        shards = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
+        staying = tail(shards, setting.work.gpu_fraction)
+        buckets = fill_buckets((shard for shard in shards if shard[0] not in staying), setting.bucket_elements)
         self._buckets, self._places = buckets, places(buckets)
         dtypes = setting.dtypes(len(self._groups.moments))
         self._store, notes = _open_store(buckets, dtypes, setting)
-        shared = share_note(held, staying, setting.work.gpu_fraction)
+        shared = share_note(shards, staying, setting.work.gpu_fraction)
         self.notes = (*notes, *shared, *(() if self._shards is None else self._shards.notes))
-        targets = {name: self._target(name) for name, _ in held}
+        targets = {name: self._target(name) for name, _ in shards}
         lanes = setting.lanes(setting.device)
         self._resident = Resident(
             {name: target for name, target in targets.items() if name in staying},
@@ -231,13 +231,13 @@ class HostOptimizer(CountsUpdates):
         here, state = sum(sizes), sum(sizes) * (master + sum(moments))
         if setting.work.optimizer == "nvme":
             here = min(here, setting.work.buffers * max(sizes, default=0))
-        found = {
+        by_term = {
             "masters": here * master + sum(tensor.nbytes for tensor in self._kept.values()),
             "moments": here * sum(moments),
             "totals": sum(sizes) * master if setting.accumulates else 0,
             "copies": min(setting.work.undo_bytes, state) if setting.work.speculate == "undo" else 0,
         }
-        return {term: size for term, size in (found | setting.memory.purposes).items() if size}
+        return {term: size for term, size in (by_term | setting.memory.purposes).items() if size}
 
     def state_bytes(self) -> int:
         """Return the bytes of states on compute's device; on a CPU, the bytes of all states and their undo copies."""
@@ -245,8 +245,8 @@ class HostOptimizer(CountsUpdates):
         size = sum(tensor.nbytes for name in stays for tensor in self._resident.state(name))
         if self._device.type != "cpu":
             return size
-        held = self.held_bytes()
-        return size + sum(held.get(term, 0) for term in ("masters", "moments", "copies"))
+        host_bytes = self.held_bytes()
+        return size + sum(host_bytes.get(term, 0) for term in ("masters", "moments", "copies"))
 
     @property
     def gradients_on_device(self) -> Mapping[str, torch.Tensor]:

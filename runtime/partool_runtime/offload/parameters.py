@@ -92,9 +92,9 @@ class HostParameters:
 
     def bring(self, unit: int, size_bytes: int) -> tuple[torch.Tensor, Mark]:
         """Start to copy a unit's shards to the device; return their device memory and the mark after the copy."""
-        there = self._lanes.room(size_bytes)
+        room = self._lanes.room(size_bytes)
         self.moved_bytes += size_bytes
-        return there, self._shard_store.fetch(unit, there, self._behind)
+        return room, self._shard_store.fetch(unit, room, self._behind)
 
     def was_read(self) -> None:
         """Record that compute has read the copied shards."""
@@ -108,39 +108,39 @@ class _Unit:
         self._owner, self._index, self._shards = owner, index, shards
         self._sizes = shards.sizes
         self.size_bytes = sum(_aligned(elements * dtype.itemsize) for elements, dtype in self._sizes)
-        self._there: torch.Tensor | None = None
+        self._room: torch.Tensor | None = None
         self._mark: Mark | None = None
 
     def move(self, home: torch.Tensor) -> None:
         """Move the shards into the memory ``home``."""
         self._shards.move(list(self._cut(home)))
-        self._shards.watch(self._bring, self._ready, self._done)
+        self._shards.watch(self._bring, self._ready, self._released)
 
     @property
     def lent(self) -> bool:
         """True if the unit's shards are on the device."""
-        return self._there is not None
+        return self._room is not None
 
     def settle(self) -> None:
         """Wait until nothing reads the shards any more; also wait for a gather that no pass has waited for."""
         if self._mark is not None:
             self._mark.wait()
             self._mark = None
-        if self._there is not None and not self._shards.waits:
+        if self._room is not None and not self._shards.waits:
             self._shards.put_back()
-            self._done()
+            self._released()
 
     def _bring(self) -> list[torch.Tensor]:
-        self._there, self._mark = self._owner.bring(self._index, self.size_bytes)
-        return list(self._cut(self._there))
+        self._room, self._mark = self._owner.bring(self._index, self.size_bytes)
+        return list(self._cut(self._room))
 
     def _ready(self) -> None:
         if self._mark is not None:
             self._mark.before_compute()
 
-    def _done(self) -> None:
+    def _released(self) -> None:
         self._owner.was_read()
-        self._there = None
+        self._room = None
 
     def _cut(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
         first = 0

@@ -125,23 +125,23 @@ class BucketPasses:
         before = None if self._buffers.accumulates else step.gradients
         gradients = step.gradients if self._buffers.accumulates else staging[: bucket.elements]
         assert gradients is not None
-        taken, found, ahead = _pass(bucket, gradients, rules), None, speculation
+        taken, gradient_sums, ahead = _pass(bucket, gradients, rules), None, speculation
         if speculation == "deferred":
             pending = step.pending
             commit = _pass(bucket, before, pending) if before is not None and pending is not None else None
             with self._store.open(bucket.index, write=commit is not None) as state:
-                found = self._over(bucket, state, commit, taken, keep=False, wants_sums=True)
+                gradient_sums = self._over(bucket, state, commit, taken, keep=False, wants_sums=True)
             if before is not None:
                 self._buffers.give_back(before)
         else:
             self.commit(bucket)
             if speculation == "undo":
-                found = self._ahead(bucket, taken)
-                ahead = "none" if found is None else "undo"
-            if found is None:
-                found = sums(taken.gradients, pool=self._pool, mode=self._mode)
-        assert found is not None
-        for member, squares, finite in zip(bucket.members, found.squares, found.finite, strict=True):
+                gradient_sums = self._ahead(bucket, taken)
+                ahead = "none" if gradient_sums is None else "undo"
+            if gradient_sums is None:
+                gradient_sums = sums(taken.gradients, pool=self._pool, mode=self._mode)
+        assert gradient_sums is not None
+        for member, squares, finite in zip(bucket.members, gradient_sums.squares, gradient_sums.finite, strict=True):
             self.sums[member.name, member.start] = (squares, finite)
         step.gradients, step.pending, step.ahead = gradients, None, ahead
 
@@ -222,7 +222,7 @@ class BucketPasses:
             place if target.in_host else ready.tensor[m.offset : m.offset + m.elements]
             for m, target, place in zip(bucket.members, targets, places, strict=True)
         ]
-        found = update(
+        gradient_sums = update(
             self._parts(bucket, state),
             commit=commit,
             step=step,
@@ -236,7 +236,7 @@ class BucketPasses:
             if not target.in_host:
                 self.sent = ready.mark = self._up.copy(place, part)
                 self._figures.bytes_up += part.nbytes
-        return found
+        return gradient_sums
 
     def _parts(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> list[Part]:
         parts = []

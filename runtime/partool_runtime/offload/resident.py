@@ -22,10 +22,10 @@ def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
     in total as close to ``fraction`` of all elements as possible. A shard that would increase the difference, such as
     an embedding, is skipped.
     """
-    wanted, held, names = fraction * sum(elements for _, elements in shards), 0, []
+    wanted, chosen_elements, names = fraction * sum(elements for _, elements in shards), 0, []
     for name, elements in reversed(shards):
-        if held + elements / 2 <= wanted:
-            held += elements
+        if chosen_elements + elements / 2 <= wanted:
+            chosen_elements += elements
             names.append(name)
     return frozenset(names) if fraction > 0 else frozenset()
 
@@ -98,8 +98,8 @@ class Resident:
             self._mark.before_compute()
         grads = [grad for name, grad in self._gradients.items() if name not in leaving_out]
         on_host = [grad for grad in grads if grad.device.type == "cpu"]
-        found = sums(on_host, pool=self._pool, mode=self._mode)
-        blocks, finite = [block for part in found.squares for block in part], all(found.finite)
+        host_sums = sums(on_host, pool=self._pool, mode=self._mode)
+        blocks, finite = [block for part in host_sums.squares for block in part], all(host_sums.finite)
         elsewhere = [grad for grad in grads if grad.device.type != "cpu"]
         if elsewhere:
             wide = [torch.promote_types(grad.dtype, torch.float32) for grad in elsewhere]

@@ -86,9 +86,9 @@ class DiskShardStore:
         self.notes = self._store.notes
         (flat,) = self._store.flat()
         starts = accumulate((_paged(size) for size in sizes_bytes), initial=0)
-        whole = flat.view(torch.uint8)
+        content = flat.view(torch.uint8)
         self.homes: Sequence[torch.Tensor] = [
-            whole[first : first + size] for first, size in zip(starts, sizes_bytes, strict=False)
+            content[first : first + size] for first, size in zip(starts, sizes_bytes, strict=False)
         ]
         self._last: list[int] = []
         """Indices of the units that the last step fetched, in the order of fetching."""

@@ -21,8 +21,8 @@ class PassWorker(Protocol):
     def drain(self) -> None:
         """Wait until all queued jobs are done; raise the error of a job that failed."""
 
-    def wait_for(self, there: Callable[[], bool]) -> None:
-        """Wait until ``there()`` is True or all jobs are done; raise the error of a job that failed."""
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()`` is True or all jobs are done; raise the error of a job that failed."""
 
     def check(self) -> None:
         """Raise the error of an earlier job, if any."""
@@ -37,24 +37,24 @@ class SerialWorker:
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._turn = threading.Condition()
-        self._left = 0
+        self._pending = 0
         self._error: BaseException | None = None
         self._thread = threads.start(self._run, name)
 
     def put(self, work: Work) -> None:
         """See :class:`PassWorker`."""
         with self._turn:
-            self._left += 1
+            self._pending += 1
         self._work.put(work)
 
     def drain(self) -> None:
         """See :class:`PassWorker`."""
         self.wait_for(lambda: False)
 
-    def wait_for(self, there: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool]) -> None:
         """See :class:`PassWorker`."""
         with self._turn:
-            self._turn.wait_for(lambda: self._left == 0 or self._error is not None or there())
+            self._turn.wait_for(lambda: self._pending == 0 or self._error is not None or ready())
         self.check()
 
     def check(self) -> None:
@@ -78,5 +78,5 @@ class SerialWorker:
             work = None  # frees the job's tensors while idle
             with self._turn:
                 self._error = self._error or error
-                self._left -= 1
+                self._pending -= 1
                 self._turn.notify_all()

@@ -100,14 +100,14 @@ class _Apart:
         if self._exchanges.kind == "full":
             return check_gradients(sums, loss_sum, self._ranks, flags())
         copies = self._ranks.replicate.size
-        own = check_gradients(sums, loss_sum, self._ranks, copies=1, over=self._copy)
+        local_check = check_gradients(sums, loss_sum, self._ranks, copies=1, over=self._copy)
         if self.local:
-            self._since += not own.finite
-            return GradientCheck(own.norm * copies, own.finite, own.loss_sum * copies)
+            self._since += not local_check.finite
+            return GradientCheck(local_check.norm * copies, local_check.finite, local_check.loss_sum * copies)
         everyone = check_gradients(sums, loss_sum, self._ranks, [*flags(), float(self._since)])
         self.skipped = self._some = everyone.flags[-1] > 0
         self._since = 0
-        return GradientCheck(own.norm * copies, everyone.finite, everyone.loss_sum, everyone.flags[:-1])
+        return GradientCheck(local_check.norm * copies, everyone.finite, everyone.loss_sum, everyone.flags[:-1])
 
     def most(self, nonfinite: int) -> int:
         """See :class:`Agreement`."""

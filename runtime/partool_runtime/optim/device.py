@@ -59,37 +59,37 @@ class DeviceOptimizer(CountsUpdates):
         self._copies = frozenset(copies)
         self._kernels = kernels
         self._matrices = matrices
-        whole = frozenset() if matrices is None else matrices.names
-        self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()}, whole)
+        matrix_names = frozenset() if matrices is None else matrices.names
+        self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()}, matrix_names)
         self._moments = self._zeros()
         self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         self._pool: Pool | None = None
-        self._held: list[list[str]] = [[] for _ in self._groups.groups]
+        self._sharded_names: list[list[str]] = [[] for _ in self._groups.groups]
         for name, parameter in parameters.items():
             if local(parameter).numel() > 0:  # a rank may hold no row of a parameter
-                self._held[self._groups.of[name]].append(name)
+                self._sharded_names[self._groups.of[name]].append(name)
         steps = {
             place: group
             for place, group in enumerate(self._groups.groups)
-            if self._held[place] and not (OPTIMIZERS[group.kind].rest or OPTIMIZERS[group.kind].norms)
+            if self._sharded_names[place] and not (OPTIMIZERS[group.kind].rest or OPTIMIZERS[group.kind].norms)
         }
         self._lamb: LambSteps | None = None
         if OPTIMIZERS[spec.name].norms:
-            names = (name for held in self._held for name in held)
+            names = (name for of_group in self._sharded_names for name in of_group)
             scaled = [name for name in names if is_scaled(spec.adapt, parameters[name].ndim)]
-            self._lamb = LambSteps(spec, self._groups, self._held, norms or alone(scaled, self._device))
+            self._lamb = LambSteps(spec, self._groups, self._sharded_names, norms or alone(scaled, self._device))
         self._launches = _alike(steps)
 
     @torch.no_grad()
     def _zeros(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return zeros for each kind of moments, by name of the parameters that have it."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        moments: dict[str, dict[str, torch.Tensor]] = {}
         for kind, record in OPTIMIZERS.items():
             names = [name for name in self._parameters if self._groups.kind_of(name) == kind]
             for moment in record.moments if names else ():
                 zeros = {name: torch.zeros_like(self._parameters[name], requires_grad=False) for name in names}
-                found.setdefault(moment, {}).update(zeros)
-        return found
+                moments.setdefault(moment, {}).update(zeros)
+        return moments
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of the moments by ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``."""
@@ -163,14 +163,14 @@ class DeviceOptimizer(CountsUpdates):
         for places in self._launches:
             if not self._in_one_launch(places, rules):
                 for place in places:
-                    step(self._shards(self._held[place]), rules[place])
+                    step(self._shards(self._sharded_names[place]), rules[place])
 
     def _step_matrices(self, rules: list[StepRule]) -> None:
         """Update the parameters that are updated as whole matrices; every rank takes part, even without shards."""
         if self._matrices is None or not self._matrices.names:
             return
         (moment,) = OPTIMIZERS[self._groups.kind].moments
-        held = [name for names in self._held for name in names if name in self._matrices.names]
+        matrix_names = [name for names in self._sharded_names for name in names if name in self._matrices.names]
         shards = {
             name: MatrixShard(
                 local(self._parameters[name]),
@@ -178,13 +178,13 @@ class DeviceOptimizer(CountsUpdates):
                 local(self._moments[moment][name]),
                 rules[self._groups.of[name]],
             )
-            for name in held
+            for name in matrix_names
         }
         self._matrices.step(shards, local(self._parameters[min(self._matrices.names)]))
 
     def _in_one_pass(self, rules: list[StepRule]) -> None:
         """Update all parameters by the compiled pass that also updates states in host memory."""
-        names = [(place, name) for places in self._launches for place in places for name in self._held[place]]
+        names = [(place, name) for places in self._launches for place in places for name in self._sharded_names[place]]
         if not names:
             return
         if self._pool is None:
@@ -201,8 +201,8 @@ class DeviceOptimizer(CountsUpdates):
         """Update groups that differ only in weight decay by partool's kernel; return False if the kernel cannot."""
         if self._kernels == "torch" or rules[places[0]].kind != "adamw":
             return False
-        shards = self._shards([name for place in places for name in self._held[place]])
-        decays = [rules[place].weight_decay != 0.0 for place in places for _ in self._held[place]]
+        shards = self._shards([name for place in places for name in self._sharded_names[place]])
+        decays = [rules[place].weight_decay != 0.0 for place in places for _ in self._sharded_names[place]]
         first, second = shards.moments
         tensors = Tensors(shards.weights, shards.gradients, first, second, decays)
         if not takes(tensors, self._kernels):
@@ -225,11 +225,13 @@ class DeviceOptimizer(CountsUpdates):
 
 def _alike(groups: Mapping[int, ParameterGroup]) -> list[tuple[int, ...]]:
     """Return lists of group indices; groups of a list differ only in weight decay, so one launch updates the list."""
-    found: dict[ParameterGroup, dict[float, list[int]]] = {}
+    groups_by_decay: dict[ParameterGroup, dict[float, list[int]]] = {}
     for place, group in groups.items():
-        found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)
+        groups_by_decay.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(
+            place
+        )
     launches = []
-    for by_decay in found.values():
+    for by_decay in groups_by_decay.values():
         without = by_decay.pop(0.0, [])
         for places in by_decay.values() or [[]]:
             launches.append((*places, *without))

@@ -53,13 +53,13 @@ class ParameterGroups:
         ]
 
 
-def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int], whole: Collection[str] = ()) -> ParameterGroups:
+def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int], matrix_names: Collection[str] = ()) -> ParameterGroups:
     """Return the parameter groups; ``dimensions`` maps each parameter's name to its number of dimensions.
 
     The settings of the first pattern that matches a name replace the optimizer's. By default, weights of two or more
     dimensions get weight decay, norms and biases do not. A rank's part of a parameter has as many dimensions as the
-    whole. ``whole`` names the parameters that an optimizer of whole matrices updates; its record names the optimizer of
-    the others.
+    whole. ``matrix_names`` are the parameters that an optimizer of whole matrices updates; its record names the
+    optimizer of the others.
     """
     rest = OPTIMIZERS[spec.name].rest
     places: dict[ParameterGroup, int] = {}
@@ -70,7 +70,9 @@ def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int], whole: Collectio
         for matrix in (True, False)
     }
     of = {
-        name: by_pattern[group_of(name, spec.groups), rest if rest and name not in whole else spec.name, count >= 2]
+        name: by_pattern[
+            group_of(name, spec.groups), rest if rest and name not in matrix_names else spec.name, count >= 2
+        ]
         for name, count in dimensions.items()
     }
     return ParameterGroups(spec.name, tuple(places), of)

@@ -38,12 +38,12 @@ def directions(weights: Tensors, moments: Sequence[Tensors], rule: StepRule) -> 
     roots = list(foreach.sqrt(second))
     foreach.add_(roots, rule.eps * root)
     if not rule.weight_decay:
-        found = list(foreach.div(first, roots))
-        foreach.mul_(found, factor)
-        return found
-    found = list(foreach.mul(weights, rule.weight_decay))
-    foreach.addcdiv_(found, first, roots, value=factor)
-    return found
+        moves = list(foreach.div(first, roots))
+        foreach.mul_(moves, factor)
+        return moves
+    moves = list(foreach.mul(weights, rule.weight_decay))
+    foreach.addcdiv_(moves, first, roots, value=factor)
+    return moves
 
 
 def squares(tensors: Tensors) -> torch.Tensor:
@@ -67,19 +67,19 @@ class LambSteps:
     """Makes LAMB's steps of this rank's shards; a step is a collective of the ranks that hold parts of matrices."""
 
     def __init__(
-        self, spec: OptimizerSpec, groups: ParameterGroups, held: Sequence[Sequence[str]], norms: WholeNorms
+        self, spec: OptimizerSpec, groups: ParameterGroups, shard_names: Sequence[Sequence[str]], norms: WholeNorms
     ) -> None:
-        """``held`` has the names of this rank's parameters that are not empty, by group.
+        """``shard_names`` are the names of this rank's parameters that are not empty, by group.
 
         ``norms`` knows those of them whose steps are scaled by norms.
         """
         self._norms = norms.ordered(groups.of)
         self._bounds = spec.norm_bounds
-        self._parts: list[list[WholePart]] = [[] for _ in held]
+        self._parts: list[list[WholePart]] = [[] for _ in shard_names]
         for part in self._norms.parts:
             self._parts[groups.of[part.name]].append(part)
         scaled = {part.name for part in self._norms.parts}
-        self._plain = [[name for name in names if name not in scaled] for names in held]
+        self._plain = [[name for name in names if name not in scaled] for names in shard_names]
         self.ratios: dict[str, torch.Tensor] = {}
         """Ratios of the last step by parameter; of a stack of matrices that of the last one."""
 
@@ -90,7 +90,7 @@ class LambSteps:
 
     def step(self, shards_of: Callable[[list[str]], Shards], rules: Sequence[StepRule]) -> None:
         """Update weights and moments in place; gradients are scaled in place."""
-        found, sums = [], [torch.zeros(2, 0, dtype=torch.float64, device=self._norms.device)]
+        steps, sums = [], [torch.zeros(2, 0, dtype=torch.float64, device=self._norms.device)]
         for rule, plain, parts in zip(rules, self._plain, self._parts, strict=True):
             if plain:
                 _plain_step(_scaled(shards_of(plain), rule), rule)
@@ -98,13 +98,13 @@ class LambSteps:
                 names = list(dict.fromkeys(part.name for part in parts))
                 shards = self._norms.cut(_scaled(shards_of(names), rule), names, parts)
                 sums.append(_first_pass(shards, rule))
-                found.append((shards, rule))
-        whole = self._norms.add_up(torch.cat(sums, dim=1))
-        by_part = ratios(whole[0], whole[1], self._bounds)
+                steps.append((shards, rule))
+        norms = self._norms.add_up(torch.cat(sums, dim=1))
+        by_part = ratios(norms[0], norms[1], self._bounds)
         names = [part.name for parts in self._parts for part in parts]
         self.ratios = dict(zip(names, by_part.unbind(), strict=True))
-        each = torch.split(by_part, [len(shards.weights) for shards, _ in found])
-        for (shards, rule), of_group in zip(found, each, strict=True):
+        each = torch.split(by_part, [len(shards.weights) for shards, _ in steps])
+        for (shards, rule), of_group in zip(steps, each, strict=True):
             _second_pass(shards, rule, of_group)
 
 
@@ -123,13 +123,13 @@ def _plain_step(shards: Shards, rule: StepRule) -> None:
 
 def _first_pass(shards: Shards, rule: StepRule) -> torch.Tensor:
     """Update the moments; return the sums of squares of weights (row 0) and directions (row 1) of each tensor."""
-    found = []
+    square_sums = []
     for piece in shards.pieces():
         advance(piece.gradients, piece.moments, rule)
         moves = directions(piece.weights, piece.moments, rule)
-        found.append(torch.stack([squares(piece.weights), squares(moves)]))
+        square_sums.append(torch.stack([squares(piece.weights), squares(moves)]))
         del moves  # frees its memory before the next piece takes as much
-    sums, cuts = torch.cat(found, dim=1), shards.cuts()
+    sums, cuts = torch.cat(square_sums, dim=1), shards.cuts()
     if sums.shape[1] == len(cuts):
         return sums
     return torch.stack([part.sum(dim=1) for part in torch.split(sums, cuts, dim=1)], dim=1)

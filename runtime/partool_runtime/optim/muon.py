@@ -85,25 +85,25 @@ class WholeMatrices:
 
     def _together(self, shards: Mapping[str, MatrixShard], like: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Gather the matrices of the next round and scatter those of the last one while one is orthogonalised."""
-        coming = self._gather(self._rounds[0], shards, like, group) if self._rounds else None
+        incoming = self._gather(self._rounds[0], shards, like, group) if self._rounds else None
         leaving: _Exchange | None = None
-        for number, done in enumerate(self._rounds):
-            assert coming is not None
-            arrived = coming
+        for number, gathered in enumerate(self._rounds):
+            assert incoming is not None
+            arrived = incoming
             after = self._rounds[number + 1 : number + 2]
-            coming = self._gather(after[0], shards, like, group) if after else None
-            results = _orthogonalised(done, arrived.wait())
+            incoming = self._gather(after[0], shards, like, group) if after else None
+            results = _orthogonalised(gathered, arrived.wait())
             if leaving is not None:
                 self._take(self._rounds[number - 1], shards, leaving.wait())
                 leaving = None  # frees its memory before the next one takes as much
-            leaving = _exchange(results, _sizes(done.taken), like, group)
+            leaving = _exchange(results, _sizes(gathered.taken), like, group)
         if leaving is not None:
             self._take(self._rounds[-1], shards, leaving.wait())
 
     def _gather(
         self, one: Round, shards: Mapping[str, MatrixShard], like: torch.Tensor, group: dist.ProcessGroup
     ) -> _Exchange:
-        sent = [[self._direction(shards[held.name], held.block.local) for held in to] for to in one.sent]
+        sent = [[self._direction(shards[block.name], block.block.local) for block in to] for to in one.sent]
         return _exchange(sent, [sum(each.elements for each in of) for of in one.received], like, group)
 
     def _take(self, one: Round, shards: Mapping[str, MatrixShard], results: Sequence[torch.Tensor]) -> None:
@@ -174,4 +174,4 @@ def _exchange(
 
 
 def _sizes(blocks: Sequence[Sequence[HeldBlock]]) -> list[int]:
-    return [sum(held.block.elements for held in of) for of in blocks]
+    return [sum(block.block.elements for block in of) for of in blocks]

@@ -237,16 +237,16 @@ class OneBitOptimizer(DeviceOptimizer):
         ``worker_error`` has the errors of all data-parallel ranks, one after the other; each of them also averages a
         part of the parameters, and has that part of ``server_error``.
         """
-        found: dict[str, Value] = {f"lamb_ratio.{name}": ratio for name, ratio in self._ratios.items()}
+        state: dict[str, Value] = {f"lamb_ratio.{name}": ratio for name, ratio in self._ratios.items()}
         for bucket, errors in enumerate(self._mean.worker_errors):
             for name, error in self._views(bucket, errors):
-                found[f"worker_error.{name}"] = Placed(error[None], self._by_rank(name, self._mean.ranks))
+                state[f"worker_error.{name}"] = Placed(error[None], self._by_rank(name, self._mean.ranks))
         for bucket, errors in enumerate(self._mean.server_errors):
             for part in self._mean.segments(self._buckets[bucket]):
                 name = self._names[self._first(bucket) + part.tensor]
                 mine = errors[part.at : part.at + part.size]
-                found[f"server_error.{name}"] = FlatPlaced(mine, self._placement(name), part.within)
-        return found
+                state[f"server_error.{name}"] = FlatPlaced(mine, self._placement(name), part.within)
+        return state
 
     def numbers(self) -> dict[str, int]:
         """See :class:`partool_runtime.optim.types.Optimizer`."""

@@ -78,12 +78,12 @@ class OneBitMean:
         """Return the parts of tensors that this rank averages; ``at`` counts from the rank's first element."""
         length = bucket.share(self.ranks) * CHUNK
         first = self.rank * length
-        found = []
+        parts = []
         for number, (at, size) in enumerate(bucket.places()):
             start, stop = max(at, first), min(at + size, first + length)
             if start < stop:
-                found.append(BucketPart(number, start - first, start - at, stop - start))
-        return found
+                parts.append(BucketPart(number, start - first, start - at, stop - start))
+        return parts
 
     @torch.no_grad()
     def means(self, values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -126,9 +126,9 @@ class OneBitMean:
         for at, size in places:
             part = slice(at, at + size)
             packed = op.pack(values[part], errors[part], CHUNK, "l1", self._kernels)
-            own = rows[at // CHUNK : -(-(at + size) // CHUNK)]
-            own[:, :ROW_BYTES] = packed.bits
-            own[:, ROW_BYTES:] = packed.scales.view(torch.uint8).view(len(own), -1)
+            part_rows = rows[at // CHUNK : -(-(at + size) // CHUNK)]
+            part_rows[:, :ROW_BYTES] = packed.bits
+            part_rows[:, ROW_BYTES:] = packed.scales.view(torch.uint8).view(len(part_rows), -1)
         return rows
 
     def _opened(self, rows: torch.Tensor) -> op.OneBitTensor:

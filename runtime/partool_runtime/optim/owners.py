@@ -110,12 +110,12 @@ class Holders:
 def _blocks(matrix: Matrix, placement: Placement, rows: range) -> Iterator[MatrixBlock]:
     first = matrix.number * matrix.stack.rows
     for box in placement.boxes(rows):
-        top, left = box.offsets
-        start, stop = max(top, first), min(top + box.sizes[0], first + matrix.stack.rows)
+        box_row, box_column = box.offsets
+        start, stop = max(box_row, first), min(box_row + box.sizes[0], first + matrix.stack.rows)
         if start < stop:
-            held = box.local[0].start + start - top
-            inside = slice(start - first, stop - first), slice(left, left + box.sizes[1])
-            yield MatrixBlock((slice(held, held + stop - start), box.local[1]), inside)
+            local_start = box.local[0].start + start - box_row
+            inside = slice(start - first, stop - first), slice(box_column, box_column + box.sizes[1])
+            yield MatrixBlock((slice(local_start, local_start + stop - start), box.local[1]), inside)
 
 
 def shared_out(stacks: Sequence[MatrixStack], owners: int) -> list[list[Matrix]]:
@@ -125,13 +125,13 @@ def shared_out(stacks: Sequence[MatrixStack], owners: int) -> list[list[Matrix]]
     """
     matrices = [Matrix(stack, number) for stack in stacks for number in range(stack.count)]
     matrices.sort(key=lambda matrix: -newton_schulz_flops(matrix.stack.rows, matrix.stack.columns))
-    found: list[list[Matrix]] = [[] for _ in range(owners)]
+    by_owner: list[list[Matrix]] = [[] for _ in range(owners)]
     work = [(0.0, owner) for owner in range(owners)]
     for matrix in matrices:
         flops, owner = min(work)
         work[owner] = flops + newton_schulz_flops(matrix.stack.rows, matrix.stack.columns), owner
-        found[owner].append(matrix)
-    return found
+        by_owner[owner].append(matrix)
+    return by_owner
 
 
 def rounds(stacks: Sequence[MatrixStack], holders: Holders, place: int) -> list[Round]:
@@ -146,7 +146,7 @@ def _round(matrices: Sequence[Matrix | None], holders: Holders, place: int) -> R
     def from_copy(holder: int, owner: int) -> bool:
         return holder // holders.of_copy == owner // holders.of_copy
 
-    def held(owner: int, *, counted: bool) -> list[HeldBlock]:
+    def blocks_of(owner: int, *, counted: bool) -> list[HeldBlock]:
         matrix = matrices[owner]
         if matrix is None or (counted and not from_copy(place, owner)):
             return []
@@ -159,8 +159,8 @@ def _round(matrices: Sequence[Matrix | None], holders: Holders, place: int) -> R
 
     return Round(
         mine,
-        [held(owner, counted=True) for owner in everyone],
+        [blocks_of(owner, counted=True) for owner in everyone],
         [of_mine(holder, counted=True) for holder in everyone],
         [of_mine(holder, counted=False) for holder in everyone],
-        [held(owner, counted=False) for owner in everyone],
+        [blocks_of(owner, counted=False) for owner in everyone],
     )

@@ -103,11 +103,11 @@ def open_norms(plan: Plan, model: AnyDecoder, names: Iterable[str], ranks: Ranks
             continue
         # Copies of the training state are equal, so only the ranks of one copy count.
         counted = ranks.replicate.place == 0 and name not in model.copies
-        held: dict[int, slice | None] = {0: None}
+        rows_by_matrix: dict[int, slice | None] = {0: None}
         if counts[name] > 1:
             placement = model.placements.get(name) or whole(named[name].shape)
-            held = {**rows_of_matrices(placement, local_rows(named[name]), counts[name])}
-        parts += [WholePart(name, rows, places[name] + number, counted) for number, rows in held.items()]
+            rows_by_matrix = {**rows_of_matrices(placement, local_rows(named[name]), counts[name])}
+        parts += [WholePart(name, rows, places[name] + number, counted) for number, rows in rows_by_matrix.items()]
     group = None if ranks.replicate.size == ranks.world_size else ranks.world
     return WholeNorms(tuple(parts), sum(counts.values()), group, ranks.device)
 
@@ -132,12 +132,12 @@ def rows_of_matrices(placement: Placement, rows: range, count: int) -> dict[int,
     ``rows`` are those of the rank's part that the shard holds.
     """
     each = placement.shape[0] // count
-    held: dict[int, slice] = {}
+    rows_by_matrix: dict[int, slice] = {}
     for box in placement.boxes(rows):
         at, first = box.local[0].start, box.offsets[0]
         for number, inside in in_matrices(first, first + box.sizes[0], each):
             start = at + number * each + inside.start - first
             stop = start + inside.stop - inside.start
-            before = held.get(number, slice(start, start))
-            held[number] = slice(min(before.start, start), max(before.stop, stop))
-    return held
+            before = rows_by_matrix.get(number, slice(start, start))
+            rows_by_matrix[number] = slice(min(before.start, start), max(before.stop, stop))
+    return rows_by_matrix

@@ -36,7 +36,7 @@ def validate_manifest(
     manifest: Manifest, *, crds: Path | None = None, context: str | None = None, core_version: str | None = None
 ) -> list[Level]:
     """Check a manifest that has already been read, as :func:`validate_offline` does."""
-    known = crd_schemas.source(crds, context)
-    own = Level(OWN, True, f"{len(own_rules.RULES)} rules", tuple(own_rules.check(manifest)))
+    crd_source = crd_schemas.source(crds, context)
+    rules_level = Level(OWN, True, f"{len(own_rules.RULES)} rules", tuple(own_rules.check(manifest)))
     core = core_schemas.level(manifest, core_version)
-    return [own, core, crd_schemas.level(manifest, known), cel.level(manifest, known)]
+    return [rules_level, core, crd_schemas.level(manifest, crd_source), cel.level(manifest, crd_source)]

@@ -48,10 +48,10 @@ def nodes(manifest: Manifest) -> Iterator[FieldFault]:
         owner = manifest.pods[0].maker if counts else manifest.of("TrainJob", "trainer.kubeflow.org")[0]
         yield at(owner, text=text)
     for holder in _agents(manifest):
-        told = _option(holder, "--nodes")
-        if isinstance(wanted, int) and (told or "1") != str(wanted):
-            yield at(holder, "command", text=f"--nodes {told or '1'} for a plan of {wanted} nodes")
-        if (told is None) != (_option(holder, "--rendezvous") is None):
+        option = _option(holder, "--nodes")
+        if isinstance(wanted, int) and (option or "1") != str(wanted):
+            yield at(holder, "command", text=f"--nodes {option or '1'} for a plan of {wanted} nodes")
+        if (option is None) != (_option(holder, "--rendezvous") is None):
             yield at(holder, "command", text="--nodes and --rendezvous belong together")
 
 
@@ -61,8 +61,8 @@ def devices(manifest: Manifest) -> Iterator[FieldFault]:
     per_node, backend = dig(plan, "devices", "per_node"), dig(plan, "devices", "backend")
     if not isinstance(per_node, int) or backend not in DEVICES:
         return
-    own, profile = dig(plan, "launch", "k8s", "device_resource"), dig(plan, "devices", "slice")
-    resource = own or resource_name(backend, profile if isinstance(profile, str) else "")
+    set_resource, profile = dig(plan, "launch", "k8s", "device_resource"), dig(plan, "devices", "slice")
+    resource = set_resource or resource_name(backend, profile if isinstance(profile, str) else "")
     for holder in _agents(manifest):
         field = "resourcesPerNode" if holder.path[-1:] == ("trainer",) else "resources"
         given = parse_quantity(holder.get(field, "limits", resource))
@@ -73,18 +73,18 @@ def devices(manifest: Manifest) -> Iterator[FieldFault]:
 
 def hashes(manifest: Manifest) -> Iterator[FieldFault]:
     """Find plan hashes, on objects or on the agent's command line, that differ from each other."""
-    known = {
+    object_hashes = {
         value: document
         for document in manifest.documents
         if isinstance(value := document.get("metadata", "annotations", HASH_ANNOTATION), str)
     }
     for holder in _agents(manifest):
-        told = _option(holder, "--plan-hash")
-        if known and told is not None and told not in known:
-            yield at(holder, "command", text=f"--plan-hash {told[:12]}... is not the hash on the objects")
-    if len(known) > 1:
+        agent_hash = _option(holder, "--plan-hash")
+        if object_hashes and agent_hash is not None and agent_hash not in object_hashes:
+            yield at(holder, "command", text=f"--plan-hash {agent_hash[:12]}... is not the hash on the objects")
+    if len(object_hashes) > 1:
         yield at(
-            list(known.values())[-1],
+            list(object_hashes.values())[-1],
             "metadata",
             "annotations",
             HASH_ANNOTATION,
@@ -95,19 +95,19 @@ def hashes(manifest: Manifest) -> Iterator[FieldFault]:
 def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
     """Find agents that would wait for a pod that does not exist."""
     for holder, document, pods in _agents_of(manifest):
-        told, first = _option(holder, "--rendezvous"), _first_pod(document, pods)
-        host = (told or "").rpartition(":")[0]
-        if told is not None and host != first and not host.startswith(f"{first}."):
-            yield at(holder, "command", text=f"--rendezvous {told}: pod 0 is {first}")
+        rendezvous, first = _option(holder, "--rendezvous"), _first_pod(document, pods)
+        host = (rendezvous or "").rpartition(":")[0]
+        if rendezvous is not None and host != first and not host.startswith(f"{first}."):
+            yield at(holder, "command", text=f"--rendezvous {rendezvous}: pod 0 is {first}")
 
 
 def variables(manifest: Manifest) -> Iterator[FieldFault]:
     """Find commands that refer to a missing variable as ``$(NAME)``: Kubernetes would not expand this reference."""
     for holder, document, _ in _agents_of(manifest):
-        own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
+        names = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
         for word in _command(holder):
             for name in re.findall(r"(?<!\$)(?:\$\$)*\$\(([A-Za-z_]\w*)\)", str(word)):
-                if name not in own:
+                if name not in names:
                     yield at(holder, "command", text=f"$({name}) names a variable that the container does not have")
 
 
@@ -153,12 +153,12 @@ def _agents(manifest: Manifest) -> list[DocumentPart]:
 def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
     """Return (container or trainer that runs the agent, its document, its pods) triples; a trainer has None as pods."""
     documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
-    found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
+    candidates: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
         (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers
     ]
     trainers = manifest.of("TrainJob", "trainer.kubeflow.org")
-    found += [(document.part("spec", "trainer"), document, None) for document in trainers]
-    return [each for each in found if _AGENT in _command(each[0])]
+    candidates += [(document.part("spec", "trainer"), document, None) for document in trainers]
+    return [each for each in candidates if _AGENT in _command(each[0])]
 
 
 def _command(holder: DocumentPart) -> list[Any]:

@@ -99,21 +99,21 @@ class Tally:
         return text
 
 
-def level(manifest: Manifest, known: CrdSource) -> Level:
+def level(manifest: Manifest, crd_source: CrdSource) -> Level:
     """Return the level with the findings of the CEL rules in the definitions (CRDs) of a manifest's objects."""
-    problem = why_not(manifest, known, "celpy")
+    problem = why_not(manifest, crd_source, "celpy")
     if problem is not None:
         return Level(NAME, False, problem)
-    tally, found = Tally(), []
+    tally, faults = Tally(), []
     for document in custom(manifest):
-        definition = known.of(document)
+        definition = crd_source.of(document)
         if definition is not None:
             value = with_defaults(definition.schema, document.value)
-            found += list(_walk(definition.schema, value, document.owner, (), tally))
+            faults += list(_walk(definition.schema, value, document.owner, (), tally))
             rules = [rule for _, rule in rules_of(definition.schema)]
             tally.for_changes += sum(map(of_a_change, rules))
             tally.all += sum(not of_a_change(rule) for rule in rules)
-    return Level(NAME, True, f"{known.words}: {tally.words()}", tuple(each.diagnostic("PT572") for each in found))
+    return Level(NAME, True, f"{crd_source.words}: {tally.words()}", tuple(each.diagnostic("PT572") for each in faults))
 
 
 def rules_of(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -195,10 +195,10 @@ def _cel(value: Any, schema: Schema) -> Any:
     """Return a value as the CEL type that its schema implies; CEL rules can also use the escaped names of fields."""
     types: Any = importlib.import_module("celpy.celtypes")
     if isinstance(value, dict):
-        found = {types.StringType(name): _cel(item, child(schema, name)) for name, item in value.items()}
+        fields = {types.StringType(name): _cel(item, child(schema, name)) for name, item in value.items()}
         declared = {name for name in value if name in schema.get("properties", {})}
-        found |= {types.StringType(_escaped(n)): found[types.StringType(n)] for n in declared if _escaped(n) != n}
-        return types.MapType(found)
+        fields |= {types.StringType(_escaped(n)): fields[types.StringType(n)] for n in declared if _escaped(n) != n}
+        return types.MapType(fields)
     if isinstance(value, list):
         return types.ListType([_cel(item, child(schema, 0)) for item in value])
     if schema.get("type") == "number" and isinstance(value, int) and not isinstance(value, bool):

@@ -47,18 +47,18 @@ def level(manifest: Manifest, version: str | None) -> Level:
         chosen = _version(version)
     except NoSuchVersionError as error:
         return Level(NAME, False, str(error))
-    found: list[FieldFault] = []
+    faults: list[FieldFault] = []
     checked = 0
     for owner, path, value, schema in _targets(manifest):
         checked += 1
-        found += in_words(_validator(chosen, schema).iter_errors(value), owner, path)
+        faults += in_words(_validator(chosen, schema).iter_errors(value), owner, path)
     major, minor = _number(chosen)
     note = f"Kubernetes {major}.{minor}, {checked} objects and templates"
     if version is not None and _number(version) != (major, minor):
         note += f"; there are no schemas of {version} yet"
     if left_out := [each.owner for each in manifest.documents if _unknown_core(each)]:
         note += f"; without a schema: {', '.join(left_out)}"
-    return Level(NAME, True, note, tuple(each.diagnostic("PT572") for each in found))
+    return Level(NAME, True, note, tuple(each.diagnostic("PT572") for each in faults))
 
 
 def _targets(manifest: Manifest) -> Iterator[tuple[str, Path, Any, str]]:

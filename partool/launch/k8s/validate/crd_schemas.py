@@ -89,10 +89,10 @@ def source(crds: Path | None, context: str | None) -> CrdSource:
     if not folder.is_dir():
         return CrdSource(words, (), f"{folder} is no folder")
     try:
-        found = definitions(folder)
+        loaded = definitions(folder)
     except (OSError, UnreadableError) as error:
         return CrdSource(words, (), str(error))
-    return CrdSource(words, found, "" if found else f"{folder} holds no CustomResourceDefinition")
+    return CrdSource(words, loaded, "" if loaded else f"{folder} holds no CustomResourceDefinition")
 
 
 def custom(manifest: Manifest) -> list[DocumentPart]:
@@ -105,33 +105,33 @@ def _is_custom(group: str) -> bool:
     return "." in group and (group.endswith(".x-k8s.io") or not group.endswith(".k8s.io"))
 
 
-def why_not(manifest: Manifest, known: CrdSource, package: str) -> str | None:
+def why_not(manifest: Manifest, crd_source: CrdSource, package: str) -> str | None:
     """Return the reason why no object of an add-on can be checked; None if at least one can."""
     objects = custom(manifest)
     if not objects:
         return "no object of an add-on"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed: pip install 'partool[k8s]'"
-    if known.problem:
-        return known.problem
-    if not any(known.of(each) or known.others(each) for each in objects):
-        return f"{known.words}: no definition of {', '.join(each.text('kind') or '?' for each in objects)}"
+    if crd_source.problem:
+        return crd_source.problem
+    if not any(crd_source.of(each) or crd_source.others(each) for each in objects):
+        return f"{crd_source.words}: no definition of {', '.join(each.text('kind') or '?' for each in objects)}"
     return None
 
 
-def level(manifest: Manifest, known: CrdSource) -> Level:
+def level(manifest: Manifest, crd_source: CrdSource) -> Level:
     """Check objects of add-ons against their definitions."""
-    problem = why_not(manifest, known, "jsonschema")
+    problem = why_not(manifest, crd_source, "jsonschema")
     if problem is not None:
         return Level(NAME, False, problem)
-    found = []
+    findings = []
     for document in custom(manifest):
-        found += [each.diagnostic("PT573") for each in _gate(document, known)]
-        definition = known.of(document)
+        findings += [each.diagnostic("PT573") for each in _gate(document, crd_source)]
+        definition = crd_source.of(document)
         if definition is not None:
-            found += [each.diagnostic("PT572") for each in errors(document, definition)]
-    against = [f"{each.api_version} {each.kind}" for each in map(known.of, custom(manifest)) if each is not None]
-    return Level(NAME, True, f"{known.words}: {', '.join(against) or 'no version that fits'}", tuple(found))
+            findings += [each.diagnostic("PT572") for each in errors(document, definition)]
+    against = [f"{each.api_version} {each.kind}" for each in map(crd_source.of, custom(manifest)) if each is not None]
+    return Level(NAME, True, f"{crd_source.words}: {', '.join(against) or 'no version that fits'}", tuple(findings))
 
 
 def errors(document: DocumentPart, definition: Definition) -> Iterator[FieldFault]:
@@ -140,10 +140,10 @@ def errors(document: DocumentPart, definition: Definition) -> Iterator[FieldFaul
     yield from doubled(definition.schema, document.value, document.owner)
 
 
-def _gate(document: DocumentPart, known: CrdSource) -> Iterator[FieldFault]:
-    definition = known.of(document)
+def _gate(document: DocumentPart, crd_source: CrdSource) -> Iterator[FieldFault]:
+    definition = crd_source.of(document)
     if definition is None or not definition.served:
-        others = known.others(document)
+        others = crd_source.others(document)
         if others:
             text = f"the cluster serves {', '.join(others)}, not {document.text('apiVersion')}"
             yield at(document, "apiVersion", text=text)
@@ -161,8 +161,8 @@ def _gate(document: DocumentPart, known: CrdSource) -> Iterator[FieldFault]:
 
 
 def _has(definition: Definition, place: str, kind: str | None) -> bool:
-    found = subschema(definition.schema, place)
-    return found is not None and kind in (None, found.get("type"))
+    sub = subschema(definition.schema, place)
+    return sub is not None and kind in (None, sub.get("type"))
 
 
 class _Held:
@@ -179,10 +179,10 @@ class _Held:
 
 
 @functools.lru_cache(maxsize=32)
-def _validator(held: _Held) -> Any:
+def _validator(key: _Held) -> Any:
     import jsonschema
 
-    return jsonschema.Draft202012Validator(strict(held.definition.schema))
+    return jsonschema.Draft202012Validator(strict(key.definition.schema))
 
 
 def _group(document: DocumentPart) -> str:

@@ -62,10 +62,10 @@ def qualified(value: Any) -> str | None:
 
 def mode(value: Any) -> str | None:
     """Require the form of a file's permission bits, 0 to 0777."""
-    return whole(0, 0o777)(value)
+    return whole_number(0, 0o777)(value)
 
 
-def whole(least: int, most: int = 2**31 - 1) -> Form:
+def whole_number(least: int, most: int = 2**31 - 1) -> Form:
     """Return the form of a whole number from ``least`` to ``most``."""
 
     def form(value: Any) -> str | None:

@@ -25,23 +25,23 @@ class DocumentPart:
 
     def text(self, *path: str | int) -> str | None:
         """Return the text at a path below this mapping; None if there is none."""
-        found = self.get(*path)
-        return found if isinstance(found, str) else None
+        value = self.get(*path)
+        return value if isinstance(value, str) else None
 
     def number(self, *path: str | int) -> int | None:
         """Return the whole number at a path below this mapping; None if there is none."""
-        found = self.get(*path)
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
+        value = self.get(*path)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def part(self, *path: str | int) -> DocumentPart:
         """Return the mapping at a path below this mapping; an empty mapping if there is none."""
-        found = self.get(*path)
-        return DocumentPart(self.owner, self.path + path, found if isinstance(found, dict) else {})
+        value = self.get(*path)
+        return DocumentPart(self.owner, self.path + path, value if isinstance(value, dict) else {})
 
     def parts(self, *path: str | int) -> list[DocumentPart]:
         """Return the mappings in a list at a path below this mapping."""
-        found = self.get(*path)
-        items = enumerate(found) if isinstance(found, list) else ()
+        value = self.get(*path)
+        items = enumerate(value) if isinstance(value, list) else ()
         return [
             DocumentPart(self.owner, (*self.path, *path, index), item)
             for index, item in items
@@ -96,8 +96,8 @@ class Manifest:
 
     def of(self, kind: str, group: str = "") -> list[DocumentPart]:
         """Return the documents of a kind in an API group."""
-        found = [document for document in self.documents if document.get("kind") == kind]
-        return [document for document in found if _group(document) == group]
+        of_kind = [document for document in self.documents if document.get("kind") == kind]
+        return [document for document in of_kind if _group(document) == group]
 
 
 def dig(value: Any, *path: str | int) -> Any:
@@ -151,9 +151,9 @@ def _group(document: DocumentPart) -> str:
 
 
 def _pods(document: DocumentPart) -> Iterator[Pods]:
-    found = _MAKERS.get((_group(document), str(document.get("kind"))))
-    if found is not None:
-        yield from found(document, document.text("metadata", "name"))
+    pods_of = _MAKERS.get((_group(document), str(document.get("kind"))))
+    if pods_of is not None:
+        yield from pods_of(document, document.text("metadata", "name"))
 
 
 def _job(document: DocumentPart, name: str | None) -> Iterator[Pods]:
@@ -167,10 +167,10 @@ def _jobset(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     for replicated in document.parts("spec", "replicatedJobs"):
         spec = replicated.part("template", "spec")
         replicas = 1 if replicated.get("replicas") is None else replicated.number("replicas") or 0
-        count, own = _count(spec) or 1, replicated.text("name")
+        count, job_name = _count(spec) or 1, replicated.text("name")
         longest = None
-        if name is not None and own is not None:
-            longest = f"{name}-{own}-{max(replicas - 1, 0)}-{max(count - 1, 0)}-xxxxx"
+        if name is not None and job_name is not None:
+            longest = f"{name}-{job_name}-{max(replicas - 1, 0)}-{max(count - 1, 0)}-xxxxx"
         yield Pods(spec.part("template"), spec, "JobSet", replicas * count, longest, True)
 
 
@@ -185,8 +185,8 @@ def _pytorchjob(document: DocumentPart, name: str | None) -> Iterator[Pods]:
 
 def _volcano(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     for task in document.parts("spec", "tasks"):
-        count, own = task.number("replicas"), task.text("name")
-        longest = None if name is None or own is None else f"{name}-{own}-{max((count or 1) - 1, 0)}"
+        count, task_name = task.number("replicas"), task.text("name")
+        longest = None if name is None or task_name is None else f"{name}-{task_name}-{max((count or 1) - 1, 0)}"
         yield Pods(task.part("template"), task, "Volcano Job", count, longest, False)
 
 

@@ -63,4 +63,4 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 def check(manifest: Manifest, rules: Iterable[tuple[str, Rule]] = RULES) -> list[Diagnostic]:
     """Return the findings of partool's rules in a manifest."""
-    return [found.diagnostic(code) for code, rule in rules for found in rule(manifest)]
+    return [fault.diagnostic(code) for code, rule in rules for fault in rule(manifest)]

@@ -88,16 +88,20 @@ def security(manifest: Manifest) -> Iterator[FieldFault]:
     """Find contradictory security settings, with which the pod is refused or its container never starts."""
     for pods in manifest.pods:
         for container in pods.containers:
-            own, of_pod = container.part("securityContext"), pods.spec.part("securityContext")
-            user = of_pod.get("runAsUser") if own.get("runAsUser") is None else own.get("runAsUser")
-            not_root = of_pod.get("runAsNonRoot") if own.get("runAsNonRoot") is None else own.get("runAsNonRoot")
+            of_container, of_pod = container.part("securityContext"), pods.spec.part("securityContext")
+            user = of_pod.get("runAsUser") if of_container.get("runAsUser") is None else of_container.get("runAsUser")
+            not_root = (
+                of_pod.get("runAsNonRoot")
+                if of_container.get("runAsNonRoot") is None
+                else of_container.get("runAsNonRoot")
+            )
             if user == 0 and not isinstance(user, bool) and not_root is True:
-                yield at(own, "runAsUser", text="is root, and runAsNonRoot is true")
-            added = own.get("capabilities", "add")
-            powerful = own.get("privileged") is True or (isinstance(added, list) and "SYS_ADMIN" in added)
-            if own.get("allowPrivilegeEscalation") is False and powerful:
+                yield at(of_container, "runAsUser", text="is root, and runAsNonRoot is true")
+            added = of_container.get("capabilities", "add")
+            powerful = of_container.get("privileged") is True or (isinstance(added, list) and "SYS_ADMIN" in added)
+            if of_container.get("allowPrivilegeEscalation") is False and powerful:
                 text = "cannot be false for a privileged container, or with SYS_ADMIN"
-                yield at(own, "allowPrivilegeEscalation", text=text)
+                yield at(of_container, "allowPrivilegeEscalation", text=text)
 
 
 def token(manifest: Manifest) -> Iterator[FieldFault]:
@@ -136,8 +140,8 @@ def host_network(manifest: Manifest) -> Iterator[FieldFault]:
 def annotation_sizes(manifest: Manifest) -> Iterator[FieldFault]:
     """Find annotations of more than 256 KiB in total, which the server refuses."""
     for part in [*manifest.documents, *(pods.template for pods in manifest.pods)]:
-        held = part.part("metadata", "annotations").value.items()
-        size_bytes = sum(len(str(key).encode()) + len(str(value).encode()) for key, value in held)
+        annotations = part.part("metadata", "annotations").value.items()
+        size_bytes = sum(len(str(key).encode()) + len(str(value).encode()) for key, value in annotations)
         if size_bytes > _MOST_ANNOTATIONS_BYTES:
             text = f"{size_bytes} bytes; at most {_MOST_ANNOTATIONS_BYTES}"
             yield at(part, "metadata", "annotations", text=text)
@@ -190,5 +194,5 @@ def _mounts(container: DocumentPart, volume: DocumentPart) -> bool:
 
 
 def _words(container: DocumentPart, field: str) -> list[str]:
-    found = container.get(field)
-    return [word for word in found if isinstance(word, str)] if isinstance(found, list) else []
+    value = container.get(field)
+    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []

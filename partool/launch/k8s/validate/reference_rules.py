@@ -109,19 +109,19 @@ def variable_sources(manifest: Manifest) -> Iterator[FieldFault]:
 
 def config_maps(manifest: Manifest) -> Iterator[FieldFault]:
     """Find ConfigMaps, and keys of ConfigMaps, that the pods need but the manifest lacks."""
-    held = {document.text("metadata", "name"): document for document in manifest.of("ConfigMap")}
+    by_name = {document.text("metadata", "name"): document for document in manifest.of("ConfigMap")}
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
             source = volume.part("configMap")
             if not source.value or source.get("optional") is True:
                 continue
-            found = held.get(source.text("name"))
-            if found is None:
+            config_map = by_name.get(source.text("name"))
+            if config_map is None:
                 yield at(source, "name", text=f"the manifest has no ConfigMap {source.get('name')!r}")
                 continue
             for item in source.parts("items"):
-                if item.text("key") not in _keys(found):
-                    yield at(item, "key", text=f"{found.owner} has no key {item.get('key')!r}")
+                if item.text("key") not in _keys(config_map):
+                    yield at(item, "key", text=f"{config_map.owner} has no key {item.get('key')!r}")
 
 
 def config_map_sizes(manifest: Manifest) -> Iterator[FieldFault]:
@@ -137,8 +137,8 @@ def config_map_sizes(manifest: Manifest) -> Iterator[FieldFault]:
 
 def services(manifest: Manifest) -> Iterator[FieldFault]:
     """Find headless Services that do not give the pods of a Job their names, and Jobs without a headless Service."""
-    held = {service.text("metadata", "name"): service for service in manifest.of("Service")}
-    for service in held.values():
+    by_name = {service.text("metadata", "name"): service for service in manifest.of("Service")}
+    for service in by_name.values():
         yield from _service(service, manifest.pods)
     for pods in manifest.pods:
         if pods.kind == "Job":
@@ -146,7 +146,7 @@ def services(manifest: Manifest) -> Iterator[FieldFault]:
             if wanted is None and (pods.count or 0) > 1:
                 text = "is missing: without it and a headless Service of its name, the pods cannot find each other"
                 yield at(pods.spec, "subdomain", text=text)
-            elif wanted is not None and wanted not in held:
+            elif wanted is not None and wanted not in by_name:
                 yield at(pods.spec, "subdomain", text=f"the manifest has no Service {wanted!r}")
 
 

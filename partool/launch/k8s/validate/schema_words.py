@@ -19,9 +19,9 @@ def in_words(errors: Iterable[Any], owner: str, path: Path) -> Iterator[FieldFau
 
 def _one(error: Any, owner: str, path: Path) -> Iterator[FieldFault]:
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
-        known = error.schema.get("properties", {})
-        for key in error.instance.keys() - known.keys():
-            yield FieldFault(owner, (*path, key), "there is no such field", _nearest(str(key), known))
+        properties = error.schema.get("properties", {})
+        for key in error.instance.keys() - properties.keys():
+            yield FieldFault(owner, (*path, key), "there is no such field", _nearest(str(key), properties))
     elif error.validator == "required":
         missing = [key for key in error.validator_value if key not in error.instance]
         yield from (FieldFault(owner, (*path, key), "is missing") for key in missing)
@@ -45,10 +45,10 @@ def _kinds(error: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def _nearest(key: str, names: Iterable[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else ""
 
 

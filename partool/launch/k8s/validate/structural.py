@@ -38,37 +38,37 @@ _METADATA: Schema = {
 
 def strict(schema: Schema) -> Schema:
     """Return a JSON Schema of a whole object; the schema refuses unknown fields unless the definition allows them."""
-    found = _strict(schema)
-    properties = {**found.get("properties", {}), "metadata": _METADATA}
+    body = _strict(schema)
+    properties = {**body.get("properties", {}), "metadata": _METADATA}
     properties["apiVersion"] = properties["kind"] = {"type": "string"}
-    required = sorted({*found.get("required", ()), "apiVersion", "kind", "metadata"})
-    return {**found, "type": "object", "properties": properties, "required": required}
+    required = sorted({*body.get("required", ()), "apiVersion", "kind", "metadata"})
+    return {**body, "type": "object", "properties": properties, "required": required}
 
 
 def _strict(schema: Schema) -> Schema:
-    found: Schema = {key: schema[key] for key in _KEPT if key in schema}
+    strict_schema: Schema = {key: schema[key] for key in _KEPT if key in schema}
     if schema.get("x-kubernetes-int-or-string"):
-        found.pop("type", None)
-        found.setdefault("anyOf", [{"type": "integer"}, {"type": "string"}])
+        strict_schema.pop("type", None)
+        strict_schema.setdefault("anyOf", [{"type": "integer"}, {"type": "string"}])
     if "properties" in schema:
-        found["properties"] = {name: _strict(child) for name, child in schema["properties"].items()}
+        strict_schema["properties"] = {name: _strict(child) for name, child in schema["properties"].items()}
     if isinstance(schema.get("items"), dict):
-        found["items"] = _strict(schema["items"])
+        strict_schema["items"] = _strict(schema["items"])
     rest = schema.get("additionalProperties")
     if isinstance(rest, dict):
-        found["additionalProperties"] = _strict(rest)
+        strict_schema["additionalProperties"] = _strict(rest)
     elif schema.get("type") == "object" and rest is None and not schema.get(_OPEN):
-        found["additionalProperties"] = False
+        strict_schema["additionalProperties"] = False
     if schema.get("x-kubernetes-embedded-resource"):
-        own = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
-        found["properties"] = {**own, **found.get("properties", {})}
+        object_fields = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+        strict_schema["properties"] = {**object_fields, **strict_schema.get("properties", {})}
     if schema.get("format") in _INTEGERS:
         bound = _INTEGERS[schema["format"]]
-        found["minimum"] = max(found.get("minimum", -bound), -bound)
-        found["maximum"] = min(found.get("maximum", bound - 1), bound - 1)
+        strict_schema["minimum"] = max(strict_schema.get("minimum", -bound), -bound)
+        strict_schema["maximum"] = min(strict_schema.get("maximum", bound - 1), bound - 1)
     if schema.get("nullable") or "default" in schema:  # a null is dropped before a default is set
-        return {"anyOf": [found, {"type": "null"}]}
-    return found
+        return {"anyOf": [strict_schema, {"type": "null"}]}
+    return strict_schema
 
 
 def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator[FieldFault]:
@@ -105,24 +105,24 @@ def _shown(key: Any) -> str:
 def child(schema: Schema, key: str | int) -> Schema:
     """Return the schema of the list item or field ``key``; an empty schema if there is none."""
     if isinstance(key, int):
-        found = schema.get("items")
+        sub = schema.get("items")
     else:
-        found = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
-    return found if isinstance(found, dict) else {}
+        sub = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+    return sub if isinstance(sub, dict) else {}
 
 
 def with_defaults(schema: Schema, value: Any) -> Any:
     """Return a value with the defaults of its schema, which the server sets before it evaluates rules."""
     if isinstance(value, dict):
-        own = {
+        fields = {
             name: item
             for name, item in value.items()
             if item is not None or child(schema, name).get("nullable") or "default" not in child(schema, name)
         }
         for name, sub in schema.get("properties", {}).items():
-            if name not in own and "default" in sub:
-                own[name] = sub["default"]
-        return {name: with_defaults(child(schema, name), item) for name, item in own.items()}
+            if name not in fields and "default" in sub:
+                fields[name] = sub["default"]
+        return {name: with_defaults(child(schema, name), item) for name, item in fields.items()}
     if isinstance(value, list):
         return [with_defaults(child(schema, 0), item) for item in value]
     return value

@@ -45,9 +45,9 @@ def notice(k8s: K8sSpec) -> SpotNotice | None:
         (("node_selector", label), label, value) for label, value in k8s.node_selector.items()
     ]
     named += [(("tolerations", index), each.key, each.value) for index, each in enumerate(k8s.tolerations)]
-    found = [
+    notices = [
         SpotNotice(path, label, _LABELS[label].seconds, _LABELS[label].where)
         for path, label, value in named
         if label in _LABELS and value in (None, _LABELS[label].value)
     ]
-    return min(found, key=lambda each: each.seconds, default=None)
+    return min(notices, key=lambda each: each.seconds, default=None)

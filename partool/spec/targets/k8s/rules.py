@@ -105,16 +105,16 @@ class K8sRules(TargetRules):
             )
             help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
             yield Diagnostic("PT527", message, severity="warning", path=(*_PATH, "deadline_s"), help=help)
-        found = notice(launch.k8s)
-        if found is not None and found.seconds < expected.stop_s:
+        spot = notice(launch.k8s)
+        if spot is not None and spot.seconds < expected.stop_s:
             message = (
-                f"{found.label} selects machines that end {found.seconds} s after a notice ({found.where}), and a stop "
+                f"{spot.label} selects machines that end {spot.seconds} s after a notice ({spot.where}), and a stop "
                 f"may take {expected.stop_s} s: {expected.stop_words}"
             )
             help = f"each such end can lose {expected.loss}; " + (
                 "a shorter checkpoint.every loses less" if expected.saves else "add checkpoint: {every: 10min}, say"
             )
-            yield Diagnostic("PT341", message, severity="warning", path=(*_PATH, *found.path), help=help)
+            yield Diagnostic("PT341", message, severity="warning", path=(*_PATH, *spot.path), help=help)
 
     def memory_limit(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str, float] | None:
         """Return (keys of the field, value, bytes) of ``launch.k8s.memory``; None if partool computes the limit."""
@@ -145,7 +145,7 @@ class K8sRules(TargetRules):
 
     def hides(self, folder: str) -> bool:
         """Return True if a folder is, contains or lies in a folder that partool mounts in pods."""
-        return any(within(own, folder) or within(folder, own) for own in _POD_FOLDERS)
+        return any(within(mounted, folder) or within(folder, mounted) for mounted in _POD_FOLDERS)
 
     def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:
         """Return (keys of the field, value) of ``kubernetes.io/arch`` in ``node_selector``; None if it is not set."""

@@ -98,8 +98,8 @@ class SlurmRules(TargetRules):
         """Yield an error for each entry of ``options`` that partool writes itself, from another field of the spec."""
         for name in launch.slurm.options:
             # getopt_long takes any unique prefix of a name: --nod=7 is --nodes=7
-            meant = next((known for known in (*_FIELDS, *_OTHERS) if known == name), None) or next(
-                (known for known in (*_FIELDS, *_OTHERS) if known.startswith(name)), ""
+            meant = next((option for option in (*_FIELDS, *_OTHERS) if option == name), None) or next(
+                (option for option in (*_FIELDS, *_OTHERS) if option.startswith(name)), ""
             )
             if meant in _FIELDS:
                 help = f"write launch.slurm.{_FIELDS[meant]}"

@@ -57,9 +57,9 @@ def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
         path_here = (*_SECTION, "profile")
         return Merged(slurm, [Diagnostic("PT529", message, path=path_here, help=text.help or _HELP)])
     source.text = text
-    profile, found = _read(source)
+    profile, findings = _read(source)
     if profile is None:
-        return Merged(slurm, found)
+        return Merged(slurm, findings)
     given = {name: getattr(slurm, name) for name in slurm.model_fields_set}
     merged = {name: getattr(profile, name) for name in profile.model_fields_set} | given
     merged["options"] = {**profile.options, **slurm.options}
@@ -79,10 +79,10 @@ def _given(slurm: SlurmSpec, within: SpecPath) -> bool:
 
 
 def _read(source: Source) -> tuple[SlurmSpec | None, list[Diagnostic]]:
-    document, found = _yaml.parse(source)
+    document, findings = _yaml.parse(source)
     source.note_secrets(document)
-    if found:
-        return None, [replace(finding, message=f"in the site profile: {finding.message}") for finding in found]
+    if findings:
+        return None, [replace(finding, message=f"in the site profile: {finding.message}") for finding in findings]
     if not isinstance(document, dict):
         message = "the site profile is no section with keys"
         return None, [Diagnostic("PT007", message, span=Span(source.file, 1, 1, 1, 2), help=_HELP)]

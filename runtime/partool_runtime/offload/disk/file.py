@@ -143,15 +143,17 @@ class StateFile:
         """Transfer a whole block, by as many system calls as needed."""
         descriptor = self._cached if cached or not self.direct else self._direct
         call = self._calls.write if write else self._calls.read
-        done = 0
+        transferred_bytes = 0
         try:
-            while done < block.length:
-                moved = done + call(descriptor, memory[done:], block.place + done)
+            while transferred_bytes < block.length:
+                moved = transferred_bytes + call(
+                    descriptor, memory[transferred_bytes:], block.place + transferred_bytes
+                )
                 # A transfer may be cut short anywhere, but a direct transfer has to begin at a page.
                 begin = moved if moved == block.length else moved - moved % PAGE_BYTES
-                if begin <= done:
+                if begin <= transferred_bytes:
                     self._stuck(block.place + moved, write)
-                done = begin
+                transferred_bytes = begin
         except OSError as error:
             raise problems.failed(error, self._folder, self._what) from error
 

@@ -60,19 +60,19 @@ def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[l
     """
     total = max((bucket.first + bucket.elements for bucket in buckets), default=0)
     most = max((bucket.elements for bucket in buckets), default=0)
-    found: list[list[SlotBlock]] = []
+    blocks: list[list[SlotBlock]] = []
     index = 0
     for bucket in buckets:
-        stretches, region, held = [], 0, 0
+        stretches, region, slot_bytes = [], 0, 0
         for dtype in dtypes:
             place, length = region + bucket.first * dtype.itemsize, bucket.elements * dtype.itemsize
             for begin in range(0, length, IO_BYTES):
                 block = FileBlock(index, place + begin, min(IO_BYTES, length - begin))
-                stretches.append(SlotBlock(block, held + begin))
+                stretches.append(SlotBlock(block, slot_bytes + begin))
                 index += 1
-            region, held = region + total * dtype.itemsize, held + most * dtype.itemsize
-        found.append(stretches)
-    return found, sum(total * dtype.itemsize for dtype in dtypes)
+            region, slot_bytes = region + total * dtype.itemsize, slot_bytes + most * dtype.itemsize
+        blocks.append(stretches)
+    return blocks, sum(total * dtype.itemsize for dtype in dtypes)
 
 
 def make_slots(count: int, elements: int, dtypes: Sequence[torch.dtype]) -> list[Slot]:

@@ -76,16 +76,16 @@ def no_memory(error: Exception, buffers: int, each_bytes: int) -> ConfigurationE
 
 def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
     """Return notes for the run's log about ``folder``, and about killed runs whose claims were found in ``folder``."""
-    found = [
+    lines = [
         f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
         "the last checkpoint, or begins anew where there is none"
         for whose in dead
     ]
     if _in_memory(folder):
-        found.append(f"{folder} is a file system in memory: to keep the {what} there saves none")
+        lines.append(f"{folder} is a file system in memory: to keep the {what} there saves none")
     elif not direct:
-        found.append(f"{folder} has no direct transfers (O_DIRECT): the {what} goes through the page cache, in memory")
-    return tuple(found)
+        lines.append(f"{folder} has no direct transfers (O_DIRECT): the {what} goes through the page cache, in memory")
+    return tuple(lines)
 
 
 def _in_memory(folder: Path) -> bool:

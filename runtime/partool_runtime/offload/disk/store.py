@@ -255,7 +255,7 @@ class DiskStore:
     def _over_all(self, transfer: Transfer) -> None:
         """Call ``transfer`` with every block, on all threads, and wait for all calls."""
         blocks = iter([stretch.block for stretches in self._stretches for stretch in stretches])
-        left = threading.Semaphore(0)
+        finished = threading.Semaphore(0)
 
         def some() -> None:
             try:
@@ -266,12 +266,12 @@ class DiskStore:
                 with self._changed:
                     self._error = self._error or error
             finally:
-                left.release()
+                finished.release()
 
         for _ in self._threads:
             self._work.put(some)
         for _ in self._threads:
-            left.acquire()
+            finished.acquire()
         self._check()
 
     def _next(self, blocks: Iterator[FileBlock]) -> FileBlock | None:

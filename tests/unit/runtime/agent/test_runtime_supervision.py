@@ -109,7 +109,7 @@ def test_after_the_first_finished_rank_the_others_have_a_grace_period(watch: Sup
     assert watch.observe({0: 0, 1: None}, 1e6 + FINISH_GRACE_S - 0.1) is Reaction.WAIT
     assert watch.observe({0: 0, 1: None}, 1e6 + FINISH_GRACE_S) is Reaction.KILL
     assert watch.observe({0: 0, 1: -9}, 1e6 + FINISH_GRACE_S + 1) is Reaction.FINISH
-    assert (watch.exit_code, watch.may_restart, watch.late) == (1, True, [1])
+    assert (watch.exit_code, watch.may_restart, watch.killed_ranks) == (1, True, [1])
     watch.complete = True  # the last step is saved
     assert (watch.exit_code, watch.may_restart) == (0, False)
 
