@@ -8,12 +8,12 @@ number of ranks, so a run continues where it stopped.
 from __future__ import annotations
 
 from partool.cost.case import RECOMPUTE
-from partool.cost.memory.peak import host_bytes, predict_memory
-from partool.cost.memory.saved import saved_state
-from partool.cost.one_bit import one_bit_updates
-from partool.cost.optimizer import adapted, matrix_updates, moments_of
-from partool.cost.time.predict import predict_time
-from partool.cost.traffic.gathers import controls_of_layout
+from partool.cost.training.gathers import controls_of_layout
+from partool.cost.training.one_bit import one_bit_updates
+from partool.cost.training.optimizer import adapted, matrix_updates, moments_of
+from partool.cost.training.peak import host_bytes, predict_memory
+from partool.cost.training.predict import predict_time
+from partool.cost.training.saved import saved_state
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed

@@ -193,7 +193,7 @@ def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
-    from partool.cost.memory.saved import saved_state
+    from partool.cost.training.saved import saved_state
     from partool.planner.explain import candidates, comparison, errors, reasons
     from partool.planner.totals import totals
 

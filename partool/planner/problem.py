@@ -12,8 +12,8 @@ import numpy as np
 from partool.catalog.profile import Applied
 from partool.cost.case import EAGER, SCHEDULES, Column, Mask
 from partool.cost.kinds import Kind, kinds
-from partool.cost.time.micro import layer_elements
-from partool.cost.traffic.gathers import controls_of
+from partool.cost.training.gathers import controls_of
+from partool.cost.training.micro import layer_elements
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description

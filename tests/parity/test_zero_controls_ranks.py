@@ -13,7 +13,7 @@ import torch
 from _ranks import Pools, RankError, Results
 from test_zero import assert_same_run, assert_same_weights
 
-from partool.cost.traffic.gathers import Messages, gathers, kept_bytes, reductions
+from partool.cost.training.gathers import Messages, gathers, kept_bytes, reductions
 from partool.work.gathers import Controls
 
 ELEMENT_BYTES = 8

@@ -87,7 +87,7 @@ class MemoryStack:
     compute type (torch.distributed.pipelining keeps the logits until the step ends, then merges them)."""
     fragmentation: float = 0.06
     """Allocator overhead as a share of allocated memory where a run does not state whether it uses expandable segments:
-    between :data:`partool.cost.memory.peak.FRAGMENTATION`'s two values."""
+    between :data:`partool.cost.training.peak.FRAGMENTATION`'s two values."""
 
 
 MEMORY_STACKS: dict[str, MemoryStack] = {

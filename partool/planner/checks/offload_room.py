@@ -8,7 +8,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 from partool.cost.codec import encode
-from partool.cost.memory import host_state
+from partool.cost.training import host_state
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout
 from partool.planner.checks.launching import trains_here

@@ -8,7 +8,7 @@ import numpy as np
 
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import moves_weights, sent_bytes
-from partool.cost.time.predict import pipeline_idle_share
+from partool.cost.training.predict import pipeline_idle_share
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, PipelineLayout
 from partool.planner.problem import Problem

@@ -13,8 +13,8 @@ from typing import cast
 
 from partool.cost.case import Layouts
 from partool.cost.kinds import kinds
-from partool.cost.time.micro import layer_elements
-from partool.cost.traffic.gathers import kept_elements, messages_of_unit
+from partool.cost.training.gathers import kept_elements, messages_of_unit
+from partool.cost.training.micro import layer_elements
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import parameters
 from partool.plan.layout import DataLayout, Layout

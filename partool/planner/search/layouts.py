@@ -13,7 +13,7 @@ import numpy as np
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.codec import LayoutLists, decode
 from partool.cost.kinds import Kind
-from partool.cost.time.micro import Micro, micro
+from partool.cost.training.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.layout import Layout
 from partool.planner.kernels.fused import fused

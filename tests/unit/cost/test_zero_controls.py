@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import plan_of, result_of
 
-from partool.cost.traffic.gathers import (
+from partool.cost.training.gathers import (
     gathers,
     kept_bytes,
     kept_elements,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
 
 from partool.cost.case import CAPPED, SCHEDULES
-from partool.cost.memory.peak import least_memory, least_memory_of_passes
+from partool.cost.training.peak import least_memory, least_memory_of_passes
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem

@@ -13,7 +13,7 @@ from planned import plan_of, result_of
 
 from partool.cli.main import run
 from partool.cost.time.gemm import matmul_s, tiled_s
-from partool.cost.time.predict import matmul_flops_per_token
+from partool.cost.training.predict import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.checks.kernels import absolute, check_kernels

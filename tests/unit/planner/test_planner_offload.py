@@ -18,8 +18,8 @@ from planned import plan_of, result_of
 from partool.catalog.hardware import resolve_hardware
 from partool.cost.case import Layouts
 from partool.cost.codec import encode
-from partool.cost.memory import host_state
-from partool.cost.time.offload import chain, device_share, disk_rate, link_rate, offload
+from partool.cost.training import host_state
+from partool.cost.training.offload import chain, device_share, disk_rate, link_rate, offload
 from partool.layout.parameters import count, parameters
 from partool.plan.as_spec import own_yaml
 from partool.plan.terms import HOST_TERMS

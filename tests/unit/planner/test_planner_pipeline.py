@@ -18,7 +18,7 @@ from planned import findings_of, plan_of, problem_of, result_of
 from partool.cli.main import run
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import messages, sent_bytes
-from partool.cost.time.predict import stage_times
+from partool.cost.training.predict import stage_times
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
 from partool.planner.explain.summary import why_lost

@@ -17,8 +17,8 @@ import pytest
 import yaml
 from planned import FOLDER
 
-from partool.cost.memory.moments import VARYING, Moment
-from partool.cost.memory.peak import rank_moments
+from partool.cost.training.moments import VARYING, Moment
+from partool.cost.training.peak import rank_moments
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.elastic import job_of_plan

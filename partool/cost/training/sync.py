@@ -10,9 +10,9 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import Column, Layouts
 from partool.cost.collective import RankGroup
-from partool.cost.one_bit import message_bytes
-from partool.cost.traffic.gathers import kept_elements, messages_of_unit
-from partool.cost.traffic.total import trained_share
+from partool.cost.training.gathers import kept_elements, messages_of_unit
+from partool.cost.training.one_bit import message_bytes
+from partool.cost.training.traffic import trained_share
 from partool.work.training import OneBitUpdates, TrainingWork
 
 _ALWAYS_EXPOSED = 0.08

@@ -18,18 +18,18 @@ from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess
-from partool.cost.memory.communicators import communicators
 from partool.cost.memory.fit import fit_probability, verdict
-from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
-from partool.cost.memory.moments import Moment, either, fullest, plain_moments, ring_moments
-from partool.cost.memory.parts import Place, least_passes, least_state, parts
 from partool.cost.memory.rank_parameters import RankLoad
-from partool.cost.memory.runtime_moments import moments
 from partool.cost.memory.stacks import MemoryStack, memory_stack
-from partool.cost.memory.states import States, states
-from partool.cost.memory.work import PassBytes, bytes_of_layers, work
-from partool.cost.optimizer import working_bytes
+from partool.cost.training.communicators import communicators
+from partool.cost.training.host_state import pinned_terms
+from partool.cost.training.moments import Moment, either, fullest, plain_moments, ring_moments
+from partool.cost.training.optimizer import working_bytes
+from partool.cost.training.parts import Place, least_passes, least_state, parts
+from partool.cost.training.runtime_moments import moments
+from partool.cost.training.states import States, states
+from partool.cost.training.work import PassBytes, bytes_of_layers, work
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory

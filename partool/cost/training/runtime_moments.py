@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask
-from partool.cost.memory.moments import Moment
 from partool.cost.memory.rank_parameters import BegunStages
-from partool.cost.memory.runtime_step import Step, UnitElements
-from partool.cost.memory.states import States
-from partool.cost.memory.work import PassBytes
-from partool.cost.optimizer import working_bytes
+from partool.cost.training.moments import Moment
+from partool.cost.training.optimizer import working_bytes
+from partool.cost.training.runtime_step import Step, UnitElements
+from partool.cost.training.states import States
+from partool.cost.training.work import PassBytes
 from partool.work.training import TrainingWork
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
-from partool.cost.memory.host_state import moment_bytes
 from partool.cost.memory.layout_ranks import held_by_layout
-from partool.cost.memory.states import ElementCounts, element_counts
-from partool.cost.one_bit import kept_bytes
+from partool.cost.training.host_state import moment_bytes
+from partool.cost.training.one_bit import kept_bytes
+from partool.cost.training.states import ElementCounts, element_counts
 from partool.plan.layout import Layout
 from partool.work.training import TrainingWork
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from partool.cost import collective, tensor_shares
 from partool.cost.case import FULL, SELECTIVE, Column, Layouts
-from partool.cost.optimizer import update_s
 from partool.cost.sequence import shares as sequence_shares
-from partool.cost.time.micro import Micro, micro
-from partool.cost.time.offload import OffloadTime, chain, device_share, offload
 from partool.cost.time.pipeline import boundary_elements
-from partool.cost.time.sync import PassSeconds, RankParameters, Sync, sync
-from partool.cost.traffic.total import trained_share
+from partool.cost.training.micro import Micro, micro
+from partool.cost.training.offload import OffloadTime, chain, device_share, offload
+from partool.cost.training.optimizer import update_s
+from partool.cost.training.sync import PassSeconds, RankParameters, Sync, sync
+from partool.cost.training.traffic import trained_share
 from partool.work.training import TrainingWork
 
 
@@ -69,7 +69,7 @@ def held_elements(job: TrainingWork, layouts: Layouts, costs: Micro) -> tuple[Co
 def hidden_share(job: TrainingWork, layouts: Layouts) -> float:
     """Return the least share of one layout's optimizer state that must stay on the device to hide the host's work.
 
-    See :func:`partool.cost.time.offload.device_share`; the columns of ``layouts`` are single numbers.
+    See :func:`partool.cost.training.offload.device_share`; the columns of ``layouts`` are single numbers.
     """
     found = step(job, layouts)
     whole = chain(job, layouts, found.owned)

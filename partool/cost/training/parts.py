@@ -15,9 +15,9 @@ from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory import in_flight as closed
 from partool.cost.memory.rank_parameters import RankLoad, held_by_rank
 from partool.cost.memory.stacks import memory_stack
-from partool.cost.memory.states import States, states
-from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.repeats import Memo, codes
+from partool.cost.training.states import States, states
+from partool.cost.training.work import PassBytes, bytes_of_layers, work
 from partool.work.training import TrainingWork
 
 Place = Literal["first", "second", "last"]

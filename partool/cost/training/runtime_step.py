@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask
-from partool.cost.memory.moments import Moment
-from partool.cost.memory.states import States
-from partool.cost.memory.work import PassBytes
+from partool.cost.training.moments import Moment
+from partool.cost.training.states import States
+from partool.cost.training.work import PassBytes
 from partool.work.training import TrainingWork
 
 

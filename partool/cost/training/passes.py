@@ -14,7 +14,7 @@ import numpy as np
 
 from partool.cost.case import RECOMPUTE, Column, Layouts
 from partool.cost.kinds import Kind, kinds
-from partool.cost.time.micro import Micro, micro
+from partool.cost.training.micro import Micro, micro
 from partool.spec.model import ModelConfig
 from partool.work.training import TrainingWork
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask
-from partool.cost.memory.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.memory.rank_parameters import DENSE, MOE, GatherGroups, RankLoad, model_groups
 from partool.cost.memory.stacks import MemoryStack
-from partool.cost.one_bit import kept_bytes
 from partool.cost.tensor_shares import share_columns
-from partool.cost.traffic.gathers import kept_elements
+from partool.cost.training.gathers import kept_elements
+from partool.cost.training.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
+from partool.cost.training.one_bit import kept_bytes
 from partool.spec.model import ModelConfig
 from partool.work.training import TrainingWork
 

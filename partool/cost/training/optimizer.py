@@ -10,8 +10,8 @@ import numpy as np
 
 from partool.cost import collective
 from partool.cost.case import Column, Layouts
-from partool.cost.one_bit import traffic_per_element
 from partool.cost.time.gemm import matmul_s
+from partool.cost.training.one_bit import traffic_per_element
 from partool.layout.matrices import NEWTON_SCHULZ_STEPS, MatrixStack, matrix_stacks, scaled_matrices
 from partool.layout.parameters import is_frozen, parameters
 from partool.spec.model import ModelConfig

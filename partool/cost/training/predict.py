@@ -13,7 +13,6 @@ from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import keys_seen
 from partool.cost.time.layer import Layer, LayerPass
-from partool.cost.time.micro import COMMUNICATION, Micro, UnitSeconds, micro
 from partool.cost.time.pipeline import (
     messages,
     moves_weights,
@@ -23,10 +22,11 @@ from partool.cost.time.pipeline import (
     stages_of_ranks,
     worked_by_ranks,
 )
-from partool.cost.time.slowest import RankWork, slowest
-from partool.cost.time.step import StepParts, step
-from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
-from partool.cost.traffic.total import exchanges, traffic_bytes
+from partool.cost.training.micro import COMMUNICATION, Micro, UnitSeconds, micro
+from partool.cost.training.slowest import RankWork, slowest
+from partool.cost.training.step import StepParts, step
+from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait
+from partool.cost.training.traffic import exchanges, traffic_bytes
 from partool.layout.parameters import parameters
 from partool.plan.layout import Layout
 from partool.plan.terms import TIME_PARTS, TIME_TERMS

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost.case import Column, Layouts
-from partool.cost.memory.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
-from partool.cost.optimizer import device_update_s
+from partool.cost.training.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
+from partool.cost.training.optimizer import device_update_s
 from partool.work.training import TrainingWork
 
 _LINK_SHARE = 0.8

@@ -13,8 +13,8 @@ import numpy as np
 
 from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, among
 from partool.cost.kinds import Kind
-from partool.cost.time.passes import PassLimits
-from partool.cost.time.split import Split
+from partool.cost.training.passes import PassLimits
+from partool.cost.training.split import Split
 
 _FILE = SCHEDULES.index("file")
 

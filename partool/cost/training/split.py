@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost.case import SCHEDULES, Column, Layouts
-from partool.cost.time.passes import PassLimits
+from partool.cost.training.passes import PassLimits
 from partool.work.training import TrainingWork
 
 _ROUNDED = 0.05

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import Layouts
-from partool.cost.time.step import StepParts, owned_elements
-from partool.cost.time.sync import PassSeconds, RankParameters, sync
 from partool.cost.time.tensor import sync_s
+from partool.cost.training.step import StepParts, owned_elements
+from partool.cost.training.sync import PassSeconds, RankParameters, sync
 from partool.work.training import TrainingWork
 
 

@@ -21,14 +21,14 @@ from partool.cost.case import (
     Mask,
     among,
 )
-from partool.cost.optimizer import update_s
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.crowd import crowds
-from partool.cost.time.offload import offload
-from partool.cost.time.passes import PassLimits, passes, recorded, shared_most
-from partool.cost.time.split import Split, split
-from partool.cost.time.step import held_elements, owned_elements, saved_bytes
-from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait, sync
+from partool.cost.training.crowd import crowds
+from partool.cost.training.offload import offload
+from partool.cost.training.optimizer import update_s
+from partool.cost.training.passes import PassLimits, passes, recorded, shared_most
+from partool.cost.training.split import Split, split
+from partool.cost.training.step import held_elements, owned_elements, saved_bytes
+from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait, sync
 from partool.work.training import TrainingWork
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))

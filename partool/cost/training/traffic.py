@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.cost.codec import encode
-from partool.cost.one_bit import exchange_bytes
-from partool.cost.optimizer import matrix_bytes, norm_bytes
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.traffic.expert import expert_bytes
-from partool.cost.traffic.gathers import controls_of_layout, kept_elements, messages_of_unit
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.cost.traffic.tensor import tensor_bytes
+from partool.cost.training.gathers import controls_of_layout, kept_elements, messages_of_unit
+from partool.cost.training.one_bit import exchange_bytes
+from partool.cost.training.optimizer import matrix_bytes, norm_bytes
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.layout import Layout
 from partool.plan.types import ExchangePart
