@@ -17,7 +17,7 @@ from layouts import laid
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
-from partool.cost.traffic.tensor import tensor_calls
+from partool.cost.training.tensor_sums import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.learning_rate import lr_factor

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_checkpoint import stored_values
 
 from partool.cost.time.pipeline import stages_of_ranks
-from partool.cost.traffic.tensor import tensor_calls
+from partool.cost.training.tensor_sums import tensor_calls
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

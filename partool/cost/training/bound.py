@@ -12,23 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import (
-    CAPPED,
-    HALVED,
-    SCHEDULES,
-    Column,
-    Layouts,
-    Mask,
-    among,
-)
-from partool.cost.time import tensor as tensor_time
+from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.training.crowd import crowds
 from partool.cost.training.offload import offload
 from partool.cost.training.optimizer import update_s
 from partool.cost.training.passes import PassLimits, passes, recorded, shared_most
 from partool.cost.training.split import Split, split
 from partool.cost.training.step import held_elements, owned_elements, saved_bytes
-from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait, sync
+from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait, sync, tensor_sync_s
 from partool.work.training import TrainingWork
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
@@ -136,7 +127,7 @@ def _outside_s(job: TrainingWork, layouts: Layouts, known: PassLimits, left: Ope
     exposed = shared.gradient_exposed_s + shared.gather_exposed_s - np.where(pp > 1, shared.refresh_s, 0.0)
     slowdown = np.where(pp > 1, 0.0, shared.slowdown_s)
     owned = owned_elements(job, layouts, dense, expert)
-    tensor = tensor_time.sync_s(job, layouts, costs.total("summed") / pp)
+    tensor = tensor_sync_s(job, layouts, costs.total("summed") / pp)
     if left is None:
         late, slower = _offloaded(job, layouts, known, owned)
         exposed, slowdown = np.maximum(exposed, late), slowdown + slower

@@ -164,7 +164,7 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
 
 def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
     counts = Counter(kinds(job.model))
-    passes = {kind: layer(job, layouts, kind) for kind in counts}
+    passes = {kind: layer(job, layouts, kind, job.perturbed) for kind in counts}
     units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
     return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
 

@@ -259,9 +259,9 @@ def _parts(job: TrainingWork, layout: Layout, base: StepParts, costs: dict[Recom
     if layout.mesh.pp > 1:
         stride = layout.mesh.world_size // layout.mesh.pp
         sent_s = messages(layout) * float(base.send_s)
-        parts["pipeline_transfer"] = (
-            float(send_s(job, sent_bytes(job, layout), stride)) if moves_weights(layout) else sent_s
-        )
+        if moves_weights(layout):
+            sent_s = float(send_s(job, sent_bytes(job, layout, job.master_bytes), stride))
+        parts["pipeline_transfer"] = sent_s
     parts["host_transfer"] = float(base.offload.transfer_s)
     parts["host_optimizer"] = float(base.offload.optimizer_s)
     parts["disk"] = float(base.offload.disk_s)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import Layouts
-from partool.cost.time.tensor import sync_s
 from partool.cost.training.step import StepParts, owned_elements
-from partool.cost.training.sync import PassSeconds, RankParameters, sync
+from partool.cost.training.sync import PassSeconds, RankParameters, sync, tensor_sync_s
 from partool.work.training import TrainingWork
 
 
@@ -67,7 +66,7 @@ def slowest(job: TrainingWork, layouts: Layouts, base: StepParts, ranks: RankWor
         _at(shared.slowdown_s + 0.0 * held.dense, at),
         late + fullest * base.offload.slowdown_s,
         fullest * base.optimizer_s,
-        np.where(np.asarray(layouts.tp) > 1, sync_s(job, layouts, np.max(ranks.summed, axis=0)), 0.0),
+        np.where(np.asarray(layouts.tp) > 1, tensor_sync_s(job, layouts, np.max(ranks.summed, axis=0)), 0.0),
     )
 
 

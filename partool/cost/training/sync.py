@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import Column, Layouts
 from partool.cost.collective import RankGroup
+from partool.cost.time.tensor import tensor_group
 from partool.cost.training.gathers import kept_elements, messages_of_unit
 from partool.cost.training.one_bit import message_bytes
 from partool.cost.training.traffic import trained_share
@@ -223,3 +224,10 @@ def _wire_bytes(job: TrainingWork) -> tuple[float, float]:
     if job.precision in ("fp32", "fp64"):
         return float(job.master_bytes), float(job.compute_bytes)
     return job.stack.gradient_bytes, job.stack.gather_bytes
+
+
+def tensor_sync_s(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
+    """Return the seconds in which tensor ranks sum partial gradients once a step; each rank sums its shard."""
+    cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
+    reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
+    return np.where(np.asarray(elements) > 0, reduced, 0.0)

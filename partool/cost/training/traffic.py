@@ -11,10 +11,10 @@ from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.traffic.expert import expert_bytes
 from partool.cost.traffic.sequence import sequence_bytes
-from partool.cost.traffic.tensor import tensor_bytes
 from partool.cost.training.gathers import controls_of_layout, kept_elements, messages_of_unit
 from partool.cost.training.one_bit import exchange_bytes
 from partool.cost.training.optimizer import matrix_bytes, norm_bytes
+from partool.cost.training.tensor_sums import tensor_bytes
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.layout import Layout
 from partool.plan.types import ExchangePart
@@ -45,9 +45,9 @@ def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
     return {
         "gradient_sync": int(reduced),
         "parameter_gather": int(found.gather_bytes),
-        "pipeline": sent_bytes(job, layout),
+        "pipeline": sent_bytes(job, layout, job.master_bytes),
         "tensor": tensor_bytes(job, layout),
-        "sequence": sequence_bytes(job, layout),
+        "sequence": sequence_bytes(job, layout, 1.0 + job.perturbed),
         "expert": expert_bytes(job, layout),
         "optimizer": int(matrix_bytes(job, encode(layout)) + norm_bytes(job, encode(layout))),
     }

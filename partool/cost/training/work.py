@@ -8,15 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import (
-    FULL,
-    KEEP_ATTENTION,
-    ONE_AT_THE_END,
-    SELECTIVE,
-    Column,
-    Layouts,
-    among,
-)
+from partool.cost.case import FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, among
 from partool.cost.memory import sequence as sequence_memory
 from partool.cost.memory.activations import (
     early_loss,

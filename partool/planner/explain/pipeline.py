@@ -150,7 +150,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
         yield f"WeiPipe takes multiples of {pp} micro-batches, not {count}."
         return
     other = _the_other_way(problem, layout)
-    mine, theirs = (sent_bytes(best.job, one) for one in (layout, other))
+    mine, theirs = (sent_bytes(best.job, one, best.job.master_bytes) for one in (layout, other))
     weights, activations = (mine, theirs) if ring else (theirs, mine)
     tokens = layout.micro_batch * problem.spec.training.sequence_length // layout.mesh.cp
     even = tokens * weights / max(activations, 1)

@@ -18,10 +18,10 @@ from partool.cost.tensor_shares import share_columns, shares
 from partool.cost.time.layer import layer
 from partool.cost.time.pipeline import boundary_bytes
 from partool.cost.time.tensor import layer_seconds
-from partool.cost.traffic.tensor import tensor_bytes, tensor_calls
 from partool.cost.training.bound import bound_s
 from partool.cost.training.peak import predict_memory
 from partool.cost.training.predict import predict_time
+from partool.cost.training.tensor_sums import tensor_bytes, tensor_calls
 from partool.layout.parameters import count, groups
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh

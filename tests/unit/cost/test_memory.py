@@ -20,11 +20,7 @@ from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.in_flight import in_flight as closed
 from partool.cost.memory.rank_parameters import held_by_rank
 from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
-from partool.cost.training.peak import (
-    host_bytes,
-    peak_memory,
-    predict_memory,
-)
+from partool.cost.training.peak import host_bytes, peak_memory, predict_memory
 from partool.cost.training.states import States, states
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.tensor.structure import Structure, StructureModule

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import plan_of, result_of
 
-from partool.cost.training.gathers import (
-    gathers,
-    kept_bytes,
-    kept_elements,
-    longest_vector,
-    padded,
-    reductions,
-)
+from partool.cost.training.gathers import gathers, kept_bytes, kept_elements, longest_vector, padded, reductions
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
 from partool.planner.search.gathers import leaves

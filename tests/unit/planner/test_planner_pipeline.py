@@ -357,7 +357,7 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
     job = cost_job(problem_of(text("pipeline: {stages: 2, schedule: weipipe}", batch=32)))
     elements = [4 * (4 * 64 * 64 + 3 * 64 * ring.model.ffn_hidden + 2 * 64)] * 2
     counted = volume(schedule_of(ring.layout), [2 * one for one in elements], [4 * one for one in elements])
-    assert sent_bytes(job, ring.layout) == max(counted)
+    assert sent_bytes(job, ring.layout, job.master_bytes) == max(counted)
 
 
 def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) -> None:

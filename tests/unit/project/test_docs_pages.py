@@ -84,9 +84,11 @@ def test_a_design_page_has_one_picture_whose_modules_exist(name: str) -> None:
 
 
 def test_sources_that_pages_name_exist() -> None:
+    old = re.compile(r"^\|[^|]*", re.MULTILINE)  # the first column of moved.md has paths that are no more
+    texts = PAGES | {"docs/design/moved.md": old.sub("", PAGES["docs/design/moved.md"])}
     for part in (*PARTS, "README.md"):
         names = of(part) or [f"docs/{part}"]
-        paths = [(name, path) for name in names for path in re.findall(rf"`({SOURCES})`", PAGES[name])]
+        paths = [(name, path) for name in names for path in re.findall(rf"`({SOURCES})`", texts[name])]
         assert [each for each in paths if not (ROOT / each[1]).exists()] == []
 
 
