@@ -18,12 +18,12 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
 from partool.plan.types import MemoryPrediction, Plan, Prediction
-from partool.planner.checks import saves
-from partool.planner.checks.allocator import expandable
-from partool.planner.checks.launching import environment
+from partool.planner.allocator import expandable
+from partool.planner.findings import saves
+from partool.planner.forms.runnable import gaps, task_of
 from partool.planner.problem import divisors
+from partool.planner.rules.launching import environment
 from partool.planner.search.price import host_room
-from partool.planner.search.runnable import gaps, task_of
 from partool.planner.stopping import decided
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB

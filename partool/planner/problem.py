@@ -109,7 +109,7 @@ class Problem:
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Counter of search work, shared with all problems derived from this one; its value is equal on all machines."""
     jobs: dict[Compile, TrainingWork] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Results of :func:`partool.planner.search.cost_job.cost_job`, cached by the setting of ``compile``."""
+    """Results of :func:`partool.planner.cost_job.cost_job`, cached by the setting of ``compile``."""
 
     @property
     def world_size(self) -> int:

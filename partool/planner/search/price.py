@@ -17,8 +17,8 @@ from partool.cost.training.peak import Memory, least_memory, least_memory_of_pas
 from partool.cost.training.predict import predict_time, time_terms
 from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 from partool.work.training import TrainingWork

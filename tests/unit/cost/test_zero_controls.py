@@ -14,7 +14,7 @@ from planned import plan_of, result_of
 from partool.cost.training.gathers import gathers, kept_bytes, kept_elements, longest_vector, padded, reductions
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
-from partool.planner.search.gathers import leaves
+from partool.planner.forms.gathers import leaves
 from partool.spec.model import ModelConfig
 from partool.work.gathers import COALESCED, Controls
 

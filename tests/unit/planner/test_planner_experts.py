@@ -18,8 +18,8 @@ from partool.layout.gemms import gemms
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.forms.experts import forms
 from partool.planner.problem import Problem
-from partool.planner.search.experts import forms
 from partool.spec import load_text
 from partool.work.training import TrainingWork
 

@@ -21,9 +21,9 @@ from partool.cost.time.pipeline import messages, sent_bytes
 from partool.cost.training.predict import stage_times
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
+from partool.planner.cost_job import cost_job
 from partool.planner.explain.summary import why_lost
 from partool.planner.resolve import resolve
-from partool.planner.search.cost_job import cost_job
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, bounds_s, room

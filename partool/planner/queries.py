@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from partool.planner.checks.offload_room import check_layout
-from partool.planner.checks.tensor_cuts import partition
+from partool.planner.findings.offload_room import check_layout
 from partool.planner.problem import Problem
 from partool.planner.resolve import resolve
+from partool.planner.rules.tensor_cuts import partition
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.solve import harder_ones, solve

@@ -18,8 +18,8 @@ from partool.cost.training.micro import layer_elements
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import parameters
 from partool.plan.layout import DataLayout, Layout
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
 from partool.spec.numbers import MIB
 from partool.spec.parallel import ZeroStage
 

@@ -11,9 +11,9 @@ from partool.catalog.lookup import table
 from partool.catalog.network import network_environment, preset_of
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Variable
-from partool.planner.checks import allocator
-from partool.planner.checks.hardware import check_hardware
-from partool.planner.checks.stopping import check_window
+from partool.planner import allocator
+from partool.planner.findings.stopping import check_window
+from partool.planner.rules.hardware import check_hardware
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import ERRORS, check_warnings, contained

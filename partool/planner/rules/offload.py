@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.checks.launching import trains_here
 from partool.planner.problem import Problem
+from partool.planner.rules.launching import trains_here
 from partool.spec.spec import Spec
 
 _OFFLOAD = ("parallel", "offload")

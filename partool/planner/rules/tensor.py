@@ -8,8 +8,8 @@ from math import prod
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout
+from partool.planner.forms.tensor_forms import busy, divides, inner_widths, shape_problem
 from partool.planner.problem import Problem, divisors, nearest
-from partool.planner.search.tensor_forms import busy, divides, inner_widths, shape_problem
 from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "tensor")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
 from partool.plan.records import DataError
-from partool.planner.checks.data_sample import NoFilesError, sample
-from partool.planner.checks.launching import trains_here
+from partool.planner.rules.data_sample import NoFilesError, sample
+from partool.planner.rules.launching import trains_here
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import mounted
 from partool.spec.spec import Spec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from partool.plan.records import DataError, format_of, stdlib_files
 from partool.plan.token_files import read_index, read_sidecar
-from partool.planner.checks.data_sample import files_of
+from partool.planner.rules.data_sample import files_of
 from partool.spec.training import DataSpec
 
 STDLIB = "python-stdlib"

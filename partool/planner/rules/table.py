@@ -7,14 +7,14 @@ from dataclasses import replace
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.checks import adversarial, engine, offload, optimizer, pipeline, tensor
-from partool.planner.checks.sequence import check_sequence
-from partool.planner.checks.tensor_cuts import check_tensor
-from partool.planner.checks.weights import check_frozen
+from partool.planner.forms import experts, gathers, tiles
 from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
-from partool.planner.search import experts, gathers, tiles
+from partool.planner.rules import adversarial, engine, offload, optimizer, pipeline, tensor
+from partool.planner.rules.sequence import check_sequence
+from partool.planner.rules.tensor_cuts import check_tensor
+from partool.planner.rules.weights import check_frozen
 from partool.spec.watched import independent, note_read, watching
 
 Check = Callable[[Problem], Iterator[Diagnostic]]

@@ -13,8 +13,8 @@ import numpy as np
 from partool.cost.case import Column, Layouts
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
 from partool.spec.numbers import MIB
 from partool.strategies.schedules import MOVING_WEIGHTS
 

@@ -11,9 +11,9 @@ from partool.cost.codec import encode
 from partool.cost.training import host_state
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout
-from partool.planner.checks.launching import trains_here
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
+from partool.planner.rules.launching import trains_here
 from partool.planner.search.offload import owned, sharing
 from partool.planner.search.price import Priced
 from partool.spec.numbers import GIB

@@ -12,9 +12,9 @@ from partool.diagnostics.record import Diagnostic, Severity
 from partool.layout.parameters import frozen_problem
 from partool.layout.tensor.cutting import collapsed_name
 from partool.plan.weight_files import WeightsError, check_weight_file, holds_checkpoint, weight_files
-from partool.planner.checks.data import lies, of_what_is_here
-from partool.planner.checks.optimizer import parameter_names
 from partool.planner.problem import Problem
+from partool.planner.rules.data import lies, of_what_is_here
+from partool.planner.rules.optimizer import parameter_names
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Moe
 from partool.spec.spec import Spec
@@ -51,7 +51,7 @@ def check_frozen(problem: Problem) -> Iterator[Diagnostic]:
 def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: Path) -> Iterator[Diagnostic]:
     """Yield a finding if the folder of ``model.weights`` is missing or holds no weights, or those of other sizes.
 
-    A missing folder is as severe as a missing data file (:func:`partool.planner.checks.data.lies`); a folder that is
+    A missing folder is as severe as a missing data file (:func:`partool.planner.rules.data.lies`); a folder that is
     here and cannot be read is an error. Sizes come from the folder's ``config.json``; ranks compare the weights
     themselves later.
     """

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.problem import Problem, divisors, nearest
-from partool.planner.search.sequence_rules import (
+from partool.planner.forms.sequence_rules import (
     inner_sizes,
     layers_problem,
     least_heads,
@@ -16,6 +15,7 @@ from partool.planner.search.sequence_rules import (
     team_sizes,
     windowed,
 )
+from partool.planner.problem import Problem, divisors, nearest
 from partool.spec.sequence_checks import methods_of
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.sequence import IN_GROUPS, IN_TEAMS, METHODS, ON_GRIDS

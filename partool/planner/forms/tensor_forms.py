@@ -15,8 +15,8 @@ from partool.cost.time.tensor import layer_seconds
 from partool.cost.traffic.tensor import halves_passes
 from partool.layout.mesh import all_have_rows
 from partool.layout.tensor import head_ranges
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem, divisors
-from partool.planner.search.cost_job import cost_job
 from partool.spec.model import ModelConfig
 
 PIECES = (1, 2, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from partool.catalog.profile import Applied
 from partool.cost.training.one_bit import one_bit_updates
 from partool.cost.training.optimizer import adapted, matrix_updates, moments_of
-from partool.planner.checks.allocator import expandable
+from partool.planner.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from partool.planner.forms.sequence_rules import methods
 from partool.planner.problem import Problem
+from partool.planner.queries import variants
 from partool.planner.resolve import resolve
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
-from partool.planner.search.queries import variants
-from partool.planner.search.sequence_rules import methods
 from partool.spec.parallel import Sequence
 from partool.spec.spec import Spec
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.diagnostics.record import Diagnostic
+from partool.planner.forms.runnable import of_columns
 from partool.planner.problem import Problem
-from partool.planner.search.runnable import of_columns
 from partool.spec.parallel import ParallelSpec
 from partool.spec.spec import Spec
 from partool.spec.training import KernelsSpec
