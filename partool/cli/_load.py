@@ -26,7 +26,7 @@ from partool.strategies.engines import ENGINES
 from partool.strategies.targets import TARGETS
 
 if TYPE_CHECKING:
-    from partool.planner.search.longest import Longest
+    from partool.planner.longest import Longest
     from partool.spec import Loaded
 
     TargetChoice = str
@@ -122,7 +122,7 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
 
     The command ends if a key is unknown.
     """
-    from partool.planner.search.queries import combinations
+    from partool.planner.queries import combinations
     from partool.spec import without_value
 
     try:
@@ -149,8 +149,8 @@ def longest_sequences(
     The result has (other overrides, longest sequence, plan) for each method and each combination of the other keys;
     it is empty if ``keys`` do not vary the sequence length.
     """
-    from partool.planner.search.longest import longest
-    from partool.planner.search.queries import LENGTH, combinations
+    from partool.planner.longest import longest
+    from partool.planner.queries import LENGTH, combinations
     from partool.spec import load
 
     rows = combinations(keys)
@@ -172,7 +172,7 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
 
     ``question`` is ``smallest`` or a member of ``LARGEST``. The command ends if nothing fits.
     """
-    from partool.planner.search.queries import LARGEST, largest, smallest_cluster
+    from partool.planner.queries import LARGEST, largest, smallest_cluster
     from partool.spec import load
 
     loaded = load(path, overrides)

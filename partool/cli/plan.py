@@ -32,7 +32,7 @@ from partool.plan.types import Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from partool.planner.search.longest import Longest
+    from partool.planner.longest import Longest
 
 _DIFFERENT = 10
 _ERRORS = 1

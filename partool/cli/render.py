@@ -157,7 +157,7 @@ def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) 
     """Print a Dockerfile for the machines of a spec or plan; ``launch.image`` may still be missing there."""
     from partool.catalog.hardware import resolve_hardware
     from partool.cli._load import load_plan_or_exit, read_plan_or_exit
-    from partool.planner.checks.hardware import is_superchip
+    from partool.planner.rules.hardware import is_superchip
     from partool.render.dockerfile import dockerfile
     from partool.spec import load
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost.case import Column, Layouts
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 """Ratio of the bus bandwidth of large collectives to the link's line rate: 230 of 300 GB/s on A100, 365 of 450 GB/s on
@@ -41,12 +41,12 @@ class RankGroup:
         return np.ceil(self.size / self.inside)
 
 
-def group(job: TrainingWork, size: Column, stride: Column) -> RankGroup:
+def group(job: Workload, size: Column, stride: Column) -> RankGroup:
     """Return the group of ``size`` ranks whose rank numbers are ``stride`` apart."""
     return RankGroup(size, np.maximum(1, np.minimum(size, job.domain // np.maximum(stride, 1))))
 
 
-def axis_group(job: TrainingWork, layouts: Layouts, axis: str) -> RankGroup:
+def axis_group(job: Workload, layouts: Layouts, axis: str) -> RankGroup:
     """Return the group along ``axis``: a mesh axis, or ``ep``, the ranks that share experts."""
     tp, cp = layouts.tp, layouts.cp
     if axis == "tp":
@@ -62,7 +62,7 @@ def axis_group(job: TrainingWork, layouts: Layouts, axis: str) -> RankGroup:
     return group(job, layouts.pp, tp * cp * layouts.dp)
 
 
-def rate(job: TrainingWork, ranks: RankGroup) -> Column:
+def rate(job: Workload, ranks: RankGroup) -> Column:
     """Return the bytes per second of a ring over a group; the slowest tier that the ring crosses sets this rate."""
     devices = job.devices
     inside = inside_rate(job, ranks.inside)
@@ -71,7 +71,7 @@ def rate(job: TrainingWork, ranks: RankGroup) -> Column:
     return np.where(ranks.domains > 1, np.minimum(within, network), inside)
 
 
-def inside_rate(job: TrainingWork, members: Column) -> Column:
+def inside_rate(job: Workload, members: Column) -> Column:
     """Return the bytes per second of a ring over ``members`` devices of a node.
 
     In a node whose devices are linked pairwise, the ring uses only the links between these devices.
@@ -82,7 +82,7 @@ def inside_rate(job: TrainingWork, members: Column) -> Column:
     return _LINK_SHARE[devices.backend] * np.minimum(own, devices.link_bytes_per_s)
 
 
-def latency(job: TrainingWork, ranks: RankGroup) -> Column:
+def latency(job: Workload, ranks: RankGroup) -> Column:
     """Return the latency of a collective in seconds, which is the time to start it plus the time of all hops.
 
     Hops are inside nodes and between nodes. A ring of 8 A100 takes about 65 us to all-reduce zero bytes. Between nodes
@@ -94,7 +94,7 @@ def latency(job: TrainingWork, ranks: RankGroup) -> Column:
     return inside + np.where(ranks.domains > 1, between, 0.0)
 
 
-def ring_latency(job: TrainingWork, ranks: RankGroup) -> Column:
+def ring_latency(job: Workload, ranks: RankGroup) -> Column:
     """Return the latency in seconds of a gather or scatter that goes hop by hop around all ranks."""
     devices = job.devices
     inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
@@ -102,26 +102,26 @@ def ring_latency(job: TrainingWork, ranks: RankGroup) -> Column:
     return devices.link_latency_s + inside + between
 
 
-def gather_s(job: TrainingWork, whole_bytes: Column, ranks: RankGroup) -> Column:
+def gather_s(job: Workload, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of an all-gather or reduce-scatter whose full tensor has ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
     return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
-def reduce_scatter_s(job: TrainingWork, whole_bytes: Column, ranks: RankGroup) -> Column:
+def reduce_scatter_s(job: Workload, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of a reduce-scatter whose full tensor has ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks) * _REDUCE_SLOWDOWN[job.devices.backend]
     return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
-def all_reduce_s(job: TrainingWork, whole_bytes: Column, ranks: RankGroup) -> Column:
+def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank."""
     slow = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend]
     moved = slow * whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
     return np.where(ranks.size > 1, 2.0 * latency(job, ranks) + moved, 0.0)
 
 
-def all_to_all_s(job: TrainingWork, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
+def all_to_all_s(job: Workload, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
     Bytes for other nodes go through the rank's network adapter; ``between`` is the share of these bytes that remains if
@@ -134,7 +134,7 @@ def all_to_all_s(job: TrainingWork, sent_bytes: Column, ranks: RankGroup, betwee
     return np.where(ranks.size > 1, latency(job, ranks) + np.maximum(inside, across), 0.0)
 
 
-def send_s(job: TrainingWork, sent_bytes: Column, stride: Column) -> Column:
+def send_s(job: Workload, sent_bytes: Column, stride: Column) -> Column:
     """Return the seconds of one transfer between two ranks whose numbers differ by ``stride``.
 
     Inside a node the transfer uses the link between the two devices, else the network.

@@ -16,7 +16,7 @@ from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups
 from partool.layout.tensor import Partition, by_name, own_partition
 from partool.spec.model import ModelConfig
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
 def width(size: Column, ranks: Column) -> Column:
@@ -44,7 +44,7 @@ def heads(model: ModelConfig, ranks: Column) -> tuple[Column, Column]:
     return np.where(kv_heads >= ranks, keys * group, shared), keys
 
 
-def stream(job: TrainingWork, layouts: Layouts) -> Column:
+def stream(job: Workload, layouts: Layouts) -> Column:
     """Return the number of tensor ranks that the residual stream is sharded over."""
     stack = job.stack
     if stack.sequence_parallel is not None:
@@ -127,7 +127,7 @@ class ShareColumns(NamedTuple):
     matrices updates."""
 
 
-def share_columns(job: TrainingWork, layouts: Layouts) -> ShareColumns:
+def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
     """Return the numbers of elements of each group on the fullest tensor rank, under each layout."""
     tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
     code = (tp * 4096 + inner) * 2 + norms

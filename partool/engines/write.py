@@ -8,7 +8,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.engines import accelerate_terms, deepspeed_terms, megatron_terms, torchtitan_terms
 from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
-from partool.planner.search.runnable import beyond
+from partool.planner.forms.runnable import beyond
 from partool.strategies.engines import ENGINES
 
 _WRITERS: dict[str, Callable[[Plan], EngineTerms]] = {

@@ -8,22 +8,22 @@ number of ranks, so a run continues where it stopped.
 from __future__ import annotations
 
 from partool.cost.case import RECOMPUTE
-from partool.cost.memory.peak import host_bytes, predict_memory
-from partool.cost.memory.saved import saved_state
-from partool.cost.one_bit import one_bit_updates
-from partool.cost.optimizer import adapted, matrix_updates, moments_of
-from partool.cost.time.predict import predict_time
-from partool.cost.traffic.gathers import controls_of_layout
+from partool.cost.training.gathers import controls_of_layout
+from partool.cost.training.one_bit import one_bit_updates
+from partool.cost.training.optimizer import adapted, matrix_updates, moments_of
+from partool.cost.training.peak import host_bytes, predict_memory
+from partool.cost.training.predict import predict_time
+from partool.cost.training.saved import saved_state
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
 from partool.plan.types import MemoryPrediction, Plan, Prediction
-from partool.planner.checks import saves
-from partool.planner.checks.allocator import expandable
-from partool.planner.checks.launching import environment
+from partool.planner.allocator import expandable
+from partool.planner.findings import saves
+from partool.planner.forms.runnable import gaps, task_of
 from partool.planner.problem import divisors
+from partool.planner.rules.launching import environment
 from partool.planner.search.price import host_room
-from partool.planner.search.runnable import gaps, task_of
 from partool.planner.stopping import decided
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB

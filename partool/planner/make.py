@@ -12,18 +12,18 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
-from partool.planner.checks import fp8
-from partool.planner.checks import tensor as tensor_rules
-from partool.planner.checks.kernels import absolute, check_kernels, without_missing
-from partool.planner.checks.launching import check_decided, check_watchdog, environment
-from partool.planner.checks.stopping import check_restarts
-from partool.planner.checks.tensor_cuts import partition
+from partool.planner.findings import fp8
+from partool.planner.findings.stopping import check_restarts
+from partool.planner.forms import gathers
+from partool.planner.forms.runnable import gaps, of_engine, task
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
 from partool.planner.resolve import Resolved, resolve
-from partool.planner.search import gathers
-from partool.planner.search.runnable import gaps, of_engine, task
+from partool.planner.rules import tensor as tensor_rules
+from partool.planner.rules.kernels import absolute, check_kernels, without_missing
+from partool.planner.rules.launching import check_decided, check_watchdog, environment
+from partool.planner.rules.tensor_cuts import partition
 from partool.spec.checks import check as check_spec
 from partool.spec.model import Weights
 from partool.spec.parallel import Compile
@@ -70,7 +70,7 @@ def make_plan(
 
     ``trace``: trace which tensors this model saves for the backward pass, instead of using the data that come with
     partool; needs torch. ``forgive``: codes of kernel rules whose errors become warnings, see
-    :func:`partool.planner.checks.kernels.check_kernels`. ``work``: the counter of search work, which another thread may
+    :func:`partool.planner.rules.kernels.check_kernels`. ``work``: the counter of search work, which another thread may
     read and a signal handler may stop. Never raises for bad input: errors are among the diagnostics. The same spec,
     catalog and machine give the same plan, unless the search is stopped.
     """
@@ -106,11 +106,11 @@ def _beside(spec: Spec, found: list[Diagnostic], base_dir: Path) -> list[Diagnos
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and build the plan."""
-    from partool.planner.checks import saves
-    from partool.planner.checks.offload_room import check_layout
-    from partool.planner.checks.pod_network import check_pod_network
     from partool.planner.explain import candidates, reasons
     from partool.planner.explain.batches import awkward_batch
+    from partool.planner.findings import saves
+    from partool.planner.findings.offload_room import check_layout
+    from partool.planner.findings.pod_network import check_pod_network
     from partool.planner.search.solve import solve
     from partool.planner.stopping import decided, forecast
 
@@ -195,7 +195,7 @@ def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
-    from partool.cost.memory.saved import saved_state
+    from partool.cost.training.saved import saved_state
     from partool.planner.explain import candidates, comparison, errors, reasons
     from partool.planner.totals import totals
 

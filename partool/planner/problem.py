@@ -12,8 +12,8 @@ import numpy as np
 from partool.catalog.profile import Applied
 from partool.cost.case import EAGER, SCHEDULES, Column, Mask
 from partool.cost.kinds import Kind, kinds
-from partool.cost.time.micro import layer_elements
-from partool.cost.traffic.gathers import controls_of
+from partool.cost.training.gathers import controls_of
+from partool.cost.training.micro import layer_elements
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
@@ -114,7 +114,7 @@ class Problem:
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Counter of search work, shared with all problems derived from this one; its value is equal on all machines."""
     jobs: dict[Compile, TrainingWork] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Results of :func:`partool.planner.search.cost_job.cost_job`, cached by the setting of ``compile``."""
+    """Results of :func:`partool.planner.cost_job.cost_job`, cached by the setting of ``compile``."""
 
     @property
     def described(self) -> Description | None:

@@ -13,19 +13,19 @@ from partool.catalog.models import ResolvedModel, resolve_model
 from partool.catalog.profile import Applied, apply_profile
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Generation
-from partool.planner.checks import adversarial
-from partool.planner.checks.data import resolve_data
-from partool.planner.checks.engine import settled
-from partool.planner.checks.kernels import table_hashes
-from partool.planner.checks.launching import resolve_launch, within_cores
-from partool.planner.checks.offload import with_folder
-from partool.planner.checks.pipeline import read_schedule
-from partool.planner.checks.table import check
-from partool.planner.checks.tensor_cuts import without_tensor
-from partool.planner.checks.weights import check_weights
 from partool.planner.described import Description
 from partool.planner.hf import narrowed, unused_weights, with_graph
 from partool.planner.problem import Problem, Work
+from partool.planner.rules import adversarial
+from partool.planner.rules.data import resolve_data
+from partool.planner.rules.engine import settled
+from partool.planner.rules.kernels import table_hashes
+from partool.planner.rules.launching import resolve_launch, within_cores
+from partool.planner.rules.offload import with_folder
+from partool.planner.rules.pipeline import read_schedule
+from partool.planner.rules.table import check
+from partool.planner.rules.tensor_cuts import without_tensor
+from partool.planner.rules.weights import check_weights
 from partool.spec._source import SpecPath
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec

@@ -6,8 +6,8 @@ from partool.layout.checkpoint import checkpoint_bytes
 from partool.plan.layout import Layout
 from partool.plan.totals import Totals
 from partool.plan.types import TimePrediction
-from partool.planner.checks.data_size import UncountedError, count_tokens
 from partool.planner.problem import Problem
+from partool.planner.rules.data_size import UncountedError, count_tokens
 from partool.spec.training import DataSpec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.work.training import MASTER_BYTES

@@ -12,7 +12,7 @@ from partool.engines.accelerate_files import OF
 from partool.engines.write import terms_of
 from partool.engines.written import EngineTerm, nested
 from partool.plan.types import Plan, Variable
-from partool.planner.checks import allocator
+from partool.planner import allocator
 from partool.render.job import EngineProgram
 from partool.render.shell import quote, template, variables
 from partool.strategies.engines import ENGINES

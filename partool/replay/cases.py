@@ -11,15 +11,7 @@ from typing import Any
 
 from partool.cost.case import RECOMPUTE
 from partool.layout.stages import balance
-from partool.plan.layout import (
-    DataLayout,
-    Derived,
-    Layout,
-    OffloadLayout,
-    PipelineLayout,
-    SequenceLayout,
-    TensorLayout,
-)
+from partool.plan.layout import DataLayout, Derived, Layout, OffloadLayout, PipelineLayout, SequenceLayout, TensorLayout
 from partool.replay.cells import Cells
 from partool.replay.machines import accelerator_of, devices_of, precision_of, ranks_of
 from partool.replay.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from partool.cost.time.predict import attention_flops_per_token, matmul_flops_per_token
+from partool.cost.training.predict import attention_flops_per_token, matmul_flops_per_token
 from partool.layout.parameters import count, parameters
 from partool.plan.layout import Layout
 from partool.replay.cells import Cells

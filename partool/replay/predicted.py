@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partool.cost.case import RECOMPUTE
-from partool.cost.memory.peak import predict_memory, rank_memories
-from partool.cost.time.predict import predict_time
+from partool.cost.training.peak import predict_memory, rank_memories
+from partool.cost.training.predict import predict_time
 from partool.plan.layout import Layout
 from partool.replay import measured
 from partool.replay.cases import RunCase

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
-from partool.planner.search.longest import GRAIN, NONE, Longest
+from partool.planner.longest import GRAIN, NONE, Longest
 from partool.report.tables import plan_summary, varied_rows
 from partool.report.units import amount, gib, seconds
 

@@ -55,7 +55,7 @@ def without_pipeline(plan: Plan) -> str:
 
 def predicted_times(plan: Plan) -> StageTimes:
     """Return the predicted seconds of each stage, recomputed with the figures in the plan."""
-    from partool.cost.time.predict import stage_times
+    from partool.cost.training.predict import stage_times
 
     return stage_times(_job(plan), plan.layout)
 
@@ -78,7 +78,7 @@ def bubble_words(plan: Plan, drawing: Drawing) -> str:
 def shares_cores(plan: Plan) -> bool:
     """Return True if ranks of the pipeline wait for each other's cores, which a timeline does not show."""
     from partool.cost.codec import encode
-    from partool.cost.time.sync import pipeline_wait
+    from partool.cost.training.sync import pipeline_wait
 
     return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), encode(plan.layout))) > 0.0
 

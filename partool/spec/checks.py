@@ -1,4 +1,4 @@
-"""Rules that need only the spec; :mod:`partool.planner.checks` has the rules that need the model or the machine."""
+"""Rules that need only the spec; :mod:`partool.planner.rules` has the rules that need the model or the machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rules that need only the ``launch`` section and apply to all targets; each target's package has its further rules.
 
-Rules that need the machines are in :mod:`partool.planner.checks.launching`. That module also runs the rules of this
+Rules that need the machines are in :mod:`partool.planner.rules.launching`. That module also runs the rules of this
 module again, as a plan may be launched on another target than the target it was made for.
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from partool.cost.memory.moments import VARYING
-from partool.cost.memory.peak import rank_moments
+from partool.cost.training.moments import VARYING
+from partool.cost.training.peak import rank_moments
 from partool.plan.rank_trace import MemoryOwner, MemoryTrace, RankTrace
 from partool.plan.types import Plan
 from partool.plan.verification import VerifiedFinding

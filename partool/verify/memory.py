@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from partool.cost.memory.communicators import COMMUNICATOR_BYTES, WIRE_BYTES
 from partool.cost.memory.fit import fit_probability, verdict
-from partool.cost.memory.peak import EMPTY_SHARE
+from partool.cost.training.communicators import COMMUNICATOR_BYTES, WIRE_BYTES
+from partool.cost.training.peak import EMPTY_SHARE
 from partool.plan.rank_trace import COMPUTE, MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, Plan, RankMemory

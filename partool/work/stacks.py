@@ -107,8 +107,8 @@ class Stack:
     """Bytes of memory traffic per parameter of the gradient norm, clipping and the update together."""
     staged_offload: bool = False
     """True if the transfers and passes of an optimizer in host memory are known and priced one by one
-    (:func:`partool.cost.time.offload.chain`): over a slow link they cost at least what the device's update costs. False
-    if published times are used, which may hide the update completely."""
+    (:func:`partool.cost.training.offload.chain`): over a slow link they cost at least what the device's update costs.
+    False if published times are used, which may hide the update completely."""
     host_share: float = 0.5
     """Share of the host's memory bandwidth that the optimizer on the host reaches, counting its waits; for partool this
     is an assumption."""

@@ -28,7 +28,7 @@ from _record import write
 from _start import start_ranks
 
 from partool.cost.codec import encode
-from partool.cost.memory.communicators import communicators
+from partool.cost.training.communicators import communicators
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.spec import load_text

@@ -29,7 +29,7 @@ from partool.launch.store import RunStore
 from partool.launch.submit import job_of
 from partool.plan.types import NOT_RUN, Plan
 from partool.planner import make_plan
-from partool.planner.checks.launching import check_launch
+from partool.planner.rules.launching import check_launch
 from partool.render.render import findings, render
 from partool.spec import load_text
 

@@ -15,7 +15,7 @@ from often import chosen, often
 from test_checkpoint import stored_values
 from test_tensor_trainer import assert_equal, assert_same_state
 
-from partool.cost.traffic.total import traffic_bytes
+from partool.cost.training.traffic import traffic_bytes
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.report.experts import expert_loads

@@ -15,7 +15,7 @@ from test_experts import SHORT
 from test_tensor_trainer import assert_same_state
 
 from partool.cost.codec import encode
-from partool.cost.optimizer import matrix_bytes
+from partool.cost.training.optimizer import matrix_bytes
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.planner.elastic import job_of_plan

@@ -14,7 +14,7 @@ from _ranks import Pools
 from _tensor_plans import FIVE, HALVES, SHARED, tensor_plan
 from test_tensor_trainer import assert_same_state
 
-from partool.cost.traffic.total import exchanges
+from partool.cost.training.traffic import exchanges
 from partool.layout.one_bit import exchange_schedule
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

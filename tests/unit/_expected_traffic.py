@@ -8,8 +8,9 @@ from math import ceil, prod
 
 from partool.cost.sequence.dsp import sent
 from partool.cost.sequence.types import Sent
-from partool.cost.traffic.gathers import Unit
-from partool.cost.traffic.tensor import CollectiveCall, pass_calls, sync_calls
+from partool.cost.traffic.tensor import CollectiveCall, pass_calls
+from partool.cost.training.gathers import Unit
+from partool.cost.training.tensor_sums import sync_calls
 from partool.layout.grid import Axis, turns
 from partool.plan.layout import Layout
 from partool.spec.parallel import ZeroStage

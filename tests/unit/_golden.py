@@ -21,7 +21,7 @@ from _golden_specs import names, text_of
 from partool.catalog import devices, hardware, profile
 from partool.catalog.machine import Machine
 from partool.planner import PlanResult, make_plan, totals
-from partool.planner.checks.data_size import STDLIB, count_tokens
+from partool.planner.rules.data_size import STDLIB, count_tokens
 from partool.spec import load_text
 from partool.spec.training import DataSpec
 

@@ -31,9 +31,9 @@ from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import in_tiles
 from partool.cost.traffic.tensor import keeps_gathered
+from partool.work.base import Workload
 from partool.work.traced import Coefficients, coefficients
 from partool.work.traced import TracedKind as Traced
-from partool.work.training import TrainingWork
 
 NONE, ATTENTION = RECOMPUTE.index("none"), RECOMPUTE.index("attention")
 
@@ -65,12 +65,12 @@ class LayerWidths:
         return self.query + self.key + self.value + self.result + self.latent
 
 
-def micro_batch_tokens(job: TrainingWork, layouts: Layouts) -> Column:
+def micro_batch_tokens(job: Workload, layouts: Layouts) -> Column:
     """Return the number of tokens that one rank processes in one forward pass."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
-def widths(job: TrainingWork, layouts: Layouts, kind: int) -> LayerWidths:
+def widths(job: Workload, layouts: Layouts, kind: int) -> LayerWidths:
     """Return the widths of a layer of ``kind``."""
     m, ranks = job.model, tensor_shares.outer(layouts)
     latent: Column = 0.0
@@ -107,7 +107,7 @@ def widths(job: TrainingWork, layouts: Layouts, kind: int) -> LayerWidths:
     )
 
 
-def saved_by_layer(job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
+def saved_by_layer(job: Workload, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
     """Return the bytes that a layer of ``kind`` saves per micro-batch under ``policy`` (index in :data:`RECOMPUTE`)."""
     tokens = micro_batch_tokens(job, layouts)
     if stack.traced:
@@ -128,7 +128,7 @@ def saved_by_layer(job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind
     return (whole + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
 
 
-def _routed(job: TrainingWork, layouts: Layouts, policy: int) -> Column:
+def _routed(job: Workload, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token of what only a layer with experts saves: its router's tensors, and rows of tokens.
 
     A rank keeps the rows that its experts multiply, and the results that come back to its tokens; recomputation keeps
@@ -154,7 +154,7 @@ def _routed(job: TrainingWork, layouts: Layouts, policy: int) -> Column:
     return found + router_per_token(job, layouts) - norm
 
 
-def router_per_token(job: TrainingWork, layouts: Layouts) -> Column:
+def router_per_token(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes per token that the router of a layer with experts saves.
 
     It works in a wide type, on a copy of the tokens if their own type is narrow. Tensor ranks route shares of the
@@ -167,7 +167,7 @@ def router_per_token(job: TrainingWork, layouts: Layouts) -> Column:
     return found / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
 
 
-def _traced(job: TrainingWork, layouts: Layouts, policy: int, tokens: Column, kind: int = 0) -> Column | None:
+def _traced(job: Workload, layouts: Layouts, policy: int, tokens: Column, kind: int = 0) -> Column | None:
     """Return the traced bytes that the runtime's blocks save; None if no traced data exist."""
     m = job.model
     fused = job.stack.fused
@@ -209,7 +209,7 @@ def _traced(job: TrainingWork, layouts: Layouts, policy: int, tokens: Column, ki
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 
-def _latent(job: TrainingWork, layouts: Layouts, known: Coefficients, sizes: LayerWidths) -> Column:
+def _latent(job: Workload, layouts: Layouts, known: Coefficients, sizes: LayerWidths) -> Column:
     """Return the traced bytes per token of tensors that only latent attention has.
 
     Down-projections and norms of latents work on the same tokens as norms of the residual stream.
@@ -228,7 +228,7 @@ def _latent(job: TrainingWork, layouts: Layouts, known: Coefficients, sizes: Lay
     return heads + whole / tensor_shares.stream(job, layouts)
 
 
-def tile_bytes(job: TrainingWork, layouts: Layouts) -> Column:
+def tile_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of tensors that a backward pass rebuilds per tile of tokens, plus those of weight gradients."""
     known = coefficients(job.trace, job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
@@ -239,7 +239,7 @@ def tile_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     return np.where(in_tiles(job, layouts), rebuilt + weights, 0.0)
 
 
-def _gathered(job: TrainingWork, layouts: Layouts, policy: int) -> Column:
+def _gathered(job: Workload, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token that a layer keeps as full hidden states although tensor ranks shard the sequence.
 
     A layer that keeps all-gathered tensors has the full inputs of both pairs of matrices; in latent attention these are
@@ -255,7 +255,7 @@ def _gathered(job: TrainingWork, layouts: Layouts, policy: int) -> Column:
     return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
 
 
-def _eager(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
+def _eager(job: Workload, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token of inputs and results that eager operators keep; the core of attention is excluded."""
     small = job.compute_bytes
     masks = 2 * sizes.hidden if stack.dropout else 0.0
@@ -264,7 +264,7 @@ def _eager(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
     return 2 * _norm(job, stack, sizes) + small * (sizes.attention + expanded + inner + sizes.routed) + masks
 
 
-def _compiled(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
+def _compiled(job: Workload, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token that a compiler's partitioner keeps; the core of attention is excluded.
 
     The partitioner keeps the inputs of matrix products, tensors that attention needs, and the sums of norms (traced
@@ -278,7 +278,7 @@ def _compiled(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Colu
     return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
 
 
-def _core(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
+def _core(job: Workload, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token that the core of attention keeps besides its inputs and its result."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.stack.attention == "unfused":
@@ -286,7 +286,7 @@ def _core(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
     return sizes.heads * wide
 
 
-def _matmuls(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths, compiled: Column) -> Column:
+def _matmuls(job: Workload, stack: MemoryStack, sizes: LayerWidths, compiled: Column) -> Column:
     """Return the bytes per token of the block's input and of the results of matrix products and attention."""
     small = job.compute_bytes
     gates = 2 if job.model.gated else 1
@@ -302,14 +302,14 @@ def _matmuls(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths, compiled
     return small * (kept + sizes.routed) + sums
 
 
-def _products(job: TrainingWork, stack: MemoryStack) -> int:
+def _products(job: Workload, stack: MemoryStack) -> int:
     """Return the number of tensors of the inner width that eager operators keep."""
     if job.model.gated:
         return 2 + stack.gate_products
     return 1 if job.model.activation == "relu" else 2
 
 
-def _norm(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
+def _norm(job: Workload, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token of a norm's saved input (in eager mode in float32 or float64) and saved results."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.model.norm == "layernorm":
@@ -317,7 +317,7 @@ def _norm(job: TrainingWork, stack: MemoryStack, sizes: LayerWidths) -> Column:
     return sizes.hidden * (stack.norm_passes * wide + 2 * small) + wide
 
 
-def norm_per_token(job: TrainingWork, layouts: Layouts, stack: MemoryStack) -> Column:
+def norm_per_token(job: Workload, layouts: Layouts, stack: MemoryStack) -> Column:
     """Return the bytes per token that the final norm keeps.
 
     A fused norm keeps its input and one number; its result is kept by the head unless a fused loss has computed the
@@ -332,7 +332,7 @@ def norm_per_token(job: TrainingWork, layouts: Layouts, stack: MemoryStack) -> C
     return kept - np.where(early_loss(job, layouts), result, 0.0)
 
 
-def early_loss(job: TrainingWork, layouts: Layouts) -> Mask:
+def early_loss(job: Workload, layouts: Layouts) -> Mask:
     """Return True where the loss computes its gradients in the forward pass (``LossKernels.early`` of the runtime)."""
     if "loss" not in job.stack.fused:
         return False

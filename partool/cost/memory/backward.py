@@ -11,8 +11,8 @@ from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import attention_exchange_bytes
 from partool.cost.time.gemm import in_tiles
+from partool.work.base import Workload
 from partool.work.traced import TracedKind, coefficients
-from partool.work.training import TrainingWork
 
 
 class BackwardBytes(NamedTuple):
@@ -28,7 +28,7 @@ class BackwardBytes(NamedTuple):
     """At the end of the forward pass, if it is run again."""
 
 
-def dense_backward(job: TrainingWork, layouts: Layouts, whole: Column) -> BackwardBytes | None:
+def dense_backward(job: Workload, layouts: Layouts, whole: Column) -> BackwardBytes | None:
     """Return what a dense layer's backward pass takes; None if what the layer saves is not traced.
 
     The fullest moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist,
@@ -65,7 +65,7 @@ def dense_backward(job: TrainingWork, layouts: Layouts, whole: Column) -> Backwa
     return BackwardBytes(np.where(layouts.compiled == 1, found, np.maximum(found, norms)))
 
 
-def inner_tensors(job: TrainingWork, saved: Column) -> Column:
+def inner_tensors(job: Workload, saved: Column) -> Column:
     """Return the number of tensors of the inner width at the end of the gate's backward pass.
 
     ``saved`` are the bytes per inner element that the layer saves. Operators that are not fused keep the activated
@@ -74,7 +74,7 @@ def inner_tensors(job: TrainingWork, saved: Column) -> Column:
     return 3.0 + 2.0 * job.model.gated + np.where(saved > 3 * job.compute_bytes, 1.0, 0.0)
 
 
-def gradients_per_token(job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+def gradients_per_token(job: Workload, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
     """Return the peak bytes per token of activation gradients in a layer's backward pass.
 
     In the feed-forward network, the gradients of the block's result, of the product, and (unless the kernel writes in

@@ -12,8 +12,8 @@ from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, rou
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
+from partool.work.base import Workload
 from partool.work.traced import TracedKind, coefficients
-from partool.work.training import TrainingWork
 
 
 class _Rows(NamedTuple):
@@ -31,7 +31,7 @@ class _Rows(NamedTuple):
     """Of the gradients of the experts' matrices, in the compute type."""
 
 
-def experts_backward(job: TrainingWork, layouts: Layouts, whole: Column) -> BackwardBytes | None:
+def experts_backward(job: Workload, layouts: Layouts, whole: Column) -> BackwardBytes | None:
     """Return what the backward pass of a layer with experts takes; None if what such layers save is not traced.
 
     ``whole`` are the bytes that the layer saves without recomputation. The experts' part begins with the gradients of
@@ -65,7 +65,7 @@ def experts_backward(job: TrainingWork, layouts: Layouts, whole: Column) -> Back
     return BackwardBytes(working, reducing, after, stream + results)
 
 
-def _rows(job: TrainingWork, layouts: Layouts, saved: float) -> _Rows:
+def _rows(job: Workload, layouts: Layouts, saved: float) -> _Rows:
     moe, small, parallel = job.model.moe, job.compute_bytes, np.asarray(layouts.ep) > 1
     assert moe is not None, "a dense model"
     tokens, load = micro_batch_tokens(job, layouts), np.where(parallel, job.load, 1.0)
@@ -76,7 +76,7 @@ def _rows(job: TrainingWork, layouts: Layouts, saved: float) -> _Rows:
     return _Rows(own * load, own, small * inner, saved * inner, small * experts)
 
 
-def _after(job: TrainingWork, layouts: Layouts, rows: _Rows, sizes: LayerWidths, whole: Column) -> Column:
+def _after(job: Workload, layouts: Layouts, rows: _Rows, sizes: LayerWidths, whole: Column) -> Column:
     """Return the most bytes of what follows the experts: rows on their way back, shared experts, router, attention.
 
     They come on top of what the layer saves outside of the experts, and of the stream's gradient; ``whole`` are the

@@ -13,10 +13,10 @@ from partool.plan.layout import Layout
 from partool.plan.schedule import sizes_of
 from partool.schedule import begun_by_ranks
 from partool.strategies.schedules import SCHEDULES
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
-def held_by_layout(job: TrainingWork, layout: Layout) -> RankLoad:
+def held_by_layout(job: Workload, layout: Layout) -> RankLoad:
     """Return the load of each pipeline rank; every layer counts under its recompute policy."""
     stages, last = stages_of_ranks(layout), len(layout.pipeline.bounds) - 1
     ring = _joined(ring_by_ranks(job, layout)) if moves_weights(layout) else None

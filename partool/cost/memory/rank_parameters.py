@@ -15,7 +15,7 @@ from partool.cost.tensor_shares import share_columns
 from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.spec.model import ModelConfig
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 DENSE, MOE = 0, 1
 """Indices of the kinds of layers: dense layers, and layers with experts."""
@@ -153,7 +153,7 @@ def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
     return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(held, 1)
 
 
-def held_by_rank(job: TrainingWork, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
+def held_by_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
     """Return the load of the pipeline rank ``rank`` (a column) if layers are split as evenly as possible.
 
     ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.memory.in_flight.in_flight` does.
@@ -186,7 +186,7 @@ def held_by_rank(job: TrainingWork, layouts: Layouts, rank: Column, in_flight: C
     return RankLoad(kinds, first, last, in_flight / chunks, kept, ring, own=own)
 
 
-def _ring(job: TrainingWork, layouts: Layouts, most: Column) -> WeightRing:
+def _ring(job: Workload, layouts: Layouts, most: Column) -> WeightRing:
     """Return the numbers of tensors that a rank holds to pass weights on, if a stage has at most ``most`` layers."""
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
     layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)

@@ -11,10 +11,10 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import PRICED, price_of
 from partool.cost.sequence.types import AttentionBuffers, AttentionElements
 from partool.cost.time.attention import widths
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
-def saved_bytes(job: TrainingWork, layouts: Layouts, policy: int) -> Column:
+def saved_bytes(job: Workload, layouts: Layouts, policy: int) -> Column:
     """Return the bytes that sequence parallelism adds to the tensors that a layer saves for one micro-batch.
 
     Methods that exchange heads for tokens keep attention's results twice: before and after the exchange that follows.
@@ -37,7 +37,7 @@ def saved_bytes(job: TrainingWork, layouts: Layouts, policy: int) -> Column:
     return np.where(trades, _rows(job, layouts) * found, 0.0)
 
 
-def buffer_bytes(job: TrainingWork, layouts: Layouts) -> Column:
+def buffer_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of extra buffers for one layer's attention in the pass (forward or backward) that needs more."""
     several = np.asarray(layouts.cp) > 1
     if not np.any(several):
@@ -54,18 +54,18 @@ def buffer_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     return _rows(job, layouts) * found
 
 
-def _outside(job: TrainingWork, layouts: Layouts) -> AttentionElements:
+def _outside(job: Workload, layouts: Layouts) -> AttentionElements:
     query, key, value = widths(job, layouts)
     heads, keys = tensor_shares.heads(job.model, layouts.tp)
     return AttentionElements(query, key + value, value / keys * heads, heads)
 
 
-def _inside(job: TrainingWork, layouts: Layouts, outside: AttentionElements) -> AttentionElements:
+def _inside(job: Workload, layouts: Layouts, outside: AttentionElements) -> AttentionElements:
     heads, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks, found = sequence_shares.trading(layouts), sequence_shares.heads(job, layouts)
     share, shared = ranks * found.queries / heads, ranks * found.keys / keys
     return AttentionElements(outside.query * share, outside.keys * shared, outside.result * share, outside.sums * share)
 
 
-def _rows(job: TrainingWork, layouts: Layouts) -> Column:
+def _rows(job: Workload, layouts: Layouts) -> Column:
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)

@@ -52,10 +52,10 @@ class MemoryStack:
     masters count as optimizer state, also those that stay on the device."""
     buckets_to_host: bool = False
     """If the optimizer is in host memory: True if gradients leave the device in buckets, in the type of their transfer,
-    while the backward pass runs (:func:`partool.cost.memory.host_state.waits_on_device` has the exceptions)."""
+    while the backward pass runs (:func:`partool.cost.training.host_state.waits_on_device` has the exceptions)."""
     counted_host_memory: bool = False
-    """True if host memory is counted buffer by buffer (:mod:`partool.cost.memory.host_state`); False if it is the state
-    times a factor."""
+    """True if host memory is counted buffer by buffer (:mod:`partool.cost.training.host_state`); False if it is the
+    state times a factor."""
     copies_shards_ahead: bool = False
     """If parameters are in host memory: True if shards of two groups are copied to the device before they are
     gathered."""
@@ -107,7 +107,7 @@ class MemoryStack:
     :data:`partool.cost.evidence.MEMORY_FLOOR`."""
     fragmentation: float = 0.06
     """Allocator overhead as a share of allocated memory where a run does not state whether it uses expandable segments:
-    between :data:`partool.cost.memory.peak.FRAGMENTATION`'s two values."""
+    between :data:`partool.cost.training.peak.FRAGMENTATION`'s two values."""
 
 
 MEMORY_STACKS: dict[str, MemoryStack] = {

@@ -13,7 +13,7 @@ from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.repeats import distinct
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
@@ -36,7 +36,7 @@ class LossBytes:
     as the next tensor is twice as large and does not fit into it."""
 
 
-def loss_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> LossBytes:
+def loss_bytes(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> LossBytes:
     """Return the bytes of logits and of gradients of the head and the loss.
 
     ``in_flight`` is the number of micro-batches that are between the last stage's forward and backward passes.
@@ -50,7 +50,7 @@ def loss_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, in_fligh
     return LossBytes(spike, 0.0, 0.0, 0.0, 0.0, freed)
 
 
-def _logits(job: TrainingWork, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column, Column]:
+def _logits(job: Workload, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column, Column]:
     """Return the rank's part of the vocabulary, the number of all logits, and of those that exist at once."""
     vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp if job.stack.vocab_parallel else 1)
     logits = micro_batch_tokens(job, layouts) * vocab
@@ -61,7 +61,7 @@ def _logits(job: TrainingWork, layouts: Layouts, stack: MemoryStack) -> tuple[Co
     return vocab, logits, np.where(tile > 0, np.minimum(logits, tile * vocab), at_once)
 
 
-def _spike(job: TrainingWork, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
+def _spike(job: Workload, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
     """Return the peak bytes of logits and their gradients, and the bytes of logits that are freed before, elsewhere."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     vocab, logits, at_once = _logits(job, layouts, stack)
@@ -80,7 +80,7 @@ def _spike(job: TrainingWork, layouts: Layouts, stack: MemoryStack) -> tuple[Col
     return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
 
 
-def _early_loss(job: TrainingWork, layouts: Layouts) -> tuple[Column, ...]:
+def _early_loss(job: Workload, layouts: Layouts) -> tuple[Column, ...]:
     """Return the fields of :class:`LossBytes` for a fused loss that computes its gradients in the forward pass.
 
     The gradients overwrite the logits of the rows that are being processed. The forward pass keeps the gradients of the
@@ -99,7 +99,7 @@ def _early_loss(job: TrainingWork, layouts: Layouts) -> tuple[Column, ...]:
     return kept + logits, kept + state + head * small, head * small, 0.0 * head, within, 0.0 * head
 
 
-def _late_loss(job: TrainingWork, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
+def _late_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
     """Return the fields of :class:`LossBytes` for a loss whose backward pass computes its gradients.
 
     Logits that are held whole last until their backward pass, with a fused kernel in the compute type: the gradient
@@ -134,14 +134,14 @@ def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
     return np.array(rows)[places].reshape(pairs.shape)
 
 
-def exchange_bytes(job: TrainingWork, layouts: Layouts) -> Column:
+def exchange_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
     sizes = widths(job, layouts, MOE if job.model.moe else DENSE)
     expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
     return job.compute_bytes * micro_batch_tokens(job, layouts) * expert + attention_exchange_bytes(job, layouts)
 
 
-def attention_exchange_bytes(job: TrainingWork, layouts: Layouts) -> Column:
+def attention_exchange_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor and sequence parallelism, which attention's backward pass has."""
     # Sharded residual streams are all-gathered for each pair of matrices, forward and backward.
     whole = (layouts.tp > 1) & (tensor_shares.stream(job, layouts) > 1)

@@ -20,7 +20,7 @@ from partool.cost.sequence.types import (
     SequenceTeams,
 )
 from partool.layout.sequence import Spans
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
 class MethodPrice(Protocol):
@@ -49,7 +49,7 @@ PRICED = tuple(enumerate(SEQUENCE_METHODS))
 """Index and name of each method."""
 
 
-def exchange(job: TrainingWork, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
+def exchange(job: Workload, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
     """Return the seconds of one layer's exchanges among ranks that share a sequence."""
     found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
     if not np.any(several):

@@ -16,7 +16,7 @@ from partool.cost.case import ORDERS, Column, Layouts, among
 from partool.cost.kinds import Kind
 from partool.layout.sequence import deal_heads
 from partool.strategies.sequence import METHODS, SequenceRecord
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _GRID = ORDERS.index("grid")
 
@@ -34,7 +34,7 @@ ON_GRIDS = _where(lambda record: record.on_grids)
 """Indices of the methods with each property; see :class:`partool.strategies.sequence.SequenceRecord`."""
 
 
-def tokens(job: TrainingWork, layouts: Layouts) -> Column:
+def tokens(job: Workload, layouts: Layouts) -> Column:
     """Return the number of tokens of one sequence that the fullest rank holds."""
     found = tensor_shares.width(job.sequence_length, layouts.cp)
     if not job.model.grid or not np.any(np.asarray(layouts.sequence_order) == _GRID):
@@ -72,7 +72,7 @@ class HeadShares(NamedTuple):
     """Number of key heads over all ranks that exchange heads; a head that several ranks need counts several times."""
 
 
-def heads(job: TrainingWork, layouts: Layouts) -> HeadShares:
+def heads(job: Workload, layouts: Layouts) -> HeadShares:
     """Return numbers of heads of ranks that exchange tokens for heads, given those of the fullest tensor rank."""
     queries, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks = trading(layouts)

@@ -18,7 +18,7 @@ from partool.layout.startrail import Trails
 from partool.plan.layout import Layout
 from partool.spec.parallel import Inside, SequenceMethod
 from partool.strategies.sequence import METHODS
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 TRADE_OPERATORS, BLOCK_OPERATORS, GATHER_OPERATORS = 6.0, 12.0, 10.0
 """Number of kernels that the host starts to exchange heads, to merge a received block, and to gather keys."""
@@ -80,7 +80,7 @@ class SequenceTeams(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, job: TrainingWork, layout: Layout) -> SequenceTeams:
+    def of(cls, job: Workload, layout: Layout) -> SequenceTeams:
         """Return the group sizes of a layout, and the tokens of each rank."""
         return cls(
             layout.sequence.method,
@@ -142,7 +142,7 @@ class ExchangeTime:
         """Seconds of all exchanges, hidden or not."""
         return self.outside + self.turns + self.rings
 
-    def exposed_core(self, job: TrainingWork, attention_s: Column) -> Column:
+    def exposed_core(self, job: Workload, attention_s: Column) -> Column:
         """Return the exposed seconds within the core: the part of the transfers that attention does not hide."""
         stack, shown = job.stack, self.inside
         for times, seconds, share in self.steps:
@@ -150,7 +150,7 @@ class ExchangeTime:
             shown = shown + times * (left + (stack.contention - 1.0) * (seconds - left))
         return shown
 
-    def exposed(self, job: TrainingWork, attention_s: Column) -> Column:
+    def exposed(self, job: Workload, attention_s: Column) -> Column:
         """Return the exposed seconds of all exchanges."""
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
@@ -171,7 +171,7 @@ class ExchangeTime:
 class SequencePass:
     """One pass of one layer: the argument of each method's ``exchange``."""
 
-    job: TrainingWork
+    job: Workload
     layouts: Layouts
     kind: Kind
     backward: bool
@@ -223,7 +223,7 @@ class AttentionElements(NamedTuple):
 class AttentionBuffers:
     """Attention of one layer, in the pass that needs more memory: the argument of each method's ``buffers``."""
 
-    job: TrainingWork
+    job: Workload
     layouts: Layouts
     sizes: AttentionElements
     window: int | None

@@ -11,7 +11,7 @@ from partool.cost.case import Column, Layouts, among
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import matmul_s
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
 """Share of the peak rate (on a CPU: of the achievable rate) that fused attention reaches over both passes. It is used
@@ -49,7 +49,7 @@ def keys_between(start: Column, stop: Column, window: int) -> Column:
     return (until(stop) - until(start)) / np.maximum(stop - start, 1e-9)
 
 
-def widths(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column, Column]:
+def widths(job: Workload, layouts: Layouts) -> tuple[Column, Column, Column]:
     """Return the numbers of elements per token of queries, of keys and of values in one tensor rank's heads."""
     model = job.model
     queries, keys = tensor_shares.heads(model, layouts.tp)
@@ -59,7 +59,7 @@ def widths(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column, Column]
     return queries * model.head_dim, keys * model.head_dim, keys * model.head_dim
 
 
-def pairs(job: TrainingWork, layouts: Layouts, kind: Kind) -> Column:
+def pairs(job: Workload, layouts: Layouts, kind: Kind) -> Column:
     """Return the number of query-key pairs of one sequence that the busiest rank computes, over all its query heads.
 
     With Ulysses each rank attends over the full sequence (on a grid: over all rows or columns) with fewer heads. With
@@ -91,7 +91,7 @@ def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
 
 
-def attention_s(job: TrainingWork, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
+def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
     """Return the seconds that the busiest rank spends on the core of one layer's attention for one micro-batch."""
     if job.stack.attention == "unfused":
         return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
@@ -108,7 +108,7 @@ def attention_s(job: TrainingWork, layouts: Layouts, kind: Kind = _ALL, *, backw
     return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * sequence_shares.blocks(layouts, kind)
 
 
-def _length(job: TrainingWork, kind: Kind) -> int:
+def _length(job: Workload, kind: Kind) -> int:
     """Return the number of tokens of the sequences, or of the lines of a grid, that attention works on."""
     if kind.axis and job.model.grid:
         return job.model.grid[1] if kind.axis == "row" else job.model.grid[0]
@@ -126,7 +126,7 @@ def _rate_at(by_length: tuple[tuple[int, float], ...], length: int) -> float:
     return float(np.interp(math.log(length), np.log(lengths), rates))
 
 
-def _peak(job: TrainingWork) -> float:
+def _peak(job: Workload) -> float:
     devices = job.devices
     return devices.achievable_flops if devices.backend == "cpu" else devices.peak_flops or devices.achievable_flops
 
@@ -136,7 +136,7 @@ def _head_share(head_dim: int) -> float:
     return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
 
 
-def _unfused_s(job: TrainingWork, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
+def _unfused_s(job: Workload, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
     """Return the seconds of products over all pairs (also masked ones) and of the memory traffic of scores."""
     model, length = job.model, job.sequence_length
     queries, _ = tensor_shares.heads(model, layouts.tp)
@@ -151,7 +151,7 @@ def _unfused_s(job: TrainingWork, layouts: Layouts, rows: Column, *, backward: b
     )
 
 
-def extra_operators(job: TrainingWork, layouts: Layouts) -> Column:
+def extra_operators(job: Workload, layouts: Layouts) -> Column:
     """Return the factor by which a layer has more operators where unfused attention has no fused softmax kernel.
 
     Megatron's masked softmax works on groups of four heads and samples; for other numbers of heads and samples it runs

@@ -7,7 +7,7 @@ import numpy as np
 from partool.cost.case import Column
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _MAPPED_BYTES = 32 * 2**20
 """Size from which glibc maps memory for each tensor and unmaps it when the tensor is freed, whatever was freed before:
@@ -49,7 +49,7 @@ def _stream(model: ModelConfig, *, backward: bool) -> float:
     return 2.0 * (23.0 if rms else 3.0) + 2.0 * 3.0 + common
 
 
-def mapped_s(job: TrainingWork, tensor_bytes: Column, moved_bytes: Column) -> Column:
+def mapped_s(job: Workload, tensor_bytes: Column, moved_bytes: Column) -> Column:
     """Return the additional seconds to write ``moved_bytes`` to new tensors of ``tensor_bytes`` each.
 
     They are 0 for tensors that glibc puts into memory that was freed before, on devices, and without a calibration.

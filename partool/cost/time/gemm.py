@@ -8,7 +8,7 @@ import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, Mask
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one multiprocessor computes at a time, and the share of the best rate that such a
@@ -30,7 +30,7 @@ _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
 Multiplication Background User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
 
 
-def matmul_s(job: TrainingWork, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
+def matmul_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
     """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; under fp8, ``wide`` products use 16 bits."""
     devices = job.devices
     rate = devices.achievable_flops
@@ -50,7 +50,7 @@ def matmul_s(job: TrainingWork, m: Column, n: Column, k: Column, *, wide: bool =
     return np.maximum(seconds, moved) + _START_S
 
 
-def elements_s(job: TrainingWork, elements: Column) -> Column:
+def elements_s(job: Workload, elements: Column) -> Column:
     """Return the seconds in which matrix products on a CPU read and write elements, beside their FLOPs.
 
     A core computes nothing while it waits for memory, so both add up. The seconds are 0 where they were not measured.
@@ -59,7 +59,7 @@ def elements_s(job: TrainingWork, elements: Column) -> Column:
 
 
 def tiled_s(
-    job: TrainingWork, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
+    job: Workload, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
 ) -> float:
     """Return the seconds of ``batch`` products with sides (m, n, k) in tiles; other costs are as in :func:`matmul_s`.
 
@@ -82,7 +82,7 @@ def tiled_s(
     return float(max(seconds + depth, moved) + _START_S + sums)
 
 
-def streamed_s(job: TrainingWork, moved_bytes: Column) -> Column:
+def streamed_s(job: Workload, moved_bytes: Column) -> Column:
     """Return the seconds of a kernel that only moves bytes through memory."""
     return moved_bytes / (_MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
 
@@ -107,13 +107,13 @@ def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
     return best
 
 
-def in_tiles(job: TrainingWork, layouts: Layouts) -> Mask:
+def in_tiles(job: Workload, layouts: Layouts) -> Mask:
     """Return True where feed-forward networks process a rank's part of the sequence in tiles."""
     tile = np.asarray(layouts.mlp_tile_tokens)
     return (tile > 0) & (tile < job.sequence_length / np.asarray(layouts.cp))
 
 
-def products_s(job: TrainingWork, layouts: Layouts) -> Column:
+def products_s(job: Workload, layouts: Layouts) -> Column:
     """Return the seconds of a dense network's products in one forward pass of a micro-batch, tile by tile."""
     model, inner = job.model, tensor_shares.width(job.model.ffn_hidden, tensor_shares.outer(layouts))
     length = job.sequence_length / np.asarray(layouts.cp)

@@ -8,17 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from partool.cost import collective, tensor_shares
-from partool.cost.case import (
-    ATTENTION,
-    FULL,
-    KEEP_ATTENTION,
-    ONE_AT_THE_END,
-    SELECTIVE,
-    Column,
-    Layouts,
-    Mask,
-    among,
-)
+from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, Mask, among
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
@@ -28,8 +18,8 @@ from partool.cost.time import tensor as tensor_time
 from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
+from partool.work.base import Workload
 from partool.work.stacks import Stack
-from partool.work.training import TrainingWork
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 """Share of the memory bandwidth that element-wise kernels reach; for a CPU, the stated bandwidth is already the rate
@@ -82,12 +72,12 @@ class LayerPass:
         """Seconds of compute plus the communication that compute does not hide."""
         return self.compute_s + sum(self.exposed.values())
 
-    def total_s(self, job: TrainingWork) -> Column:
+    def total_s(self, job: Workload) -> Column:
         """Return the seconds of a pass on the device and its host together."""
         return blended_s(job, self.device_s, self.host_s)
 
 
-def blended_s(job: TrainingWork, device_s: Column, host_s: Column) -> Column:
+def blended_s(job: Workload, device_s: Column, host_s: Column) -> Column:
     """Return the longer of device and host time plus a part of the shorter; on a CPU both use the same cores.
 
     A host that runs far ahead hides all its work. Where the host has to wait for the device within a layer, as when
@@ -111,8 +101,11 @@ class Layer:
     again: LayerPass
 
 
-def layer(job: TrainingWork, layouts: Layouts, kind: Kind) -> Layer:
-    """Return the passes of one layer of ``kind``."""
+def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -> Layer:
+    """Return the passes of one layer of ``kind``.
+
+    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before.
+    """
     if kind.moe and job.stack.experts is not None:
         job = replace(job, stack=job.stack.experts)
     sent = tensor_time.layer_seconds(job, layouts, kind)
@@ -125,21 +118,21 @@ def layer(job: TrainingWork, layouts: Layouts, kind: Kind) -> Layer:
         # Policies that recompute everything include tiled networks; under other policies tiles add their recomputation.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
-    if job.perturbed:
+    if perturbed:
         sent = tensor_time.layer_seconds(job, layouts, kind, weights=False)
         inputs = _pass(job, layouts, kind, sent, backward=True, weights=False)
-        more = job.perturbed
-        return Layer(forward.plus(forward, more), backward.plus(inputs, more), again.plus(again, more))
+        more = ((forward, forward), (backward, inputs), (again, again))
+        return Layer(*(one.plus(other, perturbed) for one, other in more))
     return Layer(forward, backward, again)
 
 
-def tokens(job: TrainingWork, layouts: Layouts) -> Column:
+def tokens(job: Workload, layouts: Layouts) -> Column:
     """Return the number of tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
 def _pass(
-    job: TrainingWork,
+    job: Workload,
     layouts: Layouts,
     kind: Kind,
     sent: tensor_time.TensorSeconds,
@@ -189,7 +182,7 @@ def _pass(
     return done
 
 
-def _again(job: TrainingWork, layouts: Layouts, forward: LayerPass, sent_s: Column, kept: Column) -> LayerPass:
+def _again(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Column, kept: Column) -> LayerPass:
     """Return the part of the forward pass that each layout's recompute policy repeats.
 
     ``sent_s`` are the seconds of collectives that full recomputation repeats; ``kept`` is the share of the products
@@ -278,7 +271,7 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
     return found
 
 
-def expert_products(job: TrainingWork, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
+def expert_products(job: Workload, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
     """Return (experts per rank, tokens per expert, output width, input width) of each grouped product."""
     model, moe = job.model, job.model.moe
     if moe is None:
@@ -292,7 +285,7 @@ def expert_products(job: TrainingWork, layouts: Layouts, rows: Column) -> list[t
     return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
 
 
-def _matmul_s(job: TrainingWork, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
+def _matmul_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
     """Return the seconds of all products in a layer's forward pass, and of only the second products of pairs."""
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
@@ -310,7 +303,7 @@ def _matmul_s(job: TrainingWork, layouts: Layouts, kind: Kind) -> tuple[Column, 
     return total, second
 
 
-def _read_again_s(job: TrainingWork, layouts: Layouts, parts: int, elements: Column) -> Column:
+def _read_again_s(job: Workload, layouts: Layouts, parts: int, elements: Column) -> Column:
     """Return the additional seconds of a CPU for ``parts`` products of one input, which each reads by itself.
 
     Backward, each writes a gradient of the input. With tensor ranks they are one product.
@@ -325,7 +318,7 @@ def _sharers(layouts: Layouts, place: str) -> Column:
     return np.where(np.asarray(layouts.sequence_norms) == 1, layouts.tp, 1) if place == "down" else 1
 
 
-def _matmul_backward_s(job: TrainingWork, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
+def _matmul_backward_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
     """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and weights' gradients [n, k] = [n, m] × [m, k].
 
     The third value is the seconds of the weight gradients of the first matrices of pairs.
@@ -347,7 +340,7 @@ def _matmul_backward_s(job: TrainingWork, layouts: Layouts, kind: Kind) -> tuple
     return inputs, weights, first
 
 
-def _traffic(job: TrainingWork, part: Fused, *, backward: bool) -> float:
+def _traffic(job: Workload, part: Fused, *, backward: bool) -> float:
     """Return the memory traffic of a block's ``part``, relative to one read and write; on a CPU nothing is fused."""
     if job.devices.backend == "cpu":
         return eager.traffic(job.model, part, backward=backward)
@@ -355,7 +348,7 @@ def _traffic(job: TrainingWork, part: Fused, *, backward: bool) -> float:
     return min(passes, _FUSED_PASSES) if part in job.stack.fused else passes
 
 
-def _elementwise_s(job: TrainingWork, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
+def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
     """Return the seconds of norms, residuals, rotary positions and activations.
 
     Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
@@ -388,17 +381,17 @@ def _elementwise_s(job: TrainingWork, layouts: Layouts, kind: Kind, *, backward:
     return moved / _stream(job) + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
 
 
-def _stream(job: TrainingWork) -> float:
+def _stream(job: Workload) -> float:
     """Return the memory rate of element-wise kernels, in bytes per second."""
     return _STREAM_SHARE[job.devices.backend] * job.devices.memory_bytes_per_s
 
 
-def _gap_s(job: TrainingWork) -> float:
+def _gap_s(job: Workload) -> float:
     """Return the device's idle seconds between two kernels; on a CPU they are part of the host's time per operator."""
     return 0.0 if job.devices.backend == "cpu" else _KERNEL_GAP_S
 
 
-def _expert_s(job: TrainingWork, layouts: Layouts) -> Column:
+def _expert_s(job: Workload, layouts: Layouts) -> Column:
     """Return the seconds to send tokens to experts and back; each token goes to all parts of ``top_k`` experts."""
     if job.model.moe is None:
         return 0.0
@@ -414,7 +407,7 @@ def _expert_s(job: TrainingWork, layouts: Layouts) -> Column:
     return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
 
 
-def head_s(job: TrainingWork, layouts: Layouts, *, backward: bool, weights: bool = True) -> Column:
+def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = True) -> Column:
     """Return the seconds of the head and the loss for one micro-batch on the last stage.
 
     Without ``weights``, a backward pass computes no gradients of weights.
@@ -434,7 +427,7 @@ def head_s(job: TrainingWork, layouts: Layouts, *, backward: bool, weights: bool
     return blended_s(job, device, host)
 
 
-def _mapped_logits_s(job: TrainingWork, layouts: Layouts, rows: Column, vocab: Column, *, backward: bool) -> Column:
+def _mapped_logits_s(job: Workload, layouts: Layouts, rows: Column, vocab: Column, *, backward: bool) -> Column:
     """Return the additional seconds of a CPU for logits that are so many that each tensor of them is mapped anew.
 
     The forward pass makes float32 logits and their logarithms of probabilities, the backward pass the gradients of
@@ -465,13 +458,13 @@ def computes_late(layouts: Layouts) -> Mask:
     return late
 
 
-def perturbation_s(job: TrainingWork, layouts: Layouts) -> Column:
+def perturbation_s(job: Workload, layouts: Layouts) -> Column:
     """Return the seconds in which a micro-batch's perturbation is drawn, moved and added to the embeddings."""
     elements = tokens(job, layouts) * job.model.hidden / tensor_shares.stream(job, layouts)
     return _PERTURBATION_BYTES * elements / _stream(job)
 
 
-def embedding_s(job: TrainingWork, layouts: Layouts, *, backward: bool) -> Column:
+def embedding_s(job: Workload, layouts: Layouts, *, backward: bool) -> Column:
     """Return the first stage's seconds of looking up embeddings, or of summing gradients, for one micro-batch."""
     moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
     return moved / layouts.tensor_inner / _stream(job)

@@ -25,7 +25,7 @@ from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
 from partool.schedule.weipipe import room, volume
 from partool.strategies.schedules import SCHEDULES
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
@@ -94,23 +94,24 @@ def _held(text: str) -> tuple[int, ...]:
     return tuple(peak_held(actions) for actions in read(text).lists)
 
 
-def stage_elements(job: TrainingWork, layout: Layout) -> list[int]:
+def stage_elements(job: Workload, layout: Layout) -> list[int]:
     """Return the number of parameters in each stage's layers on one tensor rank; a message of weights holds all."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
 
 
-def sent_bytes(job: TrainingWork, layout: Layout) -> int:
+def sent_bytes(job: Workload, layout: Layout, gradient_bytes: int) -> int:
     """Return the bytes that the busiest pipeline rank sends to other ranks of its pipeline per step.
 
     For activations and gradients this is one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
-    neighbouring stages on different ranks, in each direction. For weights see :func:`partool.schedule.weipipe.volume`.
+    neighbouring stages on different ranks, in each direction. For weights see :func:`partool.schedule.weipipe.volume`:
+    with them, ranks pass on their gradients, of ``gradient_bytes`` per element.
     """
     if layout.mesh.pp == 1:
         return 0
     if moves_weights(layout):
-        return _sent_weights_bytes(job, layout)
+        return _sent_weights_bytes(job, layout, gradient_bytes)
     return messages(layout) * boundary_bytes(job, layout)
 
 
@@ -123,9 +124,9 @@ def messages(layout: Layout) -> int:
     return max(sends) * layout.derived.accumulation
 
 
-def _sent_weights_bytes(job: TrainingWork, layout: Layout) -> int:
+def _sent_weights_bytes(job: Workload, layout: Layout, gradient_bytes: int) -> int:
     elements = stage_elements(job, layout)
-    weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, job.master_bytes))
+    weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, gradient_bytes))
     rounds = layout.derived.accumulation // layout.mesh.pp
     found = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
     if rounds > _ROUNDS:
@@ -135,12 +136,12 @@ def _sent_weights_bytes(job: TrainingWork, layout: Layout) -> int:
     return round(max(found))
 
 
-def boundary_bytes(job: TrainingWork, layout: Layout) -> int:
+def boundary_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes that one stage sends to the next, for one micro-batch."""
     return int(boundary_elements(job, encode(layout))) * job.compute_bytes
 
 
-def boundary_elements(job: TrainingWork, layouts: Layouts) -> Column:
+def boundary_elements(job: Workload, layouts: Layouts) -> Column:
     """Return a column of how many elements one stage sends to the next: a rank's share of the residual stream."""
     length, stack = sequence_shares.tokens(job, layouts), job.stack
     if stack.sequence_parallel is not None:
@@ -150,7 +151,7 @@ def boundary_elements(job: TrainingWork, layouts: Layouts) -> Column:
     return layouts.micro_batch * rows * tensor_shares.width(job.model.hidden, layouts.tensor_inner)
 
 
-def ring_by_ranks(job: TrainingWork, layout: Layout) -> list[WeightRing]:
+def ring_by_ranks(job: Workload, layout: Layout) -> list[WeightRing]:
     """Return how many copies of weights and gradients each pipeline rank holds where ranks pass weights on."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]

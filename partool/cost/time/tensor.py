@@ -22,11 +22,11 @@ from partool.cost.time.gemm import streamed_s
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Axis, Move, Moves
 from partool.cost.traffic.tensor import embedding_moves, halves_passes, head_moves, layer_moves
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _BACKWARD, _SYMMETRIC = (OVERLAPS.index(name) for name in ("backward", "symmetric"))
 _PASSES = ("forward", "backward")
-Lister = Callable[[TrainingWork, Layouts], Moves]
+Lister = Callable[[Workload, Layouts], Moves]
 _COST = {
     "all_reduce": collective.all_reduce_s,
     "all_gather": collective.gather_s,
@@ -60,7 +60,7 @@ class TensorSeconds(NamedTuple):
 NOTHING = TensorSeconds(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)
 
 
-def tensor_group(job: TrainingWork, layouts: Layouts, axis: Axis) -> RankGroup:
+def tensor_group(job: Workload, layouts: Layouts, axis: Axis) -> RankGroup:
     """Return the group of tensor ranks along ``axis``; ``tp1`` is the innermost axis."""
     inner = layouts.tensor_inner
     if axis == "tp1":
@@ -70,7 +70,7 @@ def tensor_group(job: TrainingWork, layouts: Layouts, axis: Axis) -> RankGroup:
     return collective.group(job, layouts.tp, 1)
 
 
-def move_s(job: TrainingWork, layouts: Layouts, move: Move) -> Column:
+def move_s(job: Workload, layouts: Layouts, move: Move) -> Column:
     """Return the seconds of a collective over all its calls and pieces; 0 where a layout has no such collective."""
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     whole = move.rows * move.width * each
@@ -84,7 +84,7 @@ def move_s(job: TrainingWork, layouts: Layouts, move: Move) -> Column:
     return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
 
 
-def layer_seconds(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: bool = True) -> TensorSeconds:
+def layer_seconds(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool = True) -> TensorSeconds:
     """Return the seconds of the collectives of a layer of ``kind``; experts have one-dimensional parallelism only.
 
     Without ``weights``, its backward pass computes no gradients of weights.
@@ -92,17 +92,17 @@ def layer_seconds(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: b
     return _passes(job, layouts, partial(layer_moves, kind=kind, weights=weights), two_dim.layer_moves)
 
 
-def embedding_seconds(job: TrainingWork, layouts: Layouts) -> TensorSeconds:
+def embedding_seconds(job: Workload, layouts: Layouts) -> TensorSeconds:
     """Return the seconds of the embedding's collectives."""
     return _passes(job, layouts, embedding_moves, two_dim.embedding_moves)
 
 
-def head_seconds(job: TrainingWork, layouts: Layouts) -> TensorSeconds:
+def head_seconds(job: Workload, layouts: Layouts) -> TensorSeconds:
     """Return the seconds of the head's and the loss's collectives; zero where each rank has the whole head."""
     return _passes(job, layouts, head_moves, two_dim.head_moves) if job.stack.vocab_parallel else NOTHING
 
 
-def _passes(job: TrainingWork, layouts: Layouts, one: Lister, two: Lister) -> TensorSeconds:
+def _passes(job: Workload, layouts: Layouts, one: Lister, two: Lister) -> TensorSeconds:
     """Return the seconds of the collectives of one-dimensional or two-dimensional tensor parallelism."""
     if not np.any(np.asarray(layouts.tp) > 1):
         return NOTHING
@@ -116,7 +116,7 @@ def _passes(job: TrainingWork, layouts: Layouts, one: Lister, two: Lister) -> Te
     return TensorSeconds(forward, backward, again)
 
 
-def _sum(job: TrainingWork, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
+def _sum(job: Workload, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
     alone: Column = 0.0
     beside: Column = 0.0
     for move in (move for moves in lists for move in moves):
@@ -127,14 +127,7 @@ def _sum(job: TrainingWork, layouts: Layouts, lists: Iterable[list[Move]]) -> Se
     return Seconds(alone, beside)
 
 
-def sync_s(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
-    """Return the seconds in which tensor ranks sum partial gradients once a step; each rank sums its shard."""
-    cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
-    reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
-    return np.where(np.asarray(elements) > 0, reduced, 0.0)
-
-
-def exposed_forward_s(job: TrainingWork, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
+def exposed_forward_s(job: Workload, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
     """Return the exposed seconds of a forward pass's collectives.
 
     ``second_s`` is the time of the pairs' second products, whose pieces hide the sums of earlier pieces; ``all_s`` is
@@ -147,7 +140,7 @@ def exposed_forward_s(job: TrainingWork, layouts: Layouts, sent: Seconds, second
     return np.where((layouts.tensor_overlap == _SYMMETRIC) & _may_overlap(job, layouts), fused, sent.alone + plain)
 
 
-def exposed_backward_s(job: TrainingWork, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
+def exposed_backward_s(job: Workload, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
     """Return the exposed seconds of a backward pass's collectives.
 
     ``weights_s`` is the time of the products that compute weight gradients of the pairs' first matrices, ``all_s`` the
@@ -165,13 +158,13 @@ def pieces_sent(layouts: Layouts) -> Column:
     return np.where(np.asarray(layouts.compiled) == 1, 1, layouts.tensor_chunks)
 
 
-def _may_overlap(job: TrainingWork, layouts: Layouts) -> Mask:
+def _may_overlap(job: Workload, layouts: Layouts) -> Mask:
     """Return True where products can hide sending input gradients: in passes that are neither split nor compiled."""
     whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
     return whole
 
 
-def _left(job: TrainingWork, sent_s: Column, products_s: Column, least_s: Column) -> Column:
+def _left(job: Workload, sent_s: Column, products_s: Column, least_s: Column) -> Column:
     """Return the exposed seconds of collectives, plus the slowdown of the products that run at the same time."""
     stack = job.stack
     shown = np.maximum(sent_s - stack.overlap_products * products_s, np.minimum(least_s, sent_s))

@@ -10,26 +10,26 @@ from partool.layout.sequence import shares
 from partool.layout.sequence import tokens as tokens_of
 from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 _COUNT_BYTES = 8
 """Bytes of the number of rows that a rank announces for one expert."""
 
 
-def expert_bytes(job: TrainingWork, layout: Layout) -> int:
+def expert_bytes(job: Workload, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step to the ranks that share its experts."""
     if job.model.moe is None or layout.expert == 1:
         return 0
     return max(_of_stages(job, layout, stages) for stages in stages_of_ranks(layout))
 
 
-def _of_stages(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> int:
+def _of_stages(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
     each = [_of_layer(job, layout, layout.recompute[layer]) for layer in layers if job.model.is_moe_layer(layer)]
     return layout.derived.accumulation * sum(each)
 
 
-def _of_layer(job: TrainingWork, layout: Layout, policy: str) -> int:
+def _of_layer(job: Workload, layout: Layout, policy: str) -> int:
     """Return the bytes of one layer and micro-batch: rows and numbers of rows go out, results come back, twice.
 
     Each part of an expert gets the rows of the whole. A fully recomputed layer sends rows, numbers and results once

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from partool.cost.case import Column, Layouts
 from partool.cost.sequence import shares as sequence_shares
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
@@ -43,6 +43,6 @@ class Moves(NamedTuple):
     """Collectives of a fully recomputed layer. The layer's last sum is left out: no gradient needs it."""
 
 
-def tokens(job: TrainingWork, layouts: Layouts) -> Column:
+def tokens(job: Workload, layouts: Layouts) -> Column:
     """Return the number of tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)

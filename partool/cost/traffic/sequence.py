@@ -15,25 +15,26 @@ from partool.cost.time.pipeline import stages_of_ranks
 from partool.layout.grid import Axis, Turn, turns
 from partool.plan.layout import Layout
 from partool.strategies.sequence import METHODS
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 MANY = 64
 """Maximum number of ranks per sequence at which the sent elements of every rank are counted."""
 
 
-def sequence_bytes(job: TrainingWork, layout: Layout) -> int:
+def sequence_bytes(job: Workload, layout: Layout, turns: float = 1.0) -> int:
     """Return the bytes that the busiest rank sends per step, over all micro-batches and passes; 0 for one rank.
 
-    Recomputing the core of attention repeats the exchanges within it; recomputing whole layers also repeats the
-    exchanges before and after the core. DSP's exchanges before and after layers are never repeated.
+    ``turns`` says how often forward and backward passes run for a micro-batch. Recomputing the core of attention
+    repeats the exchanges within it; recomputing whole layers also repeats the exchanges before and after the core.
+    DSP's exchanges before and after layers are never repeated.
     """
     if layout.mesh.cp == 1:
         return 0
     most = max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
-    return round(layout.derived.accumulation * (1.0 + job.perturbed) * most)
+    return round(layout.derived.accumulation * turns * most)
 
 
-def _busiest_bytes(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> int:
+def _busiest_bytes(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     """Return the bytes that the busiest of the ranks that run ``stages`` sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
@@ -53,7 +54,7 @@ def _busiest_bytes(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> 
     return layout.micro_batch * max(totals)
 
 
-def _turns(job: TrainingWork, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
+def _turns(job: Workload, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
     """Return how many elements each rank of DSP sends; all pipeline stages begin and end with the same axis sharded."""
     grid = job.model.grid
     if grid is None:
@@ -88,7 +89,7 @@ def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, 
     )
 
 
-def heads_of(job: TrainingWork, layout: Layout) -> AttentionSizes:
+def heads_of(job: Workload, layout: Layout) -> AttentionSizes:
     """Return the sizes of attention over one sequence on the tensor rank with the most heads."""
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +18,12 @@ from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, among
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.sequence import shares as sequence_shares
-from partool.cost.time.pipeline import stages_of_ranks
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Collective, Move, Moves, tokens
-from partool.layout.mesh import shard_rows
-from partool.layout.parameters import groups, is_frozen
-from partool.layout.tensor import Partition, by_name, chunks, own_partition
+from partool.layout.tensor import chunks
 from partool.plan.layout import Layout
 from partool.plan.schedule import splits_backward
-from partool.spec.model import ModelConfig
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
 class CollectiveCall(NamedTuple):
@@ -48,13 +42,13 @@ class CollectiveCall(NamedTuple):
         return self.times * (rounds * self.payload_bytes * (self.ranks - 1) // self.ranks)
 
 
-def padded_tokens(job: TrainingWork, layouts: Layouts) -> Column:
+def padded_tokens(job: Workload, layouts: Layouts) -> Column:
     """Return the number of a micro-batch's tokens, plus the padding of the last tensor rank's share of the sequence."""
     tp, length = layouts.tp, sequence_shares.tokens(job, layouts)
     return layouts.micro_batch * tp * -(-length // tp)
 
 
-def embedding_moves(job: TrainingWork, layouts: Layouts) -> Moves:
+def embedding_moves(job: Workload, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding, sharded by vocabulary rows: looked-up rows are summed over the ranks."""
     shares, plain = _where(layouts)
     padded, hidden = padded_tokens(job, layouts) * shares, job.model.hidden
@@ -65,7 +59,7 @@ def embedding_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
 
 
-def layer_moves(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: bool = True) -> Moves:
+def layer_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool = True) -> Moves:
     """Return the collectives of one layer of a kind: those of attention and those of its network or experts.
 
     Without ``weights``, its backward pass computes no gradients of weights.
@@ -77,7 +71,7 @@ def layer_moves(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: boo
     return Moves(*(one + other for one, other in zip(moves, experts, strict=True)))
 
 
-def _pair_moves(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
+def _pair_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
     """Return the collectives of pairs of matrices, the first sharded by columns, the second by rows.
 
     Attention is one pair, the network another one. Of a layer of experts only the shared experts are a pair, and only
@@ -113,7 +107,7 @@ def _pair_moves(job: TrainingWork, layouts: Layouts, kind: Kind, *, weights: boo
     return Moves(forward, backward, again)
 
 
-def _network_pairs(job: TrainingWork, layouts: Layouts, kind: Kind) -> Column:
+def _network_pairs(job: Workload, layouts: Layouts, kind: Kind) -> Column:
     """Return 1 where the layer's network, or its shared experts, are a pair of matrices with collectives of its own."""
     if not kind.moe:
         return 1
@@ -121,7 +115,7 @@ def _network_pairs(job: TrainingWork, layouts: Layouts, kind: Kind) -> Column:
     return np.where(layouts.ep > 1, int(moe is not None and moe.shared_experts > 0), 0)
 
 
-def _expert_moves(job: TrainingWork, layouts: Layouts) -> Moves:
+def _expert_moves(job: Workload, layouts: Layouts) -> Moves:
     """Return the collectives around routed experts.
 
     Where ranks share experts, tensor ranks route different tokens: those of their shard of the norms, or shares
@@ -141,7 +135,7 @@ def _expert_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     return Moves(pass_, pass_, [Move("all_gather", "tp", sharded, hidden)])
 
 
-def head_moves(job: TrainingWork, layouts: Layouts) -> Moves:
+def head_moves(job: Workload, layouts: Layouts) -> Moves:
     """Return the collectives of the head and the loss, whose logits stay sharded.
 
     For each token the ranks need its largest logit, then the sum of exponentials and the logit of its label.
@@ -161,12 +155,12 @@ def head_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     return Moves(forward, backward, [])
 
 
-def keeps_gathered(job: TrainingWork, layouts: Layouts) -> Column:
+def keeps_gathered(job: Workload, layouts: Layouts) -> Column:
     """Return 1 where passes keep gathered inputs: if weight gradients are postponed or blocks are compiled."""
     return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
-def halves_passes(job: TrainingWork, layouts: Layouts) -> Column:
+def halves_passes(job: Workload, layouts: Layouts) -> Column:
     """Return 1 where backward passes are split: first the gradients of inputs, later the gradients of weights."""
     own = job.lists is not None and splits_backward(job.lists)
     names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
@@ -180,23 +174,8 @@ def _where(layouts: Layouts) -> tuple[Column, Column]:
     return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
 
 
-def tensor_bytes(job: TrainingWork, layout: Layout) -> int:
-    """Return the bytes that the busiest rank sends per step to the ranks that share its matrices."""
-    if layout.mesh.tp == 1:
-        return 0
-    found = []
-    for stages in stages_of_ranks(layout):
-        passes = sum(call.sent_bytes for call in pass_calls(job, layout, stages))
-        if job.perturbed:
-            ascent = pass_calls(job, layout, stages, ascent=True)
-            passes += round(job.perturbed * sum(call.sent_bytes for call in ascent))
-        sums = (sync_calls(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
-        found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
-    return max(found)
-
-
 def pass_calls(
-    job: TrainingWork, layout: Layout, stages: Sequence[int], *, ascent: bool = False
+    job: Workload, layout: Layout, stages: Sequence[int], *, ascent: bool = False
 ) -> Iterator[CollectiveCall]:
     """Yield the collectives of all passes over all micro-batches, or those of the passes that find perturbations."""
     held = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
@@ -217,7 +196,7 @@ def pass_calls(
             yield from _counted(job, layout, move, times)
 
 
-def _counted(job: TrainingWork, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
+def _counted(job: Workload, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
     """Yield the calls of a collective of ``units`` layers (or of embedding or head) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
@@ -227,72 +206,3 @@ def _counted(job: TrainingWork, layout: Layout, move: Move, units: int) -> Itera
     for start, stop in chunks(int(move.rows), int(move.pieces)):
         if stop > start:
             yield CollectiveCall(move.kind, (stop - start) * int(move.width) * each, sizes[move.axis], times)
-
-
-class _Cut(NamedTuple):
-    """Settings that decide which parts of parameters tensor ranks hold and train."""
-
-    model: ModelConfig
-    frozen: tuple[str, ...]
-    ranks: int
-    inner: int
-    sequence_norms: bool
-
-    @classmethod
-    def of(cls, job: TrainingWork, layout: Layout) -> _Cut:
-        """Return the settings of a layout."""
-        return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
-
-
-def sync_calls(
-    job: TrainingWork, layout: Layout, stages: Sequence[int], rank: int, shard: int
-) -> Iterator[CollectiveCall]:
-    """Yield the collectives that sum partial gradients once a step, over the ranks that hold the same parameter."""
-    shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
-    first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
-    held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
-    held += [first] * (0 in stages) + [last] * (len(layout.pipeline.bounds) - 1 in stages)
-    sums: Counter[tuple[int, ...]] = Counter()
-    for group in held:
-        sums.update(dict(group))
-    for holders, elements in sums.items():
-        if elements:
-            yield CollectiveCall("all_reduce", elements * job.master_bytes, len(holders), 1)
-
-
-# Results are cached, as plans price hundreds of layouts of one model with hundreds of parameters.
-@lru_cache(maxsize=256)
-def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
-    """Return, by group, the trained parameters whose gradients are summed over tensor ranks."""
-    partition = own_partition(cut.model, cut.ranks, cut.inner, cut.sequence_norms)
-    found = []
-    for group in groups(cut.model):
-        names = [info.name for info in group if not is_frozen(info.name, cut.frozen)]
-        found.append(tuple(row for row in by_name(partition, names).values() if row.gradients == "summed"))
-    return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """Return, by group, the number of elements in the rank's shard for each set of ranks with the same parameters."""
-    found = []
-    for group in _summed(cut):
-        sums: Counter[tuple[int, ...]] = Counter()
-        for row in group:
-            holders = row.holders(rank, cut.ranks)
-            local = [sum(stop - start for start, stop in ranges) for ranges in row.spans(rank)]
-            rows = shard_rows(local[0], shards, shard)
-            if len(holders) > 1:
-                sums[holders] += (rows.stop - rows.start) * prod(local[1:])
-        found.append(tuple(sums.items()))
-    return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def _different(cut: _Cut) -> tuple[int, ...]:
-    """Return one tensor rank of each set of ranks whose sums have the same sizes."""
-    seen: dict[object, int] = {}
-    for rank in range(cut.ranks):
-        sums = [[(len(holders), elements) for holders, elements in group] for group in _sums(cut, 1, rank, 0)]
-        seen.setdefault(str(sums), rank)
-    return tuple(seen.values())

@@ -11,10 +11,10 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts
 from partool.cost.traffic.messages import Move, Moves, tokens
-from partool.work.training import TrainingWork
+from partool.work.base import Workload
 
 
-def embedding_moves(job: TrainingWork, layouts: Layouts) -> Moves:
+def embedding_moves(job: Workload, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding.
 
     The embedding's rows are sharded over ``tp0`` and its widths over ``tp1``. A tied embedding is sharded over all
@@ -29,7 +29,7 @@ def embedding_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     return Moves([dealt, summed], [gathered], [])
 
 
-def layer_moves(job: TrainingWork, layouts: Layouts) -> Moves:
+def layer_moves(job: Workload, layouts: Layouts) -> Moves:
     """Return the collectives of one layer.
 
     Results of queries, keys and values are summed over ``tp1`` and scattered by heads, so that the core of attention
@@ -61,7 +61,7 @@ def layer_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     return Moves(forward, backward, again)
 
 
-def head_moves(job: TrainingWork, layouts: Layouts) -> Moves:
+def head_moves(job: Workload, layouts: Layouts) -> Moves:
     """Return the collectives of final norm, head and loss.
 
     Every rank gathers the hidden state for its part of the vocabulary; gradients of the hidden state are scattered over
@@ -84,7 +84,7 @@ def head_moves(job: TrainingWork, layouts: Layouts) -> Moves:
     return Moves(forward, backward, [])
 
 
-def _statistics(job: TrainingWork, rows: Column, norms: int) -> Move:
+def _statistics(job: Workload, rows: Column, norms: int) -> Move:
     """Return the all-reduce for norms, which need sums over the hidden size: of squares, or of values and squares."""
     return Move("all_reduce", "tp1", rows, 1, norms if job.model.norm == "rmsnorm" else 2 * norms, wide=True)
 
@@ -93,6 +93,6 @@ def _inner(layouts: Layouts) -> Column:
     return np.maximum(layouts.tensor_inner, 1)
 
 
-def _rows(job: TrainingWork, layouts: Layouts) -> Column:
+def _rows(job: Workload, layouts: Layouts) -> Column:
     """Return the number of a micro-batch's tokens, or 0 where tensor parallelism is one-dimensional."""
     return tokens(job, layouts) * np.where(np.asarray(layouts.tensor_inner) > 1, 1, 0)

@@ -10,10 +10,10 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.types import CandidateRow
 from partool.planner.explain.front import front, quickest
 from partool.planner.explain.summary import short_time, summary, why_lost
+from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem
 from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import Priced
-from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
 
 ROWS = 40

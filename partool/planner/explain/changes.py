@@ -9,9 +9,9 @@ from itertools import islice, takewhile
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
 from partool.diagnostics.record import Diagnostic
-from partool.planner.checks.table import check
 from partool.planner.explain.summary import summary
 from partool.planner.problem import Problem
+from partool.planner.rules.table import check
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced, host_limit
 from partool.planner.search.solve import Solution, may_fit, solve

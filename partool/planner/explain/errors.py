@@ -5,7 +5,7 @@ from __future__ import annotations
 from partool.catalog.profile import Applied
 from partool.catalog.profile_file import Scalar
 from partool.cost.evidence import FLOOR, MEMORY_FLOOR, DeviceClass, Evidence, memory_error, own_runs, step_error
-from partool.cost.time.predict import CPU_ERROR
+from partool.cost.training.predict import CPU_ERROR
 from partool.planner.search.price import Priced
 
 _ON_CPU = "runs of partool on two machines with two cores"
@@ -28,7 +28,7 @@ def memory_evidence(best: Priced, measured: Applied) -> Evidence:
     if best.problem.devices.backend == "cpu":
         return Evidence(error, _ON_CPU)
     found = memory_error(best.layout, best.job.stack.family, device=_device(best))
-    # Few runs of partool on such devices are known, as in partool.cost.memory.peak.
+    # Few runs of partool on such devices are known, as in partool.cost.training.peak.
     return found if found.error > MEMORY_FLOOR else Evidence(MEMORY_FLOOR, f"a stated floor; {found.words}")
 
 

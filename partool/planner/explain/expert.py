@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partool.cost.time.predict import time_terms
+from partool.cost.training.predict import time_terms
 from partool.planner.search.price import Priced
 from partool.work.stacks import sending_once
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.traffic.total import exchanges
+from partool.cost.training.traffic import exchanges
 from partool.layout.one_bit import CHUNK
 from partool.layout.parameters import count, parameters
 from partool.planner.explain.summary import summary

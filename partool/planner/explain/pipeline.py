@@ -8,7 +8,7 @@ import numpy as np
 
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import moves_weights, sent_bytes
-from partool.cost.time.predict import pipeline_idle_share
+from partool.cost.training.predict import pipeline_idle_share
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, PipelineLayout
 from partool.planner.problem import Problem
@@ -150,7 +150,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
         yield f"WeiPipe takes multiples of {pp} micro-batches, not {count}."
         return
     other = _the_other_way(problem, layout)
-    mine, theirs = (sent_bytes(best.job, one) for one in (layout, other))
+    mine, theirs = (sent_bytes(best.job, one, best.job.master_bytes) for one in (layout, other))
     weights, activations = (mine, theirs) if ring else (theirs, mine)
     tokens = layout.micro_batch * problem.spec.training.sequence_length // layout.mesh.cp
     even = tokens * weights / max(activations, 1)

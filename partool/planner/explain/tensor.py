@@ -8,10 +8,10 @@ from partool.cost.codec import encode
 from partool.cost.traffic.tensor import halves_passes
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout
+from partool.planner.cost_job import cost_job
+from partool.planner.forms.tensor_forms import divides, sent_s, shape_problem
 from partool.planner.problem import Problem, divisors
-from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import Priced
-from partool.planner.search.tensor_forms import divides, sent_s, shape_problem
 from partool.spec.numbers import GIB
 
 _CLOSE = 5e-4

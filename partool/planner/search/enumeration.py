@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import RING, Layouts
-from partool.planner.checks.tensor_cuts import cuttable
+from partool.planner.forms.experts import Form, experts_on_tensor_ranks
+from partool.planner.forms.experts import forms as expert_forms
+from partool.planner.forms.experts import shared as can_share
+from partool.planner.forms.runnable import able, nothing_runs, within
+from partool.planner.forms.tensor_forms import TensorForm, busy, divides, forms, overlap_of, pieces_of
+from partool.planner.forms.tiles import sizes as tile_sizes
 from partool.planner.problem import Problem, divisors
-from partool.planner.search.experts import Form, experts_on_tensor_ranks
-from partool.planner.search.experts import forms as expert_forms
-from partool.planner.search.experts import shared as can_share
+from partool.planner.rules.tensor_cuts import cuttable
 from partool.planner.search.policies import Policies, policies_of
-from partool.planner.search.runnable import able, nothing_runs, within
 from partool.planner.search.schedules import Scheduled, schedules
 from partool.planner.search.sequence_forms import Forms, best_forms, every_form
 from partool.planner.search.space import GROUP_COLUMNS, Space
-from partool.planner.search.tensor_forms import TensorForm, busy, divides, forms, overlap_of, pieces_of
-from partool.planner.search.tiles import sizes as tile_sizes
 
 MOST_STAGES = 128
 """Maximum number of pipeline ranks tried: twice as many as in published runs (arXiv 2104.04473: 64 for 1T

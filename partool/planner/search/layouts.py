@@ -13,14 +13,15 @@ import numpy as np
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.codec import LayoutLists, decode
 from partool.cost.kinds import Kind
-from partool.cost.time.micro import Micro, micro
+from partool.cost.training.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.layout import Layout
+from partool.planner.cost_job import cost_job
+from partool.planner.forms import gathers
+from partool.planner.forms.tensor_forms import divides
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
-from partool.planner.search import gathers, offload
-from partool.planner.search.cost_job import cost_job
-from partool.planner.search.tensor_forms import divides
+from partool.planner.search import offload
 from partool.schedule import rank_of
 from partool.spec.parallel import Compile, Recompute
 from partool.strategies.schedules import SCHEDULES as KNOWN

@@ -1,8 +1,8 @@
 """Fields of a layout for offload to host memory or disks; values are set by the spec, or follow from other fields.
 
 Each rank's parameters may be divided between two optimizers, one on the device and one on the host's cores. The size
-and type of the buckets sent between device and host are decided in :mod:`partool.cost.memory.host_state`, which counts
-their memory.
+and type of the buckets sent between device and host are decided in :mod:`partool.cost.training.host_state`, which
+counts their memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from math import ceil
 
 from partool.cost.case import Layouts
 from partool.cost.codec import encode
-from partool.cost.memory import host_state
-from partool.cost.time.predict import predict_time
-from partool.cost.time.step import hidden_share
+from partool.cost.training import host_state
+from partool.cost.training.predict import predict_time
+from partool.cost.training.step import hidden_share
 from partool.plan.layout import OffloadLayout
+from partool.planner.cost_job import cost_job
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import Priced
 from partool.spec.numbers import GIB, MIB
 from partool.strategies.optimizers import OPTIMIZERS

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import RECOMPUTE, Layouts
+from partool.planner.forms.runnable import within
 from partool.planner.problem import Problem
-from partool.planner.search.runnable import within
 from partool.spec.parallel import Recompute
 from partool.strategies.optimizers import OPTIMIZERS
 

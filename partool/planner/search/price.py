@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import RECOMPUTE, Column, Layouts, Mask
-from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
-from partool.cost.memory.peak import Memory, least_memory, least_memory_of_passes, peak_memory, predict_memory
-from partool.cost.time import micro
-from partool.cost.time.bound import Open, bound_s
-from partool.cost.time.predict import predict_time, time_terms
+from partool.cost.training import host_state, micro
+from partool.cost.training.bound import Open, bound_s
+from partool.cost.training.peak import Memory, least_memory, least_memory_of_passes, peak_memory, predict_memory
+from partool.cost.training.predict import predict_time, time_terms
 from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 from partool.work.training import TrainingWork
@@ -202,7 +201,7 @@ def pinned_limit(problem: Problem) -> float:
 
 
 def bounds_s(problem: Problem, layouts: Layouts, left: Open | None = None) -> NDArray[np.float64]:
-    """Return a lower bound of the step time of each layout; see :func:`partool.cost.time.bound.bound_s`."""
+    """Return a lower bound of the step time of each layout; see :func:`partool.cost.training.bound.bound_s`."""
     shape = np.shape(layouts.pp)
     compiled = np.broadcast_to(layouts.compiled == 1, shape)
     if compiled.all() or not compiled.any():

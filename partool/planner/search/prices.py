@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.time.bound import Open
-from partool.cost.time.offload import FAST_LINK
+from partool.cost.training.bound import Open
+from partool.cost.training.offload import FAST_LINK
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import bounds_s, host_limit, least_room, prepare, room, room_below
 from partool.planner.search.space import Space
 

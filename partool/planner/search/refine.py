@@ -10,13 +10,13 @@ import numpy as np
 
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.kinds import Kind
-from partool.cost.time.bound import bound_s
-from partool.cost.time.micro import Micro
-from partool.cost.time.passes import recorded
-from partool.cost.time.predict import DATA_S
-from partool.cost.time.slowest import RankWork, slowest
-from partool.cost.time.step import step
-from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
+from partool.cost.training.bound import bound_s
+from partool.cost.training.micro import Micro
+from partool.cost.training.passes import recorded
+from partool.cost.training.predict import DATA_S
+from partool.cost.training.slowest import RankWork, slowest
+from partool.cost.training.step import step
+from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.search.span import StagePasses, least_span_s, listed

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import Layouts
+from partool.planner.forms.sequence_rules import SequenceForm, all_forms
 from partool.planner.problem import Problem
 from partool.planner.search.price import bounds_s, room
-from partool.planner.search.sequence_rules import SequenceForm, all_forms
 
 Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
 """Forms of sequence parallelism by (sequence ranks, tensor ranks)."""

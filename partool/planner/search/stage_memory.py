@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Layouts
 from partool.cost.memory.fit import GREEN, fit_probability
 from partool.cost.memory.in_flight import handed_over, in_flight
-from partool.cost.memory.peak import ranks_of
 from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
+from partool.cost.training.peak import ranks_of
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import job_of_rows
 

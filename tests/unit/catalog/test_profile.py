@@ -158,7 +158,8 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    from partool.cost.time import attention, layer, offload
+    from partool.cost.time import attention, layer
+    from partool.cost.training import offload
     from partool.work.stacks import PARTOOL
     from partool_runtime.calibrate.items import NARROW_HEADS
 
@@ -258,7 +259,7 @@ def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
     from dataclasses import replace
 
     from partool.cost.case import Layouts
-    from partool.cost.memory.peak import peak_memory
+    from partool.cost.training.peak import peak_memory
 
     job = TrainingWork(MODEL, devices_of()[1], 128, "fp32", global_batch=8)
     before = peak_memory(job, Layouts())

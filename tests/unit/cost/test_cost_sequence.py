@@ -15,16 +15,16 @@ from partool.cost import collective
 from partool.cost.case import ATTENTION, INSIDES, RECOMPUTE, SEQUENCE_METHODS, Layouts
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
-from partool.cost.memory.communicators import communicators
-from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.sequence import buffer_bytes, saved_bytes
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime, SequenceTeams
 from partool.cost.time.attention import attention_s, pairs
-from partool.cost.time.bound import bound_s
-from partool.cost.time.predict import predict_time
 from partool.cost.traffic.sequence import heads_of, sent_by_rank
-from partool.cost.traffic.total import traffic_bytes
+from partool.cost.training.bound import bound_s
+from partool.cost.training.communicators import communicators
+from partool.cost.training.peak import peak_memory
+from partool.cost.training.predict import predict_time
+from partool.cost.training.traffic import traffic_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig

@@ -10,12 +10,12 @@ from layouts import new_layout
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.cost.case import FULL, Layouts
-from partool.cost.memory.peak import peak_memory, predict_memory
-from partool.cost.time.bound import bound_s
-from partool.cost.time.micro import micro
-from partool.cost.time.predict import predict_time
-from partool.cost.time.step import owned_elements
-from partool.cost.traffic.total import traffic
+from partool.cost.training.bound import bound_s
+from partool.cost.training.micro import micro
+from partool.cost.training.peak import peak_memory, predict_memory
+from partool.cost.training.predict import predict_time
+from partool.cost.training.step import owned_elements
+from partool.cost.training.traffic import traffic
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh
 from partool.planner import make_plan

@@ -15,14 +15,14 @@ from partool.cost.case import Layouts
 from partool.cost.codec import encode
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import widths
-from partool.cost.memory.peak import predict_memory
 from partool.cost.tensor_shares import share_columns, shares
-from partool.cost.time.bound import bound_s
 from partool.cost.time.layer import layer
 from partool.cost.time.pipeline import boundary_bytes
-from partool.cost.time.predict import predict_time
 from partool.cost.time.tensor import layer_seconds
-from partool.cost.traffic.tensor import tensor_bytes
+from partool.cost.training.bound import bound_s
+from partool.cost.training.peak import predict_memory
+from partool.cost.training.predict import predict_time
+from partool.cost.training.tensor_sums import tensor_bytes
 from partool.layout.parameters import count, groups
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh

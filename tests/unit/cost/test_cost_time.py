@@ -16,13 +16,13 @@ from partool.cost.case import RECOMPUTE, SCHEDULES, SELECTIVE, Layouts
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import attention_s, keys_seen
-from partool.cost.time.bound import bound_s
 from partool.cost.time.gemm import matmul_s, streamed_s
 from partool.cost.time.layer import head_s, layer
-from partool.cost.time.micro import micro
-from partool.cost.time.offload import offload
-from partool.cost.time.predict import attention_flops_per_token, matmul_flops_per_token, model_flops, predict_time
-from partool.cost.traffic.total import traffic, traffic_bytes
+from partool.cost.training.bound import bound_s
+from partool.cost.training.micro import micro
+from partool.cost.training.offload import offload
+from partool.cost.training.predict import attention_flops_per_token, matmul_flops_per_token, model_flops, predict_time
+from partool.cost.training.traffic import traffic, traffic_bytes
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh

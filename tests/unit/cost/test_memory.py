@@ -18,14 +18,10 @@ from partool.cost.evidence import MEMORY_FLOOR, memory_excess, uses
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.in_flight import in_flight as closed
-from partool.cost.memory.peak import (
-    host_bytes,
-    peak_memory,
-    predict_memory,
-)
 from partool.cost.memory.rank_parameters import held_by_rank
 from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
-from partool.cost.memory.states import States, states
+from partool.cost.training.peak import host_bytes, peak_memory, predict_memory
+from partool.cost.training.states import States, states
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.plan.layout import Layout, Mesh

@@ -17,12 +17,12 @@ from partool.cost.memory.backward import BackwardBytes, dense_backward
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.memory.in_flight import in_flight as closed
 from partool.cost.memory.layout_ranks import held_by_layout
-from partool.cost.memory.moments import Moment
-from partool.cost.memory.peak import rank_moments
-from partool.cost.memory.runtime_moments import _later
 from partool.cost.memory.stacks import memory_stack
-from partool.cost.memory.states import states
-from partool.cost.memory.work import PassBytes, bytes_of_layers, work
+from partool.cost.training.moments import Moment
+from partool.cost.training.peak import rank_moments
+from partool.cost.training.runtime_moments import _later
+from partool.cost.training.states import states
+from partool.cost.training.work import PassBytes, bytes_of_layers, work
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from partool.cost.case import FULL, RECOMPUTE, Layouts
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import saved_by_layer
-from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.time.layer import layer
+from partool.cost.training.peak import peak_memory
 from partool.planner.problem import network_tile
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig

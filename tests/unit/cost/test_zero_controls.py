@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import plan_of, result_of
 
-from partool.cost.traffic.gathers import kept_elements, longest_vector
+from partool.cost.training.gathers import kept_elements, longest_vector
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
-from partool.planner.search.gathers import leaves
+from partool.planner.forms.gathers import leaves
 from partool.spec.model import ModelConfig
 from partool.work.gathers import COALESCED, Controls
 

@@ -13,7 +13,7 @@ from layouts import new_layout
 from partool.cost.case import Layouts
 from partool.layout.capabilities import CAPABILITIES, GAPS
 from partool.plan.layout import Layout, Mesh
-from partool.planner.search.runnable import Task, able, aspects, gaps, of_columns
+from partool.planner.forms.runnable import Task, able, aspects, gaps, of_columns
 from partool.spec.hardware import Devices
 from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
 from partool.spec.parallel import Compile, Recompute, ZeroStage

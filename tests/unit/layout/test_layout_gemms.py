@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.catalog.models import resolve_model
-from partool.cost.time.predict import matmul_flops_per_token
+from partool.cost.training.predict import matmul_flops_per_token
 from partool.layout.gemms import Gemm, gemms
 from partool.layout.parameters import count, parameters
 from partool.spec.model import ModelConfig, ModelSpec

@@ -15,8 +15,8 @@ from planned import plan_of
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.planner import make_plan
-from partool.planner.checks.hardware import check_hardware, is_superchip
 from partool.planner.elastic import check_elastic, resized, sizes
+from partool.planner.rules.hardware import check_hardware, is_superchip
 from partool.spec import load_text
 from partool.spec.launch import LaunchSpec
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
 
 from partool.cost.case import CAPPED, SCHEDULES
-from partool.cost.memory.peak import least_memory, least_memory_of_passes
+from partool.cost.training.peak import least_memory, least_memory_of_passes
+from partool.planner.cost_job import cost_job
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search import enumeration
 from partool.planner.search.branch_and_bound import Search
-from partool.planner.search.cost_job import cost_job
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, room, room_below

@@ -17,10 +17,10 @@ from planned import plan_of
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
 from partool.plan.types import NOT_RUN
-from partool.planner.checks import data_size
-from partool.planner.checks.data_sample import files_of
-from partool.planner.checks.data_size import UncountedError, count_tokens
 from partool.planner.resolve import resolve
+from partool.planner.rules import data_size
+from partool.planner.rules.data_sample import files_of
+from partool.planner.rules.data_size import UncountedError, count_tokens
 from partool.spec import load_text
 from partool.spec.training import DataSpec
 

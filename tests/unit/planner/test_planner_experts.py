@@ -11,15 +11,15 @@ from planned import plan_of
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.cost.case import Layouts
-from partool.cost.memory.peak import predict_memory
 from partool.cost.tensor_shares import share_columns
-from partool.cost.traffic.total import traffic_bytes
+from partool.cost.training.peak import predict_memory
+from partool.cost.training.traffic import traffic_bytes
 from partool.layout.gemms import gemms
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.forms.experts import forms
 from partool.planner.problem import Problem
-from partool.planner.search.experts import forms
 from partool.spec import load_text
 from partool.work.training import TrainingWork
 

@@ -10,7 +10,7 @@ from layouts import new_layout
 
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.plan.layout import Layout, Mesh
-from partool.planner.checks.fp8 import stay_wide
+from partool.planner.findings.fp8 import stay_wide
 from partool.spec.model import ModelConfig
 
 BASE: dict[str, Any] = {

@@ -13,12 +13,12 @@ from planned import plan_of, result_of
 
 from partool.cli.main import run
 from partool.cost.time.gemm import matmul_s, tiled_s
-from partool.cost.time.predict import matmul_flops_per_token
+from partool.cost.training.predict import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.checks.kernels import absolute, check_kernels
 from partool.planner.kernels.choose import Coverage, KernelLine, coverage, requests
 from partool.planner.kernels.requests import PARTS, counted
+from partool.planner.rules.kernels import absolute, check_kernels
 from partool.spec import load
 from partool.work.training import TrainingWork
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables

@@ -18,14 +18,14 @@ from planned import plan_of, result_of
 from partool.catalog.hardware import resolve_hardware
 from partool.cost.case import Layouts
 from partool.cost.codec import encode
-from partool.cost.memory import host_state
-from partool.cost.time.offload import chain, device_share, disk_rate, link_rate, offload
+from partool.cost.training import host_state
+from partool.cost.training.offload import chain, device_share, disk_rate, link_rate, offload
 from partool.layout.parameters import count, parameters
 from partool.plan.as_spec import own_yaml
 from partool.plan.terms import HOST_TERMS
+from partool.planner import queries
 from partool.planner.explain.summary import summary
-from partool.planner.search import queries
-from partool.planner.search.queries import largest
+from partool.planner.queries import largest
 from partool.planner.search.solve import harder_ones
 from partool.spec import load_text
 from partool.spec.hardware import HardwareSpec
@@ -157,7 +157,7 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     fields = offloaded(f"optimizer: nvme, dir: {tmp_path}")
     assert result_of(ONE_CPU, fields).plan is not None
     monkeypatch.setattr(
-        "partool.planner.checks.offload_room.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})
+        "partool.planner.findings.offload_room.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
     (found,) = (one for one in result_of(ONE_CPU, fields).diagnostics if one.code == "PT487")
     assert found.severity == "error"
@@ -171,7 +171,7 @@ def test_shards_in_files_count_as_well(tmp_path: Path, monkeypatch: pytest.Monke
     size = 2 * count(parameters(plan.model))
     for free, codes in ((size, []), (size - 1, ["PT487"])):
         usage = type("Usage", (), {"free": free})
-        monkeypatch.setattr("partool.planner.checks.offload_room.shutil.disk_usage", lambda _, usage=usage: usage)
+        monkeypatch.setattr("partool.planner.findings.offload_room.shutil.disk_usage", lambda _, usage=usage: usage)
         found = result_of(ONE_CPU, fields, "training.precision=bf16").diagnostics
         assert [one.code for one in found if one.code == "PT487"] == codes
 
@@ -229,7 +229,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monke
     assert found(ONE_CPU + "\nlaunch: {target: slurm}\n", tmp_path / "none") == []
     assert found(ONE_CPU, tmp_path / "none") == [("PT667", f"{tmp_path}/none does not exist on this machine")]
     assert found(ONE_CPU, file) == [("PT667", f"{file} is not a folder on this machine")]
-    monkeypatch.setattr("partool.planner.checks.offload.os.access", lambda *_: False)
+    monkeypatch.setattr("partool.planner.rules.offload.os.access", lambda *_: False)
     assert found(ONE_CPU, tmp_path) == [("PT668", f"{tmp_path} cannot be written on this machine")]
 
 

@@ -18,12 +18,12 @@ from planned import findings_of, plan_of, problem_of, result_of
 from partool.cli.main import run
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import messages, sent_bytes
-from partool.cost.time.predict import stage_times
+from partool.cost.training.predict import stage_times
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
+from partool.planner.cost_job import cost_job
 from partool.planner.explain.summary import why_lost
 from partool.planner.resolve import resolve
-from partool.planner.search.cost_job import cost_job
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, bounds_s, room
@@ -357,7 +357,7 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
     job = cost_job(problem_of(text("pipeline: {stages: 2, schedule: weipipe}", batch=32)))
     elements = [4 * (4 * 64 * 64 + 3 * 64 * ring.model.ffn_hidden + 2 * 64)] * 2
     counted = volume(schedule_of(ring.layout), [2 * one for one in elements], [4 * one for one in elements])
-    assert sent_bytes(job, ring.layout) == max(counted)
+    assert sent_bytes(job, ring.layout, job.master_bytes) == max(counted)
 
 
 def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from partool.cli.main import run
 from partool.diagnostics.record import Diagnostic
 from partool.plan.diff import moved_inputs
 from partool.planner import make_plan
-from partool.planner.search.queries import combinations, largest, smallest_cluster
+from partool.planner.queries import combinations, largest, smallest_cluster
 from partool.spec import load_text
 from partool.spec.spec import Spec
 from partool.work import traced

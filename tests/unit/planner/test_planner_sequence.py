@@ -21,14 +21,14 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.layout import Layout
 from partool.planner import make_plan
 from partool.planner.explain.sequence import formed, rivals, sequence_reasons
+from partool.planner.forms.sequence_rules import SequenceForm, all_forms, methods
+from partool.planner.longest import NONE, Longest, longest
 from partool.planner.problem import Problem
+from partool.planner.queries import fits
 from partool.planner.resolve import resolve
 from partool.planner.search.enumeration import build
-from partool.planner.search.longest import NONE, Longest, longest
 from partool.planner.search.price import Priced
-from partool.planner.search.queries import fits
 from partool.planner.search.sequence_forms import best_forms, every_form, seconds
-from partool.planner.search.sequence_rules import SequenceForm, all_forms, methods
 from partool.planner.search.solve import solve
 from partool.report.longest import longest_rows, render_longest
 from partool.spec import load_text

@@ -13,8 +13,8 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.explain.summary import summary
+from partool.planner.forms.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
 from partool.planner.search.enumeration import build
-from partool.planner.search.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
 from partool.spec import load_text
 
 CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \

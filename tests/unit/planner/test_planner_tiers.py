@@ -15,9 +15,9 @@ from partool.planner.evidence import ABOVE_TIER_0, margin, taken_for_granted, ti
 from partool.planner.explain import comparison
 from partool.planner.explain.candidates import fewer_devices
 from partool.planner.explain.reasons import limit
+from partool.planner.queries import smallest_cluster
 from partool.planner.search.enumeration import build
 from partool.planner.search.price import PINNED_SHARE, pinned_limit
-from partool.planner.search.queries import smallest_cluster
 from partool.planner.search.solve import solve
 from partool.planner.search.tiers import group_tiers, is_small, least_margin, policy_tiers
 from partool.spec.numbers import GIB

@@ -10,8 +10,8 @@ import pytest
 from planned import spec_of
 
 from partool.catalog.models import resolve_model
-from partool.planner.checks.weights import check_weights
 from partool.planner.resolve import resolve
+from partool.planner.rules.weights import check_weights
 from partool.spec.launch import LaunchSpec
 from partool.spec.spec import Spec
 

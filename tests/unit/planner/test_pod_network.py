@@ -7,7 +7,7 @@ import re
 import pytest
 from planned import plan_of, problem_of, result_of
 
-from partool.cost.time.predict import predict_time
+from partool.cost.training.predict import predict_time
 from partool.diagnostics.record import Diagnostic
 from partool.planner.elastic import job_of_plan
 

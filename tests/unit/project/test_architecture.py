@@ -71,6 +71,49 @@ def violations(package: Path, name: str, root: Path = ROOT) -> list[str]:
     return found
 
 
+INSIDE = {"cost": [[""], ["training"]]}
+"""Order of the parts of a package, lowest first; the name "" stands for all other modules of the package."""
+TRAINING = "partool.work.training"
+"""Input of prices of training, which the other prices must not read."""
+
+
+def upward_inside(package: Path, name: str, levels: list[list[str]]) -> list[str]:
+    """Return the imports of a file of ``partool/<name>`` from a part of the package that is higher."""
+    rank = {part: level for level, parts in enumerate(levels) for part in parts}
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        level = rank.get(path.relative_to(package).with_suffix("").parts[0], rank.get("", len(levels)))
+        for module, line, _ in imports(path):
+            parts = module.split(".")
+            inside = parts[:2] == ["partool", name] and len(parts) > 2
+            if inside and rank.get(parts[2], rank.get("", -1)) > level:
+                found.append(f"{path.relative_to(package)}:{line} imports {module} from a higher part")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(INSIDE))
+def test_parts_of_a_package_import_only_downwards(name: str) -> None:
+    assert upward_inside(ROOT / "partool" / name, name, INSIDE[name]) == []
+
+
+def test_the_checker_sees_an_upward_import_in_a_package(tmp_path: Path) -> None:
+    (tmp_path / "time").mkdir()
+    (tmp_path / "training").mkdir()
+    (tmp_path / "time/layer.py").write_text("def f():\n    from partool.cost.training import step\n")
+    (tmp_path / "training/step.py").write_text("from partool.cost.time import layer\n")
+    bad = "time/layer.py:2 imports partool.cost.training"
+    assert upward_inside(tmp_path, "cost", INSIDE["cost"]) == [
+        f"{name} from a higher part" for name in (bad, f"{bad}.step")
+    ]
+
+
+def test_only_prices_of_training_read_its_settings() -> None:
+    """All other prices take a ``Workload``, so that other jobs can use them; mypy then rejects fields of training."""
+    prices = ROOT / "partool/cost"
+    reading = {path for path in prices.rglob("*.py") if any(module == TRAINING for module, _, _ in imports(path))}
+    assert {path.relative_to(prices).parts[0] for path in reading} == {"training"}
+
+
 @pytest.mark.parametrize("name", sorted(RANK))
 def test_partool_imports_only_downwards_and_never_the_runtime(name: str) -> None:
     assert violations(ROOT / "partool" / name, name) == []

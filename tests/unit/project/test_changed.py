@@ -15,7 +15,7 @@ def names(*files: str) -> tuple[list[str], list[str]]:
 
 
 def test_a_module_chooses_the_tests_that_import_it() -> None:
-    units, others = names("partool/cost/memory/peak.py")
+    units, others = names("partool/cost/training/peak.py")
     assert units[0].startswith("cost/")
     assert {"cost/test_memory.py", "planner/test_planner_bounds.py"} <= set(units)
     assert "schedule/test_schedule.py" not in units

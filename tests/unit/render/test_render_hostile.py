@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan, Variable
-from partool.planner.checks.launching import check_launch
+from partool.planner.rules.launching import check_launch
 from partool.render.dockerfile import dockerfile
 from partool.render.render import findings, render
 from partool.render.shell import UnsafeValueError, quote

@@ -11,7 +11,7 @@ from _launch_case import launch_job
 from partool.catalog.lookup import table
 from partool.launch.k8s.validate import validate_offline
 from partool.plan.types import Plan
-from partool.planner.checks.saves import with_mode
+from partool.planner.findings.saves import with_mode
 from partool.render.k8s import render
 from partool.spec.training import CheckpointSpec
 

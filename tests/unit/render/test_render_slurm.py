@@ -15,7 +15,7 @@ from _launch_case import launch_job, launch_plan
 from _slurm_stage import SRUN, Stage
 
 from partool.plan.types import Plan
-from partool.planner.checks.launching import environment
+from partool.planner.rules.launching import environment
 from partool.render.job import Job
 from partool.render.render import findings, render
 from partool.render.shell import UnsafeValueError, quote

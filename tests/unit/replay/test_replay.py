@@ -28,7 +28,7 @@ from partool.cost.evidence import (
     shipped,
     step_error,
 )
-from partool.cost.time.predict import predict_time
+from partool.cost.training.predict import predict_time
 from partool.replay.cases import SkipError, case_of
 from partool.replay.cells import Cells
 from partool.replay.machines import accelerator_of, precision_of

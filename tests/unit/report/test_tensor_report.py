@@ -16,10 +16,10 @@ from rich.console import Console
 from partool.cli.main import run
 from partool.layout.tensor import Structure, decide
 from partool.plan.diff import differences
-from partool.planner.checks.tensor_cuts import check_tensor, cuttable, without_tensor
 from partool.planner.described import Description
 from partool.planner.make import make_plan
 from partool.planner.resolve import resolve
+from partool.planner.rules.tensor_cuts import check_tensor, cuttable, without_tensor
 from partool.planner.search.enumeration import build
 from partool.report.tensor import held, render_tensor, tensor_data
 

@@ -17,7 +17,7 @@ from often import often
 from planned import findings_of, plan_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partool.cost.traffic.total import traffic, traffic_bytes
+from partool.cost.training.traffic import traffic, traffic_bytes
 from partool.plan.layout import Mesh
 from partool.plan.rank_trace import COMPUTE
 from partool.plan.types import Plan

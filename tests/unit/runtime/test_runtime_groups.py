@@ -22,7 +22,7 @@ from often import named, often
 from planned import FOLDER, plan_of
 
 from partool.cost.codec import encode
-from partool.cost.memory.communicators import communicators
+from partool.cost.training.communicators import communicators
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.schedule import connected, generate, to_text

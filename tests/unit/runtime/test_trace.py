@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from partool.cost.case import Layouts
-from partool.cost.memory.peak import peak_memory
+from partool.cost.training.peak import peak_memory
 from partool.layout.traced import COEFFICIENTS, LATENT_WIDTHS
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig

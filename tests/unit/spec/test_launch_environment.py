@@ -20,7 +20,7 @@ from partool.catalog.network import network_environment, preset_of
 from partool.cli.main import run
 from partool.plan.run import rank_environment
 from partool.plan.types import Plan
-from partool.planner.checks.launching import environment
+from partool.planner.rules.launching import environment
 from partool.report import environment as report
 from partool.report import render_plan
 from partool.spec.hardware import Devices, HardwareSpec

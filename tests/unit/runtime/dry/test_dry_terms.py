@@ -17,13 +17,13 @@ import pytest
 import yaml
 from planned import FOLDER
 
-from partool.cost.memory.moments import VARYING, Moment
-from partool.cost.memory.peak import rank_moments
+from partool.cost.training.moments import VARYING, Moment
+from partool.cost.training.peak import rank_moments
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.cost_job import cost_job
 from partool.planner.elastic import job_of_plan
 from partool.planner.resolve import resolve
-from partool.planner.search.cost_job import cost_job
 from partool.spec import load_text
 
 WORKER = Path(__file__).parents[2] / "_dry_terms.py"

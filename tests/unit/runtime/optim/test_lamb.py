@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from partool.cost import optimizer as costs
 from partool.cost.codec import encode
-from partool.cost.memory.peak import rank_memories
-from partool.cost.time.predict import predict_time
+from partool.cost.training import optimizer as costs
+from partool.cost.training.peak import rank_memories
+from partool.cost.training.predict import predict_time
 from partool.engines.write import terms_of
 from partool.layout.matrices import scaled_matrices
 from partool.plan.layout import Mesh

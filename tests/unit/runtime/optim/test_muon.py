@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from partool.cost.codec import encode
-from partool.cost.memory.peak import rank_memories
-from partool.cost.optimizer import matrices_s, matrix_bytes, working_bytes
-from partool.cost.time.predict import predict_time
+from partool.cost.training.optimizer import matrices_s, matrix_bytes, working_bytes
+from partool.cost.training.peak import rank_memories
+from partool.cost.training.predict import predict_time
 from partool.engines.write import terms_of
 from partool.layout.matrices import MatrixStack, matrix_stacks, newton_schulz_flops
 from partool.layout.tensor import own_partition

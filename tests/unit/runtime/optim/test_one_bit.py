@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from partool.cost.one_bit import one_bit_updates
+from partool.cost.training.one_bit import one_bit_updates
 from partool.layout.one_bit import CHUNK, ExchangeSchedule, buckets, exchange_schedule, one_bit_bytes
 from partool.layout.parameters import parameters
 from partool.layout.tensor import own_partition

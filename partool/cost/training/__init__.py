@@ -1,0 +1,1 @@
+"""Prices of training: its steps, its state and the exchange of gradients."""

@@ -1,0 +1,256 @@
+"""Cost of one micro-batch in a stage: its layers by kind, embedding and head, with their communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from partool.cost import tensor_shares
+from partool.cost.case import Column, Layouts
+from partool.cost.kinds import Kind, kinds
+from partool.cost.repeats import Memo, codes, distinct
+from partool.cost.tensor_shares import share_columns
+from partool.cost.time import tensor as tensor_time
+from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, layer, perturbation_s
+from partool.cost.traffic.tensor import halves_passes, keeps_gathered
+from partool.layout.parameters import layer_parameters
+from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
+
+COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """Seconds that a layer of one kind, the embedding or the head takes per micro-batch, with exposed communication."""
+
+    forward_s: Column
+    backward_s: Column
+    """Seconds of the backward pass, recomputation included."""
+    weight_s: Column
+    """Seconds that the backward pass spends on weight gradients, which a zero-bubble schedule may postpone."""
+    exposed: dict[str, Column]
+    """Exposed seconds of both passes, by time term."""
+    exposed_forward_s: Column
+    """Exposed seconds of the forward pass, all terms together."""
+    dense: Column
+    """Number of a rank's parameters outside experts; all data-parallel ranks share these parameters."""
+    expert: Column
+    """Number of parameters in a rank's experts."""
+    summed: Column = 0.0
+    """Number of parameters whose gradients are partial sums on each tensor rank."""
+    again_s: Column = 0.0
+    """Seconds of the backward pass that recompute parts of the forward pass."""
+
+    @property
+    def both_s(self) -> Column:
+        """Seconds of both passes."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Cost of one micro-batch in the embedding, in one layer of each kind, and in the head."""
+
+    layers: dict[Kind, UnitSeconds]
+    counts: dict[Kind, int]
+    """Number of layers of each kind."""
+    first: UnitSeconds
+    """Cost of the embedding."""
+    last: UnitSeconds
+    """Cost of final norm, head and loss."""
+    passes: dict[Kind, Layer]
+    """Passes of one layer of each kind, with seconds by kind of work."""
+
+    def total(self, name: str) -> Column:
+        """Return the sum of the field ``name`` over the whole model."""
+        layers = [count * getattr(self.layers[kind], name) for kind, count in self.counts.items()]
+        found: Column = sum(layers) + getattr(self.first, name) + getattr(self.last, name)
+        return found
+
+
+def micro(job: TrainingWork, layouts: Layouts) -> Micro:
+    """Return the cost of one micro-batch under each layout.
+
+    Layouts that differ only in fields that do not affect a micro-batch are computed once per job. Results for columns
+    of layouts have no ``passes``.
+    """
+    shape, memo = layouts.shape, job.memo.setdefault("micro", _KnownMicros())
+    if not shape:
+        key = tuple(float(column) for column in _case(job, layouts))
+        if key not in memo.single:
+            memo.single[key] = _micro(job, layouts)
+        found: Micro = memo.single[key]
+        return found
+    if shape[0] < _FEW:
+        return _repeated(job, layouts, memo.many)
+    columns = [layouts.pp, computes_late(layouts), *(getattr(layouts, name) for name in _CASE)]
+    if np.any(np.asarray(layouts.tp) > 1):
+        columns.append(keeps_gathered(job, layouts))
+    first, where = distinct(codes(shape[0], columns))
+    return _repeated(job, layouts.take(first), memo.many, where)
+
+
+_FEW = 512
+"""Minimum number of layouts for which a search for equal cases saves time."""
+
+
+def _repeated(job: TrainingWork, layouts: Layouts, memo: Memo, where: Any = slice(None)) -> Micro:
+    """Return the costs at the places ``where`` of layouts, computing only cases that are not in the memo."""
+    counts = Counter(kinds(job.model))
+    found = memo.results(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
+    rows = iter(found[:, where])
+    layers = {kind: _unit_of(rows) for kind in counts}
+    return Micro(layers, dict(counts), _unit_of(rows), _unit_of(rows), {})
+
+
+def prepare(job: TrainingWork, layouts: Layouts) -> None:
+    """Compute the costs of a micro-batch under many layouts at once, for later calls of :func:`micro`."""
+    memo: Memo = job.memo.setdefault("micro", _KnownMicros()).many
+    memo.learn(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
+
+
+def _computed(job: TrainingWork, layouts: Layouts, rows: Any) -> list[Column]:
+    """Return the columns of all units of the layouts at the indices ``rows``."""
+    found = _micro(job, layouts.take(rows))
+    units = (*found.layers.values(), found.first, found.last)
+    return [column for unit in units for column in _columns(unit)]
+
+
+class _KnownMicros:
+    """Costs of the cases that one job has priced so far."""
+
+    def __init__(self) -> None:
+        self.single: dict[tuple[float, ...], Micro] = {}
+        self.many = Memo()
+
+
+_CASE = (
+    "compiled", "cp", "tp", "ep", "etp", "micro_batch", "recompute", "recompute_share", "sequence_method",
+    "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens",
+    "tensor_inner", "sequence_norms", "tensor_overlap", "tensor_chunks",
+)  # fmt: skip
+"""Names of the columns of layouts that affect the cost of a micro-batch, besides those of the pipeline."""
+
+
+def _case(job: TrainingWork, layouts: Layouts) -> list[Any]:
+    """Return the columns on which the cost of a micro-batch depends.
+
+    Of a pipeline these are whether there is one, whether its schedule splits backward passes, and whether the loss has
+    to wait for other micro-batches.
+    """
+    several = np.asarray(layouts.pp) > 1
+    pipeline = (several, computes_late(layouts), halves_passes(job, layouts))
+    return [*pipeline, *(getattr(layouts, name) for name in _CASE)]
+
+
+_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "again_s")
+
+
+def _columns(unit: UnitSeconds) -> list[Column]:
+    return [*(getattr(unit, name) for name in _PLAIN), *(unit.exposed[name] for name in COMMUNICATION)]
+
+
+def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
+    """Return the unit whose columns, in the order of :func:`_columns`, come next in ``rows``."""
+    plain = {name: next(rows) for name in _PLAIN}
+    return UnitSeconds(**plain, exposed={name: next(rows) for name in COMMUNICATION})
+
+
+def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
+    counts = Counter(kinds(job.model))
+    passes = {kind: layer(job, layouts, kind, job.perturbed) for kind in counts}
+    units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
+    return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
+
+
+def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
+    again = found.again.total_s(job)
+    backward = found.backward.total_s(job) + again
+    exposed = {
+        name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
+        for name in COMMUNICATION
+    }
+    shares = share_columns(job, layouts)
+    dense, expert = shares.layers[int(kind.moe)]
+    return UnitSeconds(
+        forward_s=found.forward.total_s(job),
+        backward_s=backward,
+        weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
+        exposed=exposed,
+        exposed_forward_s=sum(found.forward.exposed.values()),
+        dense=dense,
+        expert=expert,
+        summed=shares.summed[1][int(kind.moe)],
+        again_s=again,
+    )
+
+
+def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
+    sent = tensor_time.embedding_seconds(job, layouts)
+    shares = share_columns(job, layouts)
+    found = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
+    # Embeddings are looked up again, but the pass that finds perturbations has no gradients of them.
+    return (
+        _again(found, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed) if job.perturbed else found
+    )
+
+
+def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
+    shares = share_columns(job, layouts)
+    elements: Column = shares.head
+    if job.model.tied_embeddings:
+        # The last stage has its own copy of a tied embedding.
+        head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
+        elements = elements + np.where(layouts.pp > 1, head, 0)
+    sent = tensor_time.head_seconds(job, layouts)
+    found = replace(_end(job, layouts, head_s, sent, elements), summed=shares.summed[2])
+    if not job.perturbed:
+        return found
+    backward = head_s(job, layouts, backward=True, weights=False) + sent.backward.total
+    return _again(found, 0.0, backward, sent.forward.total + sent.backward.total, job.perturbed)
+
+
+def _again(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Column, share: float) -> UnitSeconds:
+    """Return the embedding or the head with a second forward and backward pass in a share of the steps.
+
+    ``more_s`` are further seconds of that forward pass, ``backward_s`` those of its backward pass, and ``exposed_s``
+    those of its communication.
+    """
+    exposed = unit.exposed | {"tensor_parallel": unit.exposed["tensor_parallel"] + share * exposed_s}
+    return replace(
+        unit,
+        forward_s=unit.forward_s + share * (unit.forward_s + more_s),
+        backward_s=unit.backward_s + share * backward_s,
+        exposed=exposed,
+        exposed_forward_s=unit.exposed_forward_s + share * unit.exposed_forward_s,
+    )
+
+
+def _end(
+    job: TrainingWork,
+    layouts: Layouts,
+    seconds: Callable[..., Column],
+    sent: tensor_time.TensorSeconds,
+    elements: Column,
+) -> UnitSeconds:
+    """Return the cost of the embedding or the head, whose communication is all exposed."""
+    forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))
+    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": sent.forward.total + sent.backward.total}
+    shown = sent.forward.total
+    weight = 0.5 * backward if seconds is head_s else 0.0
+    return UnitSeconds(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
+
+
+@lru_cache(maxsize=64)
+def layer_elements(model: ModelConfig, kind: Kind) -> tuple[int, int]:
+    """Return the number of a layer's parameters outside its experts, and the number in its experts."""
+    index = kinds(model).index(kind)
+    infos = layer_parameters(model, index)
+    expert = sum(info.elements for info in infos if info.kind == "expert")
+    return sum(info.elements for info in infos) - expert, expert

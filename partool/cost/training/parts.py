@@ -1,0 +1,195 @@
+"""State and work of pipeline ranks under many layouts; what repeats among the layouts of one job is computed once.
+
+The training state does not depend on micro-batches and recomputation, the work of passes not on how state is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+import numpy as np
+
+from partool.cost.case import Column, Layouts, Mask
+from partool.cost.memory import in_flight as closed
+from partool.cost.memory.rank_parameters import RankLoad, held_by_rank
+from partool.cost.memory.stacks import memory_stack
+from partool.cost.repeats import Memo, codes
+from partool.cost.training.states import States, states
+from partool.cost.training.work import PassBytes, bytes_of_layers, work
+from partool.work.training import TrainingWork
+
+Place = Literal["first", "second", "last"]
+"""A pipeline rank, by its place."""
+Parts = tuple[States, PassBytes]
+_STATES = tuple(one.name for one in fields(States) if one.name != "host")
+_WORK = tuple(one.name for one in fields(PassBytes) if one.name != "begun")
+_OF_STATES = (
+    "pp", "replicas", "shards", "cp", "tp", "ep", "etp", "zero", "chunks", "gpu_fraction", "offload_parameters",
+    "tensor_inner", "sequence_norms",
+)  # fmt: skip
+"""Columns that affect the training state, besides those of :func:`_state_case`."""
+_OF_WORK = (
+    "pp", "cp", "tp", "ep", "etp", "micro_batch", "chunks", "in_flight", "recompute", "recompute_share",
+    "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens",
+    "loss_tile_tokens", "offload_activations", "compiled", "tensor_inner", "sequence_norms",
+)  # fmt: skip
+"""Columns that affect the work of passes, besides those of :func:`_work_case`."""
+
+
+class _KnownParts:
+    """State and work of the cases that one job has priced so far."""
+
+    def __init__(self) -> None:
+        self.states, self.work = Memo(), Memo()
+        self.least, self.least_work = Memo(), Memo()
+        """The few columns that tell most layouts that are too large."""
+        self.host: tuple[str, ...] = ()
+        """Keys of ``States.host``."""
+
+
+def parts(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[Parts]:
+    """Return the state and the work of the pipeline ranks at ``places`` if layers are split as evenly as possible."""
+    if not layouts.shape:
+        return list(zip(_states(job, layouts, places), _work(job, layouts, places), strict=True))
+    return list(zip(_states_at(job, layouts, places), _work_at(job, layouts, places), strict=True))
+
+
+def _states_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
+    """Return the state of the pipeline ranks at ``places``; ``layouts`` has columns."""
+    known = _known(job, places)
+
+    def of_states(first: Any) -> list[Column]:
+        found = _states(job, layouts.take(first), places)
+        known.host = tuple(found[0].host)
+        return [column for one in found for column in (*(getattr(one, name) for name in _STATES), *one.host.values())]
+
+    state = iter(known.states.results(codes(layouts.shape[0], _state_case(layouts)), of_states))
+    return [_next_states(state, known.host) for _ in places]
+
+
+def least_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool = True) -> Column:
+    """Return the bytes of training state on the device in the optimizer's step, of the rank that has most.
+
+    ``keep`` is as in :func:`least_passes`.
+    """
+    return np.asarray(_bytes_of_state(job, layouts, places, slice(0, 1), keep=keep)[0])
+
+
+def least_passes(
+    job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool = True
+) -> tuple[Column, Column]:
+    """Return bytes on the device and on the host that the fullest rank has at least.
+
+    On the device these are those of the optimizer's step, of the loss, or of the backward pass of one layer: with the
+    saved activations of all micro-batches in flight, or with the gradients of earlier micro-batches. Gathered
+    parameters count where they outlast a layer. With ``keep``, state and work of new cases are kept for later calls of
+    :func:`parts`; of many layouts, few of which will be priced again, only what is read here should be kept.
+    """
+    device, host = [], []
+    several, lasting = layouts.accumulation > 1, np.asarray(layouts.zero) != 3
+    state = iter(_bytes_of_state(job, layouts, places, slice(1, None), keep=keep))
+    done = iter(_bytes_of_work(job, layouts, places, keep=keep))
+    for _ in places:
+        resident, at_step, earlier, gathered, on_host = (next(state) for _ in range(5))
+        first, later, moved = (next(done) for _ in range(3))
+        passes = np.maximum(first, np.where(several, earlier, 0.0) + later) + np.where(lasting, gathered, 0.0)
+        device.append(resident + np.maximum(at_step, passes))
+        host.append(on_host + moved)
+    return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (device, host))
+
+
+def _bytes_of_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place], which: slice, *, keep: bool) -> Any:
+    """Return some of the columns of the state's bytes.
+
+    They are the most of any rank in the optimizer's step, then those that :func:`least_passes` reads of each rank.
+    """
+
+    def of_rows(first: Any) -> list[Column]:
+        rows = layouts.take(first)
+        found = _states_at(job, rows, places) if keep else _states(job, rows, places)
+        resident = [rank.parameters + rank.optimizer for rank in found]
+        each = [there + rank.gradients_at_step for there, rank in zip(resident, found, strict=True)]
+        columns = [np.maximum.reduce(np.broadcast_arrays(*each))]
+        for there, rank in zip(resident, found, strict=True):
+            # On a CPU, gradients in transfer to the host are nowhere else.
+            earlier = rank.gradients_before - rank.leaving
+            columns += [there, rank.gradients_at_step, earlier, rank.gathered, sum(rank.host.values())]
+        return columns
+
+    return _known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows, which)
+
+
+def _bytes_of_work(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool) -> Any:
+    """Return three columns of each rank.
+
+    They are the bytes of passes with all saved activations, those with earlier gradients instead, and the bytes of
+    activations on the host.
+    """
+
+    def of_rows(first: Any) -> list[Column]:
+        rows, columns = layouts.take(first), []
+        for done in _work_at(job, rows, places) if keep else _work(job, rows, places):
+            loss = np.minimum(done.loss, done.loss_backward)
+            # Where dense layers come first, all saved activations exist together with a layer with experts at work;
+            # with WeiPipe, ``at_work`` may be smaller, as some tensors count as saved.
+            last = np.where(done.moe_at_work > 0, np.minimum(done.moe_at_work, done.at_work), done.at_work)
+            working = last - done.of_norm
+            passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)
+            columns += [passes, np.maximum(working - done.inputs, 0.0), done.on_host]
+        return columns
+
+    return _known(job, places).least_work.results(codes(layouts.shape[0], _work_case(layouts)), of_rows)
+
+
+def _work_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
+    def of_work(first: Any) -> list[Column]:
+        found = _work(job, layouts.take(first), places)
+        return [getattr(one, name) for one in found for name in _WORK]
+
+    done = iter(_known(job, places).work.results(codes(layouts.shape[0], _work_case(layouts)), of_work))
+    return [PassBytes(*(next(done) for _ in _WORK)) for _ in places]
+
+
+def _known(job: TrainingWork, places: Sequence[Place]) -> _KnownParts:
+    found: _KnownParts = job.memo.setdefault(f"memory of {', '.join(places)}", _KnownParts())
+    return found
+
+
+def _state_case(layouts: Layouts) -> list[Column | Mask]:
+    """Return the columns on which the training state of the ranks at all places depends."""
+    several = layouts.accumulation > 1
+    return [several, layouts.ring, layouts.folded, *(getattr(layouts, name) for name in _OF_STATES)]
+
+
+def _work_case(layouts: Layouts) -> list[Column | Mask]:
+    """Return the columns on which the work of the ranks at all places depends.
+
+    Without a pipeline the schedule and the number of micro-batches have no effect.
+    """
+    several = np.asarray(layouts.pp) > 1
+    pipeline = (np.where(several, column, 0) for column in (layouts.schedule, layouts.accumulation))
+    return [*pipeline, *(getattr(layouts, name) for name in _OF_WORK)]
+
+
+def _next_states(rows: Iterator[Column], host: tuple[str, ...]) -> States:
+    plain = {name: next(rows) for name in _STATES}
+    return States(**plain, host={name: next(rows) for name in host})
+
+
+def _held(job: TrainingWork, layouts: Layouts, place: Place) -> RankLoad:
+    last = layouts.pp - 1
+    rank: Column = 0 * last if place == "first" else last if place == "last" else np.minimum(1, last)
+    return held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank))
+
+
+def _states(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
+    stack = memory_stack(job.stack.name)
+    return [states(job, layouts, stack, _held(job, layouts, place)) for place in places]
+
+
+def _work(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
+    stack, held = memory_stack(job.stack.name), [_held(job, layouts, place) for place in places]
+    layers = bytes_of_layers(job, layouts, stack, held)
+    return [work(job, layouts, stack, each, layers) for each in held]

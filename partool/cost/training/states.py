@@ -1,0 +1,337 @@
+"""Bytes of one pipeline rank's parameters, gathered parameters, gradients and optimizer state, on device and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from partool.cost.case import Column, Layouts, Mask
+from partool.cost.memory.rank_parameters import DENSE, MOE, GatherGroups, RankLoad, model_groups
+from partool.cost.memory.stacks import MemoryStack
+from partool.cost.tensor_shares import share_columns
+from partool.cost.training.gathers import kept_elements
+from partool.cost.training.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
+from partool.cost.training.one_bit import kept_bytes
+from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
+
+HOST_FACTOR = 1.5
+"""For other code bases, ratio of host memory to the training state kept there: pinned staging buffers and the
+allocator's rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
+
+
+_UNITS_LEAVING = 3
+"""Number of groups of parameters whose gradients may be in transfer to the host: two that wait and one that is
+copied."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of training state on one rank; each field is a column."""
+
+    parameters: Column
+    gathered: Column
+    gradients: Column
+    """Bytes of gradients when a backward pass ends."""
+    gradients_before: Column
+    """Bytes of gradients when activations are at their peak."""
+    gradients_at_step: Column
+    """Bytes of gradients during the optimizer's step."""
+    optimizer: Column
+    buffers: Column
+    """Bytes of buffers for all-gathers of parameters and reductions of gradients."""
+    leaving: Column
+    """Bytes of reduced gradients in transfer to the host, a part of all gradients of the passes."""
+    kept_gathered: Column
+    """With ZeRO-3, bytes of gathered parameters beside those of the units in use: those that stay gathered, and shards
+    that are copied from the host."""
+    dense_elements: Column
+    """Elements of a dense layer, before ZeRO shards them; so are the next five. 0 on ranks without any."""
+    moe_elements: Column
+    """Elements of a layer with experts, without experts that ranks share; 0 on ranks without any."""
+    expert_elements: Column
+    """Elements of such a layer's experts that ranks share: they are gathered and reduced by themselves."""
+    input_elements: Column
+    """Elements of the embedding; 0 on ranks that do not hold it as the input of the first layer."""
+    root_elements: Column
+    """Elements of the final norm and the head, or of the tied embedding; 0 on ranks without a head."""
+    tied_elements: Column
+    """Elements of a matrix that the rank uses as the embedding and as the head."""
+    expert_shards: Column
+    """Number of ranks that share one copy of an expert's state."""
+    dense_first: Column
+    """Number of dense layers that come before all of the rank's layers with experts."""
+    host: dict[str, Column]
+    """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
+
+
+@dataclass(frozen=True)
+class ElementCounts:
+    """Numbers of elements on one rank before ZeRO shards elements; ``common`` counts elements outside of experts."""
+
+    common: Column
+    expert: Column
+    trained: Column
+    """Number of elements of ``common`` that are trained."""
+    trained_expert: Column
+    matrices: Column
+    """Part of ``trained`` that an optimizer of whole matrices updates."""
+    matrices_expert: Column
+    """The same of ``trained_expert``."""
+    pair: Column
+    """Largest number of elements that two consecutive groups have together."""
+    root: Column
+    dense: Column
+    """Number of elements of a dense layer."""
+    moe: Column
+    """Number of elements of a layer with experts, without experts that ranks share."""
+    parallel: Column
+    """Number of elements of the experts of such a layer, if ranks share them."""
+    input: Column
+    largest: Column
+    """Number of elements of the largest group."""
+
+
+def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
+    """Return the bytes of the training state of a rank."""
+    sizes = element_counts(job, layouts, held)
+    small = job.compute_bytes
+    master = job.master_bytes if stack.wide_weights else small
+    zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
+    shards = _shards(layouts)
+    if stack.pipeline_keeps_whole:
+        layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
+
+    def sharded(stage: int, of: tuple[Column, Column] = (sizes.common, sizes.expert)) -> Column:
+        cut = np.where(zero >= stage, shards, 1)
+        common, expert = of
+        return np.ceil(common / cut) + np.ceil(expert / _expert_shards(layouts, cut, zero >= stage))
+
+    everything = sizes.common + sizes.expert
+    everywhere, trained = sharded(1), sharded(1, (sizes.trained, sizes.trained_expert))
+    kept_wide = master * everywhere * (1 - on_host)
+    parameters: Column
+    optimizer: Column
+    if stack.resident_copy:
+        parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
+    elif stack.narrow_beside_host:
+        # With the optimizer in host memory, all masters count as optimizer state, also masters that stay on the device.
+        parameters = np.where(on_host > 0, small * everywhere, kept_wide)
+    else:
+        parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
+    stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
+    away = np.where(layouts.offload_parameters == 1, stored, 0.0)
+    ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
+    leaving = _leaving(job, layouts, stack, sizes)
+    gradients = ended + leaving, before + leaving, stepping
+    moments = job.moments * master * trained + kept_bytes(job, layouts, trained)
+    if job.matrices is not None:
+        whole = sharded(1, (sizes.matrices, sizes.matrices_expert))
+        moments = moments - (job.moments - job.matrices.moments) * master * whole
+    gathered = _gathered(job, layouts, stack, sizes, everything)
+    if stack.counted_host_memory:
+        frozen = np.where(on_host > 0, everywhere - trained, 0.0)
+        terms = host_terms(job, layouts, frozen, on_host * trained)
+        optimizer = np.where(on_host > 0, state_bytes(job) * trained, moments) * (1 - on_host)
+    else:
+        optimizer = moments * (1 - on_host)
+        state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
+        terms = {"masters": HOST_FACTOR * state}
+    terms["parameters"] = _stored(job, layouts, stack, away, sizes)
+    buffers = _buffers(job, layouts, stack, sizes)
+    # Shards that are being copied to the device exist in addition to the gathered parameters.
+    kept = small * kept_elements(job.model, job.controls.persistent_elements) + 0.0 * sizes.root
+    if stack.copies_shards_ahead:
+        copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
+        gathered, kept = gathered + copied, kept + copied
+    units = _units(job, layouts, sizes, held)
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, **units, host=terms)
+
+
+def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, held: RankLoad) -> dict[str, Column]:
+    """Return the fields of :class:`States` that say what is gathered and reduced at once."""
+    # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
+    tied = sizes.input * held.last if job.model.tied_embeddings else 0.0
+    mixed = _dense_first(job.model) & (held.layers[MOE] > 0)
+    return {
+        "dense_elements": sizes.dense,
+        "moe_elements": sizes.moe,
+        "expert_elements": sizes.parallel,
+        "input_elements": sizes.input - tied,
+        "root_elements": sizes.root + tied,
+        "tied_elements": tied + 0.0 * sizes.root,
+        "expert_shards": _expert_shards(layouts, _shards(layouts), layouts.zero > 0),
+        "dense_first": np.where(mixed, held.layers[DENSE], 0.0),
+    }
+
+
+def _leaving(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+    """Return the maximum bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
+    if not stack.buckets_to_host:
+        return 0.0
+    there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
+    size = _UNITS_LEAVING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
+    return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
+
+
+def _stored(job: TrainingWork, layouts: Layouts, stack: MemoryStack, away: Column, sizes: ElementCounts) -> Column:
+    """Return the host bytes of parameter shards; if shards are in files, only groups in transfer take host memory."""
+    if not stack.counted_host_memory:
+        return HOST_FACTOR * away
+    if job.offload.parameters == "nvme":
+        unit = job.compute_bytes * np.ceil(sizes.largest / _shards(layouts))
+        return np.asarray(np.minimum(away, buffers(job) * unit))
+    return away
+
+
+def _shards(layouts: Layouts) -> Column:
+    """Return the number of ranks that share one copy of the state; sequence-parallel ranks are included."""
+    return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+
+
+def _expert_shards(layouts: Layouts, shards: Column, sharded: Mask) -> Column:
+    """Return the number of ranks among which the state of a rank's experts is divided, where it is ``sharded``."""
+    with_tensor = np.where((layouts.ep > 1) & sharded, layouts.tp, 1)
+    return np.maximum(1, shards * with_tensor / layouts.expert_ranks)
+
+
+def _dense_first(model: ModelConfig) -> bool:
+    return model.moe is not None and model.moe.first_dense_layers > 0 and model.moe.every == 1
+
+
+def _groups(job: TrainingWork) -> GatherGroups:
+    return model_groups(job.model, job.padded_vocab, job.frozen)
+
+
+def element_counts(job: TrainingWork, layouts: Layouts, held: RankLoad) -> ElementCounts:
+    """Return the numbers of elements on ranks with the loads ``held``."""
+    groups, shares = _groups(job), share_columns(job, layouts)
+    common: Column = 0.0
+    expert: Column = 0.0
+    trained: Column = 0.0
+    trained_expert: Column = 0.0
+    matrices: Column = 0.0
+    matrices_expert: Column = 0.0
+    layers: list[Column] = []
+    for kind in (DENSE, MOE):
+        (one, experts), count = shares.layers[kind], held.layers[kind]
+        one = one - job.shared_elements / job.model.layers
+        common, expert = common + one * count, expert + experts * count
+        trained = trained + groups.trained_layers[kind] * one * count
+        trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
+        matrices = matrices + groups.trained_matrices[kind] * shares.matrices[kind] * count
+        matrices_expert = matrices_expert + groups.trained_matrices[kind] * experts * count
+        layers.append(np.where(count > 0, one + experts, 0.0))
+    largest_layer = np.maximum(layers[DENSE], layers[MOE])
+    parallel = np.where((layers[MOE] > 0) & (layouts.ep > 1), shares.layers[MOE][1], 0.0) if job.model.moe else 0.0
+    embedding, head = shares.embedding, shares.head
+    if not job.stack.vocab_parallel:
+        embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
+    head = head + job.shared_elements
+    # A tied matrix is held by the first and by the last stage.
+    tied = job.model.tied_embeddings
+    extra = embedding * held.last * (1 - held.first) if tied else 0.0
+    outer = embedding * held.first + head * held.last + extra
+    input_group = embedding * held.first
+    root = head * held.last + extra
+    follows = np.where(held.layer_count > 1, largest_layer, 0.0)
+    return ElementCounts(
+        common=common + outer,
+        expert=expert,
+        trained=trained
+        + groups.trained_embedding * (embedding * held.first + extra)
+        + groups.trained_head * head * held.last,
+        trained_expert=trained_expert,
+        matrices=matrices,
+        matrices_expert=matrices_expert,
+        pair=np.maximum(largest_layer + follows, input_group + largest_layer),
+        root=root,
+        dense=layers[DENSE],
+        moe=layers[MOE] - parallel,
+        parallel=parallel,
+        input=input_group,
+        largest=np.maximum(np.maximum(largest_layer, input_group), root),
+    )
+
+
+def _gathered(
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, everything: Column
+) -> Column:
+    """Return the bytes of gathered parameters.
+
+    With ZeRO-3, four sorts of parameters are gathered at once: those in use, those prefetched, those that are kept
+    gathered, and those of the root module.
+    """
+    small = job.compute_bytes
+    if stack.live_elements:
+        # The limit only stops prefetching; the groups in use come on top of it.
+        partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
+    else:
+        partial = _ahead(job, sizes, everything) + sizes.root
+    whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
+    # Ranks that pass weights on copy the weights of their own stages, and cast those of the outer modules where used.
+    whole = np.where(layouts.ring, everything - sizes.input - sizes.root, whole)
+    return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, whole)
+
+
+def _ahead(job: TrainingWork, sizes: ElementCounts, everything: Column) -> Column:
+    """Return the total number of elements in the group in use, in prefetched groups, and in persistent parameters."""
+    depth = job.controls.prefetch
+    groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
+    if depth == 1 and not job.controls.persistent_elements:
+        return groups
+    return np.minimum(everything, groups + kept_elements(job.model, job.controls.persistent_elements))
+
+
+def _gradients(
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
+) -> tuple[Column, Column, Column]:
+    """Return the bytes of gradients at a backward pass's end, at the peak of activations, and at the optimizer step."""
+    master = job.master_bytes if stack.wide_weights else job.compute_bytes
+    size: Column = stack.gradient_bytes or master
+    if stack.buckets_to_host:
+        # With the optimizer in host memory, gradients have the type of their transfer, sums the type of masters.
+        kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
+        size = np.where(layouts.gpu_fraction < 1, kept, size)
+    if stack.lasting_gradients or stack.resident_copy:
+        uncut: Mask = layouts.zero < 2
+    else:
+        # Gradients are reduced as soon as they are complete, unless they have to accumulate unsharded.
+        uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
+    gradients: Column = size * np.where(uncut, whole, sharded)
+    at_step: Column = stack.step_gradient_bytes * sharded
+    if stack.wide_bf16_gradients != "never" and job.precision == "bf16":
+        wide = (layouts.pp > 1) | (stack.wide_bf16_gradients == "always")
+        gradients = np.where(wide, job.master_bytes * whole, gradients)
+        at_step = np.where(wide, 0.0, at_step)
+    lasting = stack.lasting_gradients | (layouts.accumulation > 1)
+    before = np.where(lasting, gradients, 0.0)
+    on_device = layouts.gpu_fraction
+    if stack.buckets_to_host:
+        on_device = np.where(waits_on_device(layouts), 1, on_device)
+    elif not stack.host_accumulates:
+        on_device = np.where(layouts.accumulation > 1, 1, on_device)
+    ended = gradients + stack.narrow_gradient_bytes * whole
+    stepping = gradients * on_device + at_step * layouts.gpu_fraction
+    return ended * on_device, before * on_device, stepping
+
+
+def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+    """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
+
+    A sequential gather writes directly into the parameters and needs no message. Ranks that pass weights on have other
+    buffers (:class:`~partool.cost.memory.rank_parameters.WeightRing`).
+    """
+    small = job.compute_bytes
+    master = job.master_bytes if stack.wide_weights else small
+    grouped = layouts.dp * layouts.cp > 1
+    if stack.bucket_elements:
+        buckets = 2 * small * np.minimum(stack.bucket_elements, sizes.common + sizes.expert)
+        return np.where(grouped & (layouts.zero > 0), buckets, 0.0)
+    if stack.resident_copy:
+        return 0.0 * sizes.largest
+    grouped = grouped if not stack.copies_alone else grouped | (layouts.tp * layouts.pp > 1)
+    grouped = grouped & ~np.asarray(layouts.ring)
+    whole_message = np.where((layouts.zero > 0) & (job.controls.gather == "sequential"), 0, small)
+    return np.where(grouped, sizes.largest * (whole_message + small + master), 0.0)

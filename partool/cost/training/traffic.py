@@ -1,0 +1,176 @@
+"""Calls and bytes of ZeRO per rank and optimizer step, and all terms of traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from partool.cost.codec import encode
+from partool.cost.tensor_shares import share_columns
+from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
+from partool.cost.traffic.expert import expert_bytes
+from partool.cost.traffic.sequence import sequence_bytes
+from partool.cost.training.gathers import controls_of_layout, kept_elements, messages_of_unit
+from partool.cost.training.one_bit import exchange_bytes
+from partool.cost.training.optimizer import matrix_bytes, norm_bytes
+from partool.cost.training.tensor_sums import tensor_bytes
+from partool.layout.parameters import count, is_frozen, parameters
+from partool.plan.layout import Layout
+from partool.plan.types import ExchangePart
+from partool.spec.model import ModelConfig
+from partool.work.training import TrainingWork
+
+
+@dataclass(frozen=True)
+class ZeroTraffic:
+    """Calls and bytes of ZeRO's collectives per optimizer step, for the pipeline rank with the most parameters."""
+
+    gather_calls: int
+    reduce_calls: int
+    gather_bytes: float
+    scatter_bytes: float
+    """Bytes that a rank sends to reduce gradients within a shard group."""
+    replica_bytes: float
+    """Bytes that a rank sends once a step to all-reduce its shard of gradients between replicas; where ranks pass
+    weights around a ring, also the bytes to sum the gradients of embedding and head."""
+
+
+def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
+    """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
+    found = traffic(job, layout)
+    reduced = found.scatter_bytes + found.replica_bytes
+    if job.one_bit is not None:
+        reduced = sum(part.steps * part.sent_bytes for part in exchanges(job, layout).values()) / job.one_bit.total
+    return {
+        "gradient_sync": int(reduced),
+        "parameter_gather": int(found.gather_bytes),
+        "pipeline": sent_bytes(job, layout, job.master_bytes),
+        "tensor": tensor_bytes(job, layout),
+        "sequence": sequence_bytes(job, layout, 1.0 + job.perturbed),
+        "expert": expert_bytes(job, layout),
+        "optimizer": int(matrix_bytes(job, encode(layout)) + norm_bytes(job, encode(layout))),
+    }
+
+
+def exchanges(job: TrainingWork, layout: Layout) -> dict[str, ExchangePart]:
+    """Return how many steps are of each kind and what a rank sends in one; empty if all steps average gradients."""
+    if job.one_bit is None:
+        return {}
+    found = traffic(job, layout)
+    bits = max(exchange_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
+    sent = {"full": int(found.scatter_bytes + found.replica_bytes), "one_bit": bits, "local": 0}
+    return {kind: ExchangePart(steps=steps, sent_bytes=sent[kind]) for kind, steps in job.one_bit.steps}
+
+
+def traffic(job: TrainingWork, layout: Layout) -> ZeroTraffic:
+    """Return ZeRO's calls and bytes; a ring gather or scatter sends (n-1)/n of the whole.
+
+    Parameters are gathered once a step, or with ZeRO-3 for each pass of each micro-batch; with ZeRO-3 the last group
+    stays gathered between forward and backward, and persistent parameters are gathered once a step, with one message.
+    Gradients are scattered once a step, or with ZeRO-2 and 3 once per micro-batch. Where ranks share experts, the
+    experts' parameters and gradients travel between the ranks with the same experts.
+    """
+    found = (_traffic(job, layout, stages) for stages in stages_of_ranks(layout))
+    return max(found, key=lambda one: one.gather_bytes + one.scatter_bytes + one.replica_bytes)
+
+
+def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
+    """Return the traffic of a pipeline rank that holds ``stages``."""
+    on_rank = _rank_groups(job, layout, stages)
+    # Ranks that share a sequence have gradients of different tokens, like ranks with different sequences.
+    zero, k, cp = layout.data.zero, layout.derived.accumulation, layout.mesh.cp
+    shards = layout.mesh.dp_shard * cp if zero else 1
+    replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
+    elements = sum(on_rank)
+    trained = elements * trained_share(job.model, job.frozen)
+    ring = (shards - 1) / shards
+    turns = k * (1.0 + job.perturbed)
+    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else turns * (2.0 - on_rank[-1] / elements)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(turns * (2 * len(on_rank) - 1))
+    controls = controls_of_layout(layout.data)
+    calls *= messages_of_unit(job.model, controls, zero)
+    kept = 0.0
+    if gathers and zero == 3 and controls.persistent_elements:
+        # A pipeline rank trains the same share of its parameters as the model does.
+        kept = kept_elements(job.model, controls.persistent_elements) * elements / sum(_group_elements(job, layout))
+        calls += 1
+    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    shard = trained * job.master_bytes / shards
+    experts = _of_experts(job, layout, stages) if layout.expert > 1 else _NOTHING
+    return ZeroTraffic(
+        gather_calls=calls + experts.gather_calls,
+        reduce_calls=len(on_rank) * (reductions + (replicas > 1)) + experts.reduce_calls,
+        gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes + experts.gather_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes + experts.scatter_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout) + experts.replica_bytes,
+    )
+
+
+_NOTHING = ZeroTraffic(0, 0, 0.0, 0.0, 0.0)
+
+
+def _of_experts(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
+    """Return the traffic of a rank's experts among the ranks with the same experts."""
+    mesh, zero, k = layout.mesh, layout.data.zero, layout.derived.accumulation
+    layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    units = sum(job.model.is_moe_layer(layer) for layer in layers)
+    elements = units * int(share_columns(job, encode(layout)).layers[True][1])
+    trained = elements * _trained_experts(job.model, job.frozen)
+    shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert_ranks
+    ring, replicas = (shards - 1) / shards, mesh.dp_replicate
+    gathers = 0 if shards == 1 else 1 if zero < 3 else 2 * k
+    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    return ZeroTraffic(
+        gather_calls=gathers * units,
+        reduce_calls=units * (reductions + (replicas > 1)),
+        gather_bytes=gathers * elements * ring * job.compute_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * trained * job.master_bytes / shards,
+    )
+
+
+@lru_cache(maxsize=16)
+def _trained_experts(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    infos = [info for info in parameters(model) if info.kind == "expert"]
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / max(count(infos), 1)
+
+
+def _ring_bytes(job: TrainingWork, layout: Layout) -> float:
+    """Return the bytes sent to sum gradients of embedding and head over a ring, whose ranks all have both modules."""
+    if not moves_weights(layout):
+        return 0.0
+    first, *_, last = _group_elements(job, layout)
+    return 2 * (layout.mesh.pp - 1) / layout.mesh.pp * (first + last) * job.master_bytes
+
+
+@lru_cache(maxsize=16)
+def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    """Return the share of the parameters' elements that is trained."""
+    if not frozen:
+        return 1.0
+    infos = parameters(model)
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
+
+
+def _rank_groups(job: TrainingWork, layout: Layout, stages: Iterable[int]) -> list[int]:
+    """Return the number of elements in each group of parameters that a pipeline rank with ``stages`` all-gathers."""
+    first, *layers, last = _group_elements(job, layout)
+    found: list[int] = []
+    everywhere = moves_weights(layout)
+    for index in stages:
+        start, stop = layout.pipeline.bounds[index]
+        begins, ends = index == 0 and not everywhere, index == len(layout.pipeline.bounds) - 1 and not everywhere
+        found += [first] * begins + layers[start:stop] + [last] * ends
+    return [first, *found, last] if everywhere else found
+
+
+def _group_elements(job: TrainingWork, layout: Layout) -> list[int]:
+    """Return the number of elements in each group of parameters, on the tensor rank with the most elements.
+
+    Experts that ranks share are groups of their own, and not counted here.
+    """
+    shares = share_columns(job, encode(layout))
+    layers = [int(common + (expert if layout.expert == 1 else 0)) for common, expert in shares.layers]
+    moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]
+    return [int(shares.embedding), *(layers[kind] for kind in moe), int(shares.head)]

@@ -1,0 +1,300 @@
+"""Bytes that a rank's passes hold: saved activations, tensors of one layer's backward pass, the loss, and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost.case import FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, among
+from partool.cost.memory import sequence as sequence_memory
+from partool.cost.memory.activations import (
+    early_loss,
+    micro_batch_tokens,
+    norm_per_token,
+    saved_by_layer,
+    tile_bytes,
+    widths,
+)
+from partool.cost.memory.backward import BackwardBytes, dense_backward, gradients_per_token
+from partool.cost.memory.expert_backward import experts_backward
+from partool.cost.memory.in_flight import own_inputs
+from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad
+from partool.cost.memory.stacks import MemoryStack
+from partool.cost.memory.transient import exchange_bytes, loss_bytes
+from partool.cost.sequence import shares as sequence_shares
+from partool.work.training import TrainingWork
+
+_ON_DEVICE = 3.0
+"""Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one layer; each field is a column."""
+
+    saved: Column
+    """Bytes that it saves."""
+    working: Column
+    """Bytes by which its backward pass exceeds these; this and the next three are of :class:`BackwardBytes`."""
+    reducing: Column
+    after: Column
+    recomputing: Column
+
+
+Layers = dict[tuple[int, int], LayerBytes]
+"""Maps (kind, policy) to the bytes of one layer."""
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes that a rank's passes hold; each field is a column."""
+
+    saved: Column
+    """Bytes of saved activations on the device, of all micro-batches in flight, and of the embeddings' perturbation."""
+    at_work: Column
+    """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment; for layers whose
+    experts ranks share, at the fullest moment of the experts. The most of any of the rank's layers."""
+    dense_at_work: Column
+    """The same of dense layers only; 0 on ranks without any."""
+    moe_at_work: Column
+    """The same of layers with experts."""
+    reducing: Column
+    """The same when such experts' gradients have been computed, without these gradients."""
+    after: Column
+    """The same while the rest of such a layer follows."""
+    recomputing: Column
+    """The same at the end of the forward pass that recomputes such a layer."""
+    of_layer: Column
+    """Bytes that one layer saves for one micro-batch on the device, the mean over the rank's layers."""
+    of_norm: Column
+    """Part of ``saved`` that the final norm keeps, and nothing needs any more when the layers' backward passes run."""
+    stream: Column
+    """Bytes of the residual stream of one micro-batch."""
+    on_host: Column
+    """Bytes of saved activations in host memory."""
+    loss: Column
+    """Bytes of logits and gradients of the loss's forward pass; this and the next five are of :class:`LossBytes`."""
+    loss_backward: Column
+    loss_after: Column
+    loss_held: Column
+    loss_within: Column
+    freed: Column
+    """Bytes of logits that are freed before the loss's peak; their block of memory stays empty."""
+    result: Column
+    """Bytes of the final norm's result while a fused loss uses it; nothing keeps it."""
+    handed: Column
+    """Bytes of the last stage's result, which a pipeline holds until its backward pass."""
+    tables: Column
+    """Bytes of the tables of rotations."""
+    inputs: Column
+    """Bytes of stage inputs in flight that came as messages: ``received`` has them, too."""
+    received: Column
+    """Bytes of buffers of messages between stages."""
+    layers: Column
+    of_stage: Column
+    """Number of layers of one of the rank's stages, whose units FSDP2 gathers and reduces one after the other."""
+    exchanged: Column
+    """Bytes of buffers of tensor, sequence and expert parallelism."""
+    copies: Column
+    """Bytes of flat copies of weights and gradients, where ranks pass weights to each other."""
+    in_flight: Column
+    """Number of micro-batches in flight, as in :class:`RankLoad`."""
+    ending: Column
+    """Micro-batches between the last stage's forward and backward passes."""
+    begun: tuple[BegunStages, ...] = ()
+    """Moments with gradients of some of the stages, as in :class:`RankLoad`."""
+
+
+def work(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
+    """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
+    saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
+    reducing, after, recomputing = _beside_experts(held, layers)
+    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
+    ending = at_the_end(layouts, held)
+    losses = loss_bytes(job, layouts, stack, ending)
+    stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
+    result = held.last * np.where(early_loss(job, layouts), stream, 0.0)
+    inputs, buffers = (count * stream for count in _received(layouts, held))
+    perturbation = stream * max(job.compute_bytes, 4) / job.compute_bytes if job.perturbed else 0.0
+    return PassBytes(
+        saved=saved - on_host + perturbation,
+        at_work=at_work,
+        dense_at_work=_working(held, layers, DENSE),
+        moe_at_work=_working(held, layers, MOE),
+        reducing=reducing,
+        after=after,
+        recomputing=recomputing,
+        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.larger * held.layer_count, 1.0),
+        of_norm=of_norm,
+        stream=stream,
+        on_host=on_host,
+        loss=held.last * losses.forward,
+        loss_backward=held.last * losses.backward,
+        loss_after=held.last * losses.after,
+        loss_held=held.last * losses.held,
+        loss_within=held.last * losses.within,
+        freed=held.last * losses.freed,
+        result=result,
+        handed=np.where(np.asarray(layouts.pp) > 1, result, 0.0),
+        tables=_tables_bytes(job, layouts),
+        inputs=inputs,
+        received=buffers,
+        layers=held.layer_count,
+        of_stage=held.layer_count / np.maximum(layouts.chunks, 1),
+        exchanged=exchange_bytes(job, layouts),
+        copies=_copies_bytes(job, held),
+        in_flight=held.in_flight,
+        ending=ending,
+        begun=held.begun,
+    )
+
+
+def _tables_bytes(job: TrainingWork, layouts: Layouts) -> Column:
+    """Return the bytes of cosines and sines for the positions of a rank's tokens (``model/rope.py`` of the runtime)."""
+    if job.model.position != "rope":
+        return 0.0
+    return 2 * max(job.compute_bytes, 4) * job.model.head_dim * sequence_shares.tokens(job, layouts)
+
+
+def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
+    """Return the number of stage inputs in flight that came as messages, and of all buffers of messages.
+
+    Buffers last (``_Buffers`` of ``parallel/pipeline/wires.py``): beside the inputs in flight there is one for a
+    gradient or for the next input, and there are two more where messages come for several stages. The rank with the
+    last stage makes the first gradient itself.
+    """
+    pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
+    there = np.where((pp > 1) & ~np.asarray(layouts.ring), 1.0, 0.0)
+    all_inputs = held.in_flight * chunks
+    # The first rank makes the first stage's inputs.
+    own = np.where(held.first == 1, own_inputs(layouts, all_inputs), 0.0) if held.own is None else held.own
+    inputs = np.maximum(all_inputs - own, 0.0)
+    ahead = np.where((all_inputs < layouts.accumulation * chunks) | (held.last == 0), 1.0, 0.0)
+    buffers = np.maximum(inputs + ahead + np.where((chunks > 1) & (held.first == 0), 2.0, 0.0), 1.0)
+    return there * inputs, there * buffers
+
+
+def at_the_end(layouts: Layouts, held: RankLoad) -> Column:
+    """Return how many micro-batches are between the last stage's forward and backward passes, weight gradients too.
+
+    Folded stages hold few at the end once there are more micro-batches than ranks.
+    """
+    several = (np.asarray(layouts.pp) > 1) & ~np.asarray(among(layouts.schedule, ONE_AT_THE_END))
+    if held.ending is not None:
+        return np.where(several, held.ending, 1.0)
+    few = np.where(np.asarray(layouts.folded) & (layouts.accumulation > layouts.pp), 1.0, held.in_flight)
+    return np.where(several, few, 1.0)
+
+
+def _movable(job: TrainingWork, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
+    """Return the bytes of saved activations that go to the host.
+
+    The saved tensors of the last layer and of two layers in transfer stay on the device. Where blocks are not compiled,
+    the results that selective recomputation keeps also stay on the device, as autograd saves only the layers' inputs.
+    """
+    inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
+    total: Column = 0.0
+    for (kind, policy), count in held.kept.items():
+        there = layers[kind, policy].saved
+        if policy in (SELECTIVE, KEEP_ATTENTION):
+            there = np.where(layouts.compiled == 1, there, inputs)
+        total = total + there * count
+    several = held.layer_count * np.maximum(held.in_flight, 1.0)
+    return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
+
+
+def _copies_bytes(job: TrainingWork, held: RankLoad) -> Column:
+    """Return the bytes of a rank's flat copies of weights and gradients; 0 unless ranks pass weights to each other."""
+    ring = held.ring
+    if ring is None:
+        return 0.0
+    each = ring.weights * job.compute_bytes + ring.gradients * job.master_bytes
+    return np.where(ring.there, ring.elements * each, 0.0)
+
+
+def bytes_of_layers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
+    """Return the bytes of one layer by (kind, policy)."""
+    policies = sorted({0} | {policy for each in held for _, policy in each.kept})
+    found: Layers = {}
+    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+        whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
+        passing = _backward_bytes(job, layouts, stack, kind, whole)
+        for policy in policies:
+            there = whole
+            if policy != 0:
+                more = sequence_memory.saved_bytes(job, layouts, policy)
+                there = saved_by_layer(job, layouts, stack, kind, policy) + more
+            # Only one layer's tensors are rebuilt at a time, while its backward pass runs.
+            rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
+            recomputing = passing.recomputing if policy in (FULL, KEEP_ATTENTION) else 0.0
+            alone = np.where(layouts.ep > 1, 0.0, recomputing)
+            after = (np.maximum(passing.working, alone), passing.reducing, passing.after, recomputing)
+            found[kind, policy] = LayerBytes(there, *(rebuilt + each for each in after))
+    return found
+
+
+def _backward_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> BackwardBytes:
+    """Return what the backward pass of a layer of ``kind`` takes, without the tensors that it rebuilds."""
+    if job.devices.backend == "cpu":
+        return BackwardBytes(0.0)
+    found = None
+    if stack.traced and kind == MOE:
+        found = experts_backward(job, layouts, whole)
+    elif stack.traced:
+        found = dense_backward(job, layouts, whole)
+    if found is not None:
+        return found
+    gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
+    return BackwardBytes(gradients + (exchange_bytes(job, layouts) if stack.traced else 0.0))
+
+
+def _working(held: RankLoad, layers: Layers, kind: int) -> Column:
+    """Return the most bytes of :class:`LayerBytes` ``working`` of the rank's layers of a kind."""
+    found: Column = 0.0
+    for key, count in held.kept.items():
+        if key[0] == kind:
+            found = np.maximum(found, np.where(count > 0, layers[key].working, 0.0))
+    return found
+
+
+def _beside_experts(held: RankLoad, layers: Layers) -> list[Column]:
+    """Return the last three columns of :class:`LayerBytes`, each of the fullest of the rank's layers with experts."""
+    found: list[Column] = [-np.inf, -np.inf, -np.inf]
+    for (kind, policy), count in held.kept.items():
+        if kind == MOE:
+            each = layers[kind, policy]
+            found = [
+                np.where(count > 0, np.maximum(one, most), most) for one, most in zip(each[2:], found, strict=True)
+            ]
+    return [np.where(np.isneginf(most), 0.0, most) for most in found]
+
+
+def _activations(
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
+) -> tuple[Column, Column, Column]:
+    """Return bytes: saved by all micro-batches in flight, of one layer's backward pass, and saved by the final norm."""
+    saved: Column = 0.0
+    at_work = np.maximum(_working(held, layers, DENSE), _working(held, layers, MOE))
+    for key, count in held.kept.items():
+        saved = saved + layers[key].saved * count
+    tokens = micro_batch_tokens(job, layouts)
+    if stack.keeps_boundary:
+        # Every chunk except the last stage's keeps the tensors that it sends.
+        sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
+        saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
+    norm = held.last * norm_per_token(job, layouts, stack) * tokens
+    if stack.traced:
+        norm = norm * at_the_end(layouts, held)
+    whole = saved * held.in_flight * held.larger
+    if held.ring is not None:
+        ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
+        rebuilt = sum(
+            count * layers[kind, 0].saved for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
+        )  # fmt: skip
+        whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
+        kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
+        backward = np.max(np.stack([np.asarray(layers[kind, 0].working + 0.0 * tokens) for kind in kinds]), axis=0)
+        at_work = np.where(ring.there, backward, at_work)
+    return whole + norm, at_work, norm

@@ -1,0 +1,1 @@
+"""Rules that check a spec against its model and machines, before the search."""

@@ -1,0 +1,165 @@
+"""Make the paths of a spec's ``data`` section absolute, and check the section before training starts."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from partool.diagnostics.record import Diagnostic, Severity
+from partool.plan.records import DataError
+from partool.planner.rules.data_sample import NoFilesError, sample
+from partool.planner.rules.launching import trains_here
+from partool.spec.launch import LaunchSpec
+from partool.spec.launch_checks import mounted
+from partool.spec.spec import Spec
+from partool.spec.training import DataSpec
+
+STDLIB = "python-stdlib"
+BYTES_VOCAB = 256
+_LOOKED_AT = 1000
+"""Maximum number of files per source whose kind is checked, so that planning stays fast on large folders."""
+
+
+def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
+    """Return the ``data`` section with absolute paths, the data's vocabulary size (None if unknown), and findings.
+
+    Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
+    mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container, because the
+    planning machine cannot look into the container. Files that are here and that the ranks could not read are errors,
+    wherever training runs, unless such a mount puts other files at their path.
+    """
+    data = spec.data
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
+    found = []
+    for index, (written, path) in enumerate(zip(sources, absolute, strict=True)):
+        if written == STDLIB:
+            continue
+        place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
+        severity, where = lies(spec, launch, path)
+        if not _exists(path):
+            what, help = (path, _missing_help(written)) if "://" not in written else (written, _REMOTE)
+            found.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
+        else:
+            found += _sampled(path, data, of_what_is_here(spec, launch, path), place)
+    made = [_recorded_vocab(data.format, path) for path in absolute]
+    vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
+    vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
+    update = {
+        "source": absolute[0] if isinstance(data.source, str) else absolute,
+        "tokenizer": data.tokenizer if data.tokenizer == "bytes" else str(base_dir / data.tokenizer),
+        "cache": str(base_dir / data.cache) if data.cache else None,
+    }
+    return data.model_copy(update=update), vocab, found + wrong
+
+
+_REMOTE = "data are read from files: copy them to a disk of the nodes, or mount the bucket there"
+_ON_A_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z][\w-]*")
+_HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
+
+
+def _missing_help(written: str) -> str:
+    """Return help for a source without files: a word, or two with a slash, may be a data set's name on a hub."""
+    if _ON_A_HUB.fullmatch(written) is None:
+        return _HELP
+    folder = written.rpartition("/")[2]
+    download = f"hf download {written} --repo-type dataset --local-dir {folder}"
+    return f"{_HELP}; if it is a data set on the Hugging Face hub: {download}, then source: '{folder}/**/*.parquet'"
+
+
+def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
+    """Yield a finding for each error that the ranks would raise when they read the first records of a source."""
+    try:
+        sample(path, data)
+    except NoFilesError as error:
+        yield Diagnostic("PT601", str(error), severity, place, help=_HELP)
+    except DataError as error:
+        yield Diagnostic("PT602", str(error), severity, place, help=error.help)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield Diagnostic("PT601", f"{path} cannot be read: {reason}", severity, place, help=_HELP)
+
+
+def lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
+    """Return the severity and the end of the message of a finding about a path that is missing on this machine."""
+    if trains_here(spec):
+        return "error", ""
+    if (source := mounted(launch, path)) is not None:
+        return "note", f" on this machine; the ranks see {source} there"
+    return "warning", " on this machine"
+
+
+def of_what_is_here(spec: Spec, launch: LaunchSpec, path: str) -> Severity:
+    """Return the severity of a finding about files that exist on this machine: error, or note below a mount."""
+    return "error" if trains_here(spec) or mounted(launch, path) is None else "note"
+
+
+def _exists(pattern: str) -> bool:
+    if glob.has_magic(pattern):
+        return next(glob.iglob(pattern, recursive=True), None) is not None
+    return os.path.exists(pattern)  # False for too long a name; Path.exists would raise
+
+
+def _recorded_vocab(format: str, path: str) -> int | None:
+    """Return the largest vocabulary size recorded for the source's token files; 0 if none is recorded, None for text.
+
+    Token files need no tokenizer. A folder counts as text if at least one of its files is not a token file.
+    """
+    if format in ("text", "jsonl", "parquet") or path == STDLIB:
+        return None
+    if os.path.isdir(path):
+        # Hidden files and folders are skipped, as the ranks do.
+        names: Iterator[str] = (
+            os.path.join(root, name)
+            for root, _, files in os.walk(path)
+            for name in files
+            if not any(part.startswith(".") for part in os.path.relpath(os.path.join(root, name), path).split(os.sep))
+        )
+    else:
+        names = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])
+    tokens, found = format != "auto" or path.endswith(".bin"), 0
+    for name in islice(names, _LOOKED_AT):
+        ending = os.path.splitext(name)[1].lower()
+        if ending == ".bin":
+            tokens, found = True, max(found, _vocab_beside(Path(name)))
+        elif ending not in (".idx", ".json") and format == "auto":
+            return None
+    return found if tokens else None
+
+
+def _vocab_beside(file: Path) -> int:
+    """Return the vocabulary size recorded in the sidecar of a token file; 0 if there is no sidecar."""
+    try:
+        return max(0, int(json.loads(file.with_suffix(".json").read_bytes())["vocab"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0
+
+
+def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, list[Diagnostic]]:
+    if spec.data.tokenizer == "bytes":
+        return BYTES_VOCAB, []
+    file = base_dir / spec.data.tokenizer / "tokenizer.json"
+    severity, where = lies(spec, launch, str(file))
+    try:
+        content = json.loads(file.read_bytes())
+        added = [int(token["id"]) for token in content.get("added_tokens", [])]
+        words = content["model"]["vocab"]
+        ids = words.values() if isinstance(words, dict) else range(len(words))
+        return max([*ids, *added]) + 1, []
+    except FileNotFoundError as error:
+        message = f"{file} cannot be read{where}: {error.strerror}"
+    except OSError as error:
+        severity = of_what_is_here(spec, launch, str(file))
+        message = f"{file} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        severity = of_what_is_here(spec, launch, str(file))
+        message = f"{file} is no tokenizer file"
+    help = "`bytes`, or a folder with a tokenizer.json"
+    if _ON_A_HUB.fullmatch(spec.data.tokenizer):
+        help += f"; from the Hugging Face hub: hf download {spec.data.tokenizer} tokenizer.json --local-dir DIR"
+    return None, [Diagnostic("PT603", message, severity=severity, path=("data", "tokenizer"), help=help)]
