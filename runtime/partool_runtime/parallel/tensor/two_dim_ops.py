@@ -63,6 +63,30 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
     return outer_sum(grid, out) if grid.chunks == 1 else out
 
 
+def entered_of_outer(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, which outer ranks multiply by different matrices; its gradient is summed over the outer axis."""
+    out: torch.Tensor = _EnteredOfOuter.apply(grid, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+def summed_over_inner(grid: Grid, products: Sequence[torch.Tensor], *, deal: bool) -> tuple[torch.Tensor, ...]:
+    """Sum products ``[B, S, X/d1]`` over the inner axis; with ``deal`` each rank gets its part of every sum's widths.
+
+    Together with :func:`entered_of_outer` this is :func:`first_products` for products of any kind.
+    """
+    out: tuple[torch.Tensor, ...] = _SummedOverInner.apply(grid, deal, *products)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gathered_of_inner(grid: Grid, x_BSX: torch.Tensor, *, dealt: bool) -> torch.Tensor:
+    """Return the input of a second product; with ``dealt`` it is gathered from the inner ranks.
+
+    Inner ranks use it for different outputs, so its gradient is summed over the inner axis.
+    """
+    out: torch.Tensor = _GatheredOfInner.apply(grid, dealt, x_BSX)  # type: ignore[no-untyped-call]
+    return out
+
+
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """Sum over the inner axis, for example for norms; each inner rank uses the sum for different widths."""
     out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
@@ -176,6 +200,64 @@ class _Second(torch.autograd.Function):
         of_weights = partial(_weight_gradients, x_TX.detach(), [grad_BSH.flatten(0, -2)], ctx.needs_input_grad[3:])
         grad_TX, grad_weights = _finished(finish, of_weights, (ctx.weight,), grid)
         return None, None, None if grad_TX is None else grad_TX.view(ctx.shape), *grad_weights
+
+
+class _EnteredOfOuter(torch.autograd.Function):
+    """:func:`entered_of_outer`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, ctx.grid.outer.start_sum(grad)()
+
+
+class _SummedOverInner(torch.autograd.Function):
+    """:func:`summed_over_inner`; inner ranks that have the whole sums have equal gradients of them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, deal: bool, *products: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.grid, ctx.deal = grid, deal  # type: ignore[attr-defined]
+        shares = grid.inner.size if deal else 1
+        widths = [product.shape[-1] // shares for product in products]
+        flat_TX = [product.flatten(0, -2) for product in products]
+        if deal:
+            sums_TX = grid.inner.start_scatter(_by_rank(flat_TX, grid.inner.size))()
+        else:
+            sums_TX = grid.inner.start_sum(_side_by_side(flat_TX))()
+        parts_TX = torch.split(sums_TX, widths, dim=-1)
+        return tuple(part_TX.reshape(*products[0].shape[:-1], -1) for part_TX in parts_TX)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if not ctx.deal:
+            return None, None, *grads
+        flat_TX = [grad.flatten(0, -2) for grad in grads]
+        widths = [grad_TX.shape[-1] for grad_TX in flat_TX]
+        parts_TX = _of_ranks(ctx.grid.inner.start_gather(_side_by_side(flat_TX))(), widths)
+        return None, None, *(part_TX.view(*grads[0].shape[:-1], -1) for part_TX in parts_TX)
+
+
+class _GatheredOfInner(torch.autograd.Function):
+    """:func:`gathered_of_inner`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, dealt: bool, x_BSX: torch.Tensor) -> torch.Tensor:
+        ctx.grid, ctx.dealt = grid, dealt  # type: ignore[attr-defined]
+        return _gathered_widths(grid, x_BSX) if dealt else x_BSX.view_as(x_BSX)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSX: torch.Tensor) -> tuple[Any, ...]:
+        if not ctx.dealt:
+            return None, None, ctx.grid.inner.start_sum(grad_BSX)()
+        dealt_TX = ctx.grid.inner.start_scatter(_by_rank([grad_BSX.flatten(0, -2)], ctx.grid.inner.size))()
+        return None, None, dealt_TX.view(*grad_BSX.shape[:-1], -1)
 
 
 class _InnerSum(torch.autograd.Function):
