@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import _atp_worker
 import _tensor_worker
 import torch
+from _adapters import FACTOR, Scaled
 from _ranks import in_group
-from torch import nn
 
 from partool.plan.types import Plan
 from partool.spec.model import Weights
-from partool_runtime.mesh import build_ranks
+from partool_runtime.fp8 import Fp8Linear
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import Decoder
-from partool_runtime.model.decoder import Block
 from partool_runtime.model.projection import Linear
 from partool_runtime.parallel.tensor.apply import apply_tensor
+from partool_runtime.parallel.tensor.columns import columns
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.rows import row
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.weights import build, fill, materialise
-
-FACTOR = 3.0
-
-
-class Scaled(nn.Module):
-    """A toy adapter: :data:`FACTOR` times the product of the projection that it wraps."""
-
-    matrix: torch.Tensor | None = None
-
-    def __init__(self, base: Linear) -> None:
-        super().__init__()
-        self.base = base
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.base.bias
-
-    def product(self, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
-        out = FACTOR * self.base.product(x, biased=False)
-        return out if self.bias is None or not biased else out + self.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x)
 
 
 def wrap(model: Decoder) -> Decoder:
@@ -70,7 +45,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
         yield f"2x2 {model}", _atp_worker.Case(2, model).plan(4)
 
 
-def made(plan: Plan, ranks: Any = None) -> tuple[Decoder, dict[str, torch.Tensor], torch.Tensor]:
+def made(plan: Plan, ranks: Ranks | None = None) -> tuple[Decoder, dict[str, torch.Tensor], torch.Tensor]:
     """Return a model with wrapped projections, its gradients by the names without wrappers, and its loss."""
     model = build(plan.model).double()
     if ranks is not None:
@@ -79,7 +54,6 @@ def made(plan: Plan, ranks: Any = None) -> tuple[Decoder, dict[str, torch.Tensor
     sums = None if ranks is None else TensorGradients.of(model, plan, ranks)
     fill(model, Weights(), seed=4)
     _tensor_worker.perturbed(model)
-    assert isinstance(next(iter(model.blocks()))[1], Block)
     tokens_BS, labels_BS = _tensor_worker.batch(0)
     total = wrap(model)(tokens_BS, labels_BS)
     total.backward()
@@ -100,3 +74,21 @@ def check_wrapped() -> None:
             assert gradients.keys() == expected.keys(), name
             for parameter, gradient in gradients.items():
                 _tensor_worker.same_pieces(model, parameter, gradient, expected[parameter], 1e-11, name)
+
+
+def check_wrapped_fp8() -> None:
+    """Compare products in 8 bits beneath a wrapper with multiples of those without."""
+    with in_group():
+        ranks = _tensor_worker.ranks_of(4)
+        torch.manual_seed(ranks.tp.place)
+        linears = [Fp8Linear(32, 16, bias=False) for _ in range(2)]
+        for linear in linears:
+            linear.fits, linear.narrow, linear.mode = True, torch.float8_e4m3fn, "torch"
+        x_BSI = torch.randn(2, 5, 32)
+        for overlap, chunks in ((False, 1), (True, 3)):
+            team = Team(ranks.tensor_group.group_name, ranks.tp.place, 4, overlap=overlap, chunks=chunks)
+            plain, scaled = columns(x_BSI, (linears[0], Scaled(linears[1])), team)
+            torch.testing.assert_close(plain, columns(x_BSI, linears, team)[0])
+            torch.testing.assert_close(scaled, FACTOR * columns(x_BSI, linears, team)[1])
+            expected = FACTOR * row(x_BSI, linears[0], team)
+            torch.testing.assert_close(row(x_BSI, Scaled(linears[0]), team), expected)

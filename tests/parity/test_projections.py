@@ -10,3 +10,8 @@ from _ranks import Pools
 @pytest.mark.timeout(170)
 def test_wrapped_projections_multiply_beneath_every_kind_of_tensor_parallelism(pools: Pools) -> None:
     pools.run(4, worker.check_wrapped)
+
+
+@pytest.mark.timeout(170)
+def test_wrapped_projections_multiply_in_8_bits(pools: Pools) -> None:
+    pools.run(4, worker.check_wrapped_fp8)

@@ -15,15 +15,13 @@ from partool.plan.layout import Layout
 from partool_runtime.mesh import Ranks
 from partool_runtime.model.norm import LayerNorm, RMSNorm, wide_dtype
 from partool_runtime.model.projection import Projection
-from partool_runtime.parallel.tensor.two_dim_comm import Axis
-from partool_runtime.parallel.tensor.two_dim_ops import (
-    Grid,
+from partool_runtime.parallel.tensor.two_dim_comm import Axis, Grid
+from partool_runtime.parallel.tensor.two_dim_ops import first_products, second_product
+from partool_runtime.parallel.tensor.two_dim_sums import (
     entered_of_outer,
-    first_products,
     gathered_of_inner,
     inner_sum,
     outer_sum,
-    second_product,
     summed_over_inner,
 )
 

@@ -14,7 +14,8 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tensor.sharding import LayerSharding, Sharding
 from partool_runtime.parallel.tensor.two_dim import FirstProducts, GridNorm, SecondProduct, grid_of
-from partool_runtime.parallel.tensor.two_dim_ops import Grid, dealt_rows, gathered_hidden, outer_sum
+from partool_runtime.parallel.tensor.two_dim_comm import Grid
+from partool_runtime.parallel.tensor.two_dim_sums import dealt_rows, gathered_hidden, outer_sum
 from partool_runtime.parallel.tensor.vocabulary import looked_up, vocabulary_loss
 
 
