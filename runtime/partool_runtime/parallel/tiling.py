@@ -38,10 +38,10 @@ def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
         return
     for block in blocks:
         if isinstance(block, Block) and block.ffn is not None:
-            block.ffn.around = Tiles(block.ffn, tokens, last=True)
+            block.ffn.around = TokenTiles(block.ffn, tokens, last=True)
             continue
         for network in _found(block):
-            tiles = Tiles(network, tokens, last=False)
+            tiles = TokenTiles(network, tokens, last=False)
             patch_forward(network, Patch.SECOND_PASS, partial(tiles, network.forward))
 
 
@@ -55,7 +55,7 @@ def _found(block: nn.Module) -> list[nn.Module]:
     return found
 
 
-class Tiles:
+class TokenTiles:
     """Runs a network tile by tile: a :class:`~partool_runtime.model.around.Around`."""
 
     def __init__(self, network: nn.Module, tokens: int, *, last: bool) -> None:
@@ -93,7 +93,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: Tiles, body: Forward, *parameters: torch.Tensor
+        ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: TokenTiles, body: Forward, *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x_BSH)
         ctx.tiles, ctx.body = tiles, body  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x_BSH,) = ctx.saved_tensors
-        tiles: Tiles = ctx.tiles
+        tiles: TokenTiles = ctx.tiles
         needs_x, _, _, *needs = ctx.needs_input_grad
         grad_x_BSH = torch.empty_like(x_BSH) if needs_x else None
         trained = [parameter for parameter, wanted in zip(tiles.parameters(), needs, strict=True) if wanted]
