@@ -24,12 +24,14 @@ from partool_kernels.fp8.op import quantise
 from partool_kernels.registry import ARCHITECTURES
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.patches import has_patched_forward
 from partool_runtime.model.attention import SelfAttention
 from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.projection import SEPARATE, Linear, Projection
 
 
-class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in 8 bits; its weight is the same as in :class:`torch.nn.Linear`."""
+class Fp8Linear(Linear):
+    """A projection that multiplies in 8 bits; its weight is the same as in :class:`torch.nn.Linear`."""
 
     fits: bool
     """Whether the widths of this rank's part of the layer allow 8 bits; communication does not depend on it."""
@@ -38,10 +40,28 @@ class Fp8Linear(nn.Linear):
     mode: str
     """Whether kernels or torch compute the product, see :func:`partool_kernels.device.uses_triton`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[..., K]`` to ``[..., N]``."""
-        (out,) = products(x, (self,))
+    @property
+    def matrix(self) -> torch.Tensor | None:
+        """None, since exchanges that are fused with products do not multiply in 8 bits."""
+        return None
+
+    def product(self, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+        """See :class:`Projection`."""
+        (out,) = products(x, (self,), biased=biased)
         return out
+
+
+class TogetherInFp8:
+    """:class:`InputProducts` that convert their input to 8 bits once for all projections."""
+
+    joint = True
+
+    def __call__(self, x: torch.Tensor, projections: Sequence[Projection]) -> tuple[torch.Tensor, ...]:
+        """See :class:`InputProducts`."""
+        return products(x, projections)
+
+
+_TOGETHER = TogetherInFp8()
 
 
 def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> None:
@@ -58,7 +78,7 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
     for block in blocks:
         found = False
         for name, module in list(block.named_modules()):
-            if type(module) is nn.Linear and "forward" not in vars(module) and not _is_router(name, block):
+            if type(module) in (nn.Linear, Linear) and not has_patched_forward(module) and not _is_router(name, block):
                 module.__class__, found = Fp8Linear, True
                 fp8: Any = module
                 fp8.fits = all(width > 0 and width % MULTIPLE == 0 for width in fp8.weight.shape)
@@ -100,40 +120,30 @@ def _share_inputs(block: nn.Module, *, attention: bool) -> None:
     """
     kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():
-        if isinstance(module, kinds) and "inputs" not in vars(module):
-            _hook(module, _inputs_of(module))
+        if isinstance(module, kinds) and module.inputs is SEPARATE:
+            module.inputs = _TOGETHER
 
 
-def _inputs_of(module: SelfAttention | FeedForward) -> tuple[nn.Linear, ...]:
-    if isinstance(module, SelfAttention):
-        return module.q, module.k, module.v
-    return (module.gate, module.up) if module.gated else (module.up,)
+def products(x: torch.Tensor, projections: Sequence[Projection], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
+    """Return the products of projections that share the input ``x``; each computes in 8 bits or bf16.
 
-
-def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
-    # A function and not a partial: torch.compile would recompile every block for it, and give up after the eighth.
-    def inputs(x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return products(x_BSH, linears)
-
-    setattr(module, "inputs", inputs)  # noqa: B010 - mypy forbids assigning a method
-
-
-def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return the results of linear layers that share the input ``x``; each layer computes in 8 bits or bf16.
-
-    Without ``biased`` no bias is added. Inside ``splitting`` the weight gradients can be deferred.
+    Without ``biased`` no bias is added. Inside ``splitting`` the weight gradients can be deferred. A projection that
+    wraps one in 8 bits converts the input by itself.
     """
     # Layers are not compared by id, for which torch.compile would recompile every block.
-    narrow = [linear for linear in linears if isinstance(linear, Fp8Linear) and linear.fits]
-    found = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
+    narrow = [each for each in projections if isinstance(each, Fp8Linear) and each.fits]
+    in_8_bits = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
     out, taken = [], 0
-    for linear in linears:
-        bias = linear.bias if biased else None
-        if isinstance(linear, Fp8Linear) and linear.fits:
-            out.append(found[taken] if bias is None else found[taken] + bias)
+    for projection in projections:
+        if isinstance(projection, Fp8Linear):
+            bias = projection.bias if biased else None
+            if not projection.fits:
+                out.append(deferral.linear(x, projection.weight, bias))
+                continue
+            out.append(in_8_bits[taken] if bias is None else in_8_bits[taken] + bias)
             taken += 1
         else:
-            out.append(deferral.linear(x, linear.weight, bias))
+            out.append(projection.product(x, biased=biased))
     return tuple(out)
 
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +24,9 @@ from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import Decoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import apply
-from partool_runtime.parallel.tensor.apply import hook_block, make_team
-from partool_runtime.parallel.tensor.ops import Team
-from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss, vocabulary_rows
+from partool_runtime.parallel.tensor.apply import layer_sharding, make_team
+from partool_runtime.parallel.tensor.sharding import Sharding, apply_sharding
+from partool_runtime.parallel.tensor.vocabulary import VocabularyLoss, VocabularyRows
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
@@ -74,24 +73,14 @@ def exchanges_of_one() -> Iterator[None]:
 
     def hook(model: Decoder, plan: Plan, ranks: Ranks) -> None:
         team = make_team(plan, ranks)
-        for block in model.layers:
-            hook_block(block.attention, block.ffn, team)
-        loss = partial(vocabulary_loss, first=0, team=team)
-        if model.head is None:
-            model.loss = loss
-        else:
-            model.head.loss = loss
-        model.embed.forward = partial(_rows, model.embed, team)
+        layer = layer_sharding(team)
+        apply_sharding(model, Sharding(lambda _: layer, VocabularyRows(team, 0), None, VocabularyLoss(team, 0)))
 
     apply.apply_tensor = hook
     try:
         yield
     finally:
         apply.apply_tensor = own
-
-
-def _rows(embed: torch.nn.Embedding, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
-    return vocabulary_rows(tokens_BS, embed.weight, 0, team)
 
 
 def step_of(case: Case, job: Job) -> Step:

@@ -16,7 +16,6 @@ from _expected_traffic import tensor_calls
 from _plans import small_plan
 from _ranks import joined
 from layouts import laid
-from torch import nn
 
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
@@ -30,6 +29,7 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder, Decoder
+from partool_runtime.model.projection import Linear
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.apply import compile_blocks
@@ -328,7 +328,7 @@ def check_fused(ranks: Ranks) -> None:
     size, place = ranks.tp.size, ranks.tp.place
     plain = Team(ranks.tensor_group.group_name, place, size, length=2 * size)
     torch.manual_seed(place)
-    linears = [nn.Linear(5, 3), nn.Linear(5, 4, bias=False), nn.Linear(7, 5)]
+    linears = [Linear(5, 3), Linear(5, 4, bias=False), Linear(7, 5)]
     for linear in linears:
         linear.double()
     x_BsH = torch.randn(3, 2, 5, dtype=torch.float64)

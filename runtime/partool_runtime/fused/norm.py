@@ -11,10 +11,9 @@ from torch import nn
 
 from partool_kernels.norm.op import Norm, add_norm, norm
 from partool_runtime.fused.types import Fusing
+from partool_runtime.hf.patches import has_patched_forward
 from partool_runtime.model.decoder import Block
-from partool_runtime.model.norm import RMSNorm
-
-_Plain = Callable[[torch.Tensor], torch.Tensor]
+from partool_runtime.model.norm import LayerNorm, NormFunction, RMSNorm, as_own
 
 
 def fuse_norms(model: nn.Module, how: Fusing) -> None:
@@ -24,54 +23,50 @@ def fuse_norms(model: nn.Module, how: Fusing) -> None:
     statistics in the middle of the computation. A norm whose parameters are gathered separately is not fused with the
     residual sum, since the gather happens when the norm is called.
     """
-    mode = how.mode
+    mode, by = how.mode, _alone(how.mode)
     for name, module in model.named_modules():
         apart = any(fnmatchcase(f"{name}.ffn_norm", pattern) for pattern in how.leaves)
         if isinstance(module, Block) and _is_fit(module.ffn_norm) and not apart:
-            module.add_norm = _with_sum(module.ffn_norm, mode)
+            module.add_norm = _with_sum(as_own(module.ffn_norm), mode)
     for module in model.modules():
         if _is_fit(module):
-            setattr(module, "forward", _alone(module, mode))  # noqa: B010 - mypy forbids assigning a method
+            as_own(module).by = by
 
 
 def _is_fit(module: nn.Module) -> bool:
-    if "forward" in vars(module):
+    if has_patched_forward(module) or getattr(module, "by", None) is not None:
         return False
-    if type(module) is nn.LayerNorm:
-        return len(module.normalized_shape) == 1 and module.elementwise_affine
+    if type(module) in (nn.LayerNorm, LayerNorm):
+        layer = cast(nn.LayerNorm, module)
+        return len(layer.normalized_shape) == 1 and layer.elementwise_affine
     return type(module) is RMSNorm
 
 
-def _how(module: nn.Module) -> Norm:
+def _how(norm: RMSNorm | LayerNorm) -> Norm:
     """Return the norm's description with its current parameters, which may be gathered or received."""
-    if isinstance(module, nn.LayerNorm):
-        return Norm("layer", module.eps, module.weight, cast("torch.Tensor | None", module.bias))
-    assert isinstance(module, RMSNorm)
-    return Norm("rms", module.eps, module.weight)
+    if isinstance(norm, LayerNorm):
+        return Norm("layer", norm.eps, norm.weight, cast("torch.Tensor | None", norm.bias))
+    return Norm("rms", norm.eps, norm.weight)
 
 
 # A function, as torch.compile treats each partial as a different function, and recompiles layers until it gives up.
-def _alone(module: nn.Module, mode: str) -> _Plain:
-    plain: _Plain = module.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
+def _alone(mode: str) -> NormFunction:
+    def by(module: RMSNorm | LayerNorm, x: torch.Tensor, /) -> torch.Tensor:
         how = _how(module)
         # Where parameters stay in float32, types are mixed, and torch's own norm determines the result's type.
-        return norm(x, how, mode) if how.weight.dtype == x.dtype else plain(x)
+        return norm(x, how, mode) if how.weight.dtype == x.dtype else module.plain(x)
 
-    return forward
+    return by
 
 
 def _with_sum(
-    module: nn.Module, mode: str
+    module: RMSNorm | LayerNorm, mode: str
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    plain: _Plain = module.forward
-
     def both(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         how = _how(module)
         if how.weight.dtype == x.dtype == residual.dtype:
             return add_norm(x, residual, how, mode)
         total = x + residual
-        return total, plain(total)
+        return total, module.plain(total)
 
     return both

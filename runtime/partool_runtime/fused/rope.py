@@ -34,7 +34,7 @@ def fuse_rope(model: nn.Module, how: Fusing) -> None:
 
 
 def _is_plain(norm: nn.Module) -> bool:
-    return type(norm) is RMSNorm and "forward" not in vars(norm)
+    return type(norm) is RMSNorm and norm.by is None
 
 
 def _rotation(mode: str) -> Turn:

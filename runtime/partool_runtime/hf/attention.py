@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
 from partool_runtime.model.decoder import positions
 
@@ -160,7 +161,7 @@ def take(
         for module in base.modules():
             kinds = getattr(module, "rope_type", None)
             if MOVING & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
-                setattr(module, "forward", partial(_of_whole_sequences, module.forward))  # noqa: B010 - a method
+                patch_forward(module, Patch.ROTARY, partial(_of_whole_sequences, module.forward))
     return found
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from partool_runtime.hf.patches import Patch, patch_forward
+
 
 class KeepWide(TorchFunctionMode):
     """Makes functions of float64 tensors return float64 where float32 is requested.
@@ -50,4 +52,4 @@ def stay_wide(module: nn.Module) -> None:
         with KeepWide():
             return forward(*args, **kwargs)
 
-    setattr(module, "forward", wide)  # noqa: B010 - mypy forbids assigning a method
+    patch_forward(module, Patch.FLOAT64, wide)

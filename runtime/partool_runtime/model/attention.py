@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from partool.layout.grid import Axis
 from partool.spec.model import ModelConfig
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.operator import attend_by
+from partool_runtime.model.projection import SEPARATE, InputProducts, Linear, OutputProduct, alone
 from partool_runtime.model.rope import Tables, rotate, score_scale
 from partool_runtime.model.visibility import AttentionLayout as AttentionLayout  # noqa: PLC0414
 from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
@@ -95,6 +97,24 @@ class Context:
         """Context of layers that attend along the rows of a grid, if this rank holds other tokens in these layers."""
 
 
+class Attend(Protocol):
+    """Type of :func:`attend` and of what replaces it: attention along sequences that several ranks share, kernels."""
+
+    def __call__(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        tokens: Tokens | None,
+    ) -> torch.Tensor:
+        """Return the attention of this rank's queries to all keys that they see, ``[B, N, S, D]``.
+
+        S is the number of this rank's tokens, N and K the numbers of its query and key heads. ``tokens.index_S``, the
+        window of ``layout`` and ``tokens.documents_BL`` determine the keys that a query sees.
+        """
+
+
 def attend(
     q_BNSD: torch.Tensor,
     k_BKSD: torch.Tensor,
@@ -105,8 +125,8 @@ def attend(
     """Return the causal attention softmax(q kᵀ / √D) v, ``[B, N, S, V]``, of queries and keys of a whole sequence.
 
     K key-value heads serve N query heads, N a multiple of K. Values may have another width (V) than queries and keys.
-    Sequence parallelism replaces this function. If ``layout`` has an axis of a grid, the tokens may be only some of the
-    grid's rows or columns.
+    Methods of sequence parallelism replace this function. If ``layout`` has an axis of a grid, the tokens may be only
+    some of the grid's rows or columns.
     """
     if layout.axis is not None:
         return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, layout.scale, tokens)
@@ -160,22 +180,38 @@ def turned(heads_BSND: torch.Tensor, norm: nn.Module | None, rope: Tables | None
     return heads_BNSD if rope is None else rotate(heads_BNSD, rope)
 
 
+_Module_contra = TypeVar("_Module_contra", bound=nn.Module, contravariant=True)
+
+
+class HeadsExchange(Protocol[_Module_contra]):
+    """How ranks that share sequences compute a layer's attention if they exchange tokens for heads."""
+
+    def __call__(self, attention: _Module_contra, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
+        """Map this rank's tokens ``[B, S, H]`` to ``[B, S, H]`` with the projections and the core of ``attention``."""
+
+
 class SelfAttention(nn.Module):
     """Projections, optional norms of query and key heads, rotation, :func:`attend`, and the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.core = attend
-        """Function that computes attention; recomputation wraps it."""
+        self.core: Attend = attend
+        """Function that computes attention; methods of sequence parallelism replace it, recomputation wraps it."""
+        self.inputs: InputProducts = SEPARATE
+        """Multiplies by the projections of queries, keys and values, which share their input."""
+        self.output: OutputProduct = alone
+        """Multiplies by the projection of all heads' results."""
+        self.exchange: HeadsExchange[SelfAttention] | None = None
+        """How ranks that share sequences exchange tokens for heads around the core; None if they exchange none."""
         self.turn: Turn = turned
         """Function that norms and rotates queries and keys; a kernel may do both in one pass."""
         self.layout = attention_layout(config, layer)
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q = nn.Linear(config.hidden, queries, bias=config.qkv_bias)
-        self.k = nn.Linear(config.hidden, keys, bias=config.qkv_bias)
-        self.v = nn.Linear(config.hidden, keys, bias=config.qkv_bias)
-        self.o = nn.Linear(queries, config.hidden, bias=config.out_bias)
+        self.q = Linear(config.hidden, queries, bias=config.qkv_bias)
+        self.k = Linear(config.hidden, keys, bias=config.qkv_bias)
+        self.v = Linear(config.hidden, keys, bias=config.qkv_bias)
+        self.o = Linear(queries, config.hidden, bias=config.out_bias)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -183,10 +219,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
-        q_BSX, k_BSX, v_BSX = self.inputs(x_BSH)
+        if self.exchange is not None:
+            return self.exchange(self, x_BSH, context)
+        q_BSX, k_BSX, v_BSX = self.inputs(x_BSH, (self.q, self.k, self.v))
         q_BNSD, k_BKSD = self.queries(q_BSX, context), self.keys(k_BSX, context)
         out_BNSD = self.core(q_BNSD, k_BKSD, self.values(v_BSX), self.layout, context.tokens)
-        return self.output(out_BNSD.transpose(1, 2).flatten(-2))
+        return self.output(out_BNSD.transpose(1, 2).flatten(-2), self.o)
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
         """Return projected queries as heads ``[B, N, S, D]``, normalised and rotated."""
@@ -199,12 +237,3 @@ class SelfAttention(nn.Module):
     def values(self, v_BSX: torch.Tensor) -> torch.Tensor:
         """Return projected values as heads ``[B, K, S, D]``."""
         return heads_of(v_BSX, self.head_dim).transpose(1, 2)
-
-    def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each ``[B, S, heads · D]``; tensor parallelism replaces this method."""
-        return self.q(x_BSH), self.k(x_BSH), self.v(x_BSH)
-
-    def output(self, heads_BSX: torch.Tensor) -> torch.Tensor:
-        """Map all heads' results ``[B, S, heads · D]`` to ``[B, S, H]``; tensor parallelism replaces this method."""
-        out: torch.Tensor = self.o(heads_BSX)
-        return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.model.around import Around
 from partool_runtime.model.attention import Context, Tokens
+from partool_runtime.model.embedding import Embedding
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.latent_attention import make_attention
 from partool_runtime.model.loss import loss
@@ -22,8 +24,19 @@ from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
 from partool_runtime.placement import Placement
 
-HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function from (hidden ``[B, S, H]``, weight of the head, labels ``[B, S]``) to the sum of token losses, a scalar."""
+
+class HeadLoss(Protocol):
+    """Type of :func:`partool_runtime.model.loss.loss` and of the losses over a vocabulary that ranks share."""
+
+    def __call__(self, hidden: torch.Tensor, head_weight_VH: torch.Tensor, labels_BS: torch.Tensor, /) -> torch.Tensor:
+        """Return the sum of token losses, a scalar, of the hidden state ``[B, S, H]``."""
+
+
+class HasLoss(Protocol):
+    """A module that computes the loss: the head, or what a tied embedding belongs to."""
+
+    loss: HeadLoss
+    """The function that computes it; tensor parallelism replaces it, and kernels and tiles set its options."""
 
 
 class Block(nn.Module):
@@ -44,9 +57,15 @@ class Block(nn.Module):
             self.ffn = FeedForward(config)
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
         """Function that computes a sum and its ``ffn_norm`` in one kernel; None means that torch computes them."""
+        self.around: Around | None = None
+        """Runs :meth:`compute` so that the backward pass recomputes it; None keeps all tensors."""
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        return self.compute(x_BSH, context) if self.around is None else self.around(self.compute, x_BSH, context)
+
+    def compute(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
+        """Compute the layer."""
         attended_BSH: torch.Tensor = self.attention(self.attention_norm(x_BSH), context)
         if self.add_norm is not None:
             x_BSH, normed_BSH = self.add_norm(x_BSH, attended_BSH)
@@ -220,8 +239,8 @@ class Decoder(StagedDecoder):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
-        self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
+        self.embed = Embedding(config.vocab, config.hidden, config.padding_token)
+        self.position = Embedding(config.max_position, config.hidden) if config.position == "learned" else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from partool.spec.model import Activation, ModelConfig
+from partool_runtime.model.around import Around
+from partool_runtime.model.projection import SEPARATE, InputProducts, Linear, OutputProduct, alone
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
@@ -30,24 +32,25 @@ class FeedForward(nn.Module):
         self.gated = config.gated
         self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         """Function that computes act(gate) · up in one kernel; None means that torch computes it."""
+        self.inputs: InputProducts = SEPARATE
+        """Multiplies by the gate and up projections, which share their input."""
+        self.output: OutputProduct = alone
+        """Multiplies by the down projection."""
+        self.around: Around | None = None
+        """Runs :meth:`compute`, for example for one tile of tokens after the other; None runs it once."""
         if config.gated:
-            self.gate = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
-        self.up = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
-        self.down = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
+            self.gate = Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
+        self.up = Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
+        self.down = Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
-        first, *others = self.inputs(x_BSH)
+        return self.compute(x_BSH) if self.around is None else self.around(self.compute, x_BSH)
+
+    def compute(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Compute the network for the tokens of ``x_BSH``."""
+        first, *others = self.inputs(x_BSH, (self.gate, self.up) if self.gated else (self.up,))
         if others and self.combine is not None:
-            return self.output(self.combine(first, others[0]))
+            return self.output(self.combine(first, others[0]), self.down)
         inner = self.activation(first)
-        return self.output(inner * others[0] if others else inner)
-
-    def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return gate and up projections, or only up, ``[B, S, F]``; tensor parallelism replaces this method."""
-        return (self.gate(x_BSH), self.up(x_BSH)) if self.gated else (self.up(x_BSH),)
-
-    def output(self, inner_BSF: torch.Tensor) -> torch.Tensor:
-        """Map ``[B, S, F]`` to ``[B, S, H]``; tensor parallelism replaces this method."""
-        out: torch.Tensor = self.down(inner_BSF)
-        return out
+        return self.output(inner * others[0] if others else inner, self.down)

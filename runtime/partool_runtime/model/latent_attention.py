@@ -6,12 +6,23 @@ state. RoPE rotates a separate part of each query and one part of the key, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from partool.spec.model import Mla, ModelConfig
-from partool_runtime.model.attention import Context, SelfAttention, attend, attention_layout, heads_of
+from partool_runtime.model.attention import (
+    Attend,
+    Context,
+    HeadsExchange,
+    SelfAttention,
+    attend,
+    attention_layout,
+    heads_of,
+)
 from partool_runtime.model.norm import RMSNorm
+from partool_runtime.model.projection import SEPARATE, InputProducts, Linear, OutputProduct, alone
 from partool_runtime.model.rope import rotate
 
 LATENT_EPS = 1e-6
@@ -24,31 +35,41 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, mla: Mla, layer: int) -> None:
         super().__init__()
         self.mla = mla
-        self.core = attend
-        """Function that computes attention; recomputation wraps it."""
+        self.core: Attend = attend
+        """Function that computes attention; methods of sequence parallelism replace it, recomputation wraps it."""
+        self.inputs: InputProducts = SEPARATE
+        """Multiplies by the projections that expand latents to heads, or the hidden state to queries."""
+        self.output: OutputProduct = alone
+        """Multiplies by the projection of all heads' results."""
+        self.enter: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Gives the keys' shared part, which no projection expands, to this rank's heads; None if it has all heads."""
+        self.exchange: HeadsExchange[LatentAttention] | None = None
+        """How ranks that share sequences exchange tokens for heads around the core; None if they exchange none."""
         self.layout = attention_layout(config, layer)
         hidden, queries = config.hidden, config.heads * mla.qk_head_dim
         self.compresses_queries = mla.q_rank is not None
         if mla.q_rank is None:
-            self.q = nn.Linear(hidden, queries, bias=config.qkv_bias)
+            self.q = Linear(hidden, queries, bias=config.qkv_bias)
         else:
-            self.q_a = nn.Linear(hidden, mla.q_rank, bias=config.qkv_bias)
+            self.q_a = Linear(hidden, mla.q_rank, bias=config.qkv_bias)
             self.q_a_norm = RMSNorm(mla.q_rank, LATENT_EPS)
-            self.q_b = nn.Linear(mla.q_rank, queries, bias=False)
-        self.kv_a = nn.Linear(hidden, mla.kv_rank + mla.rope_head_dim, bias=config.qkv_bias)
+            self.q_b = Linear(mla.q_rank, queries, bias=False)
+        self.kv_a = Linear(hidden, mla.kv_rank + mla.rope_head_dim, bias=config.qkv_bias)
         self.kv_a_norm = RMSNorm(mla.kv_rank, LATENT_EPS)
-        self.kv_b = nn.Linear(mla.kv_rank, config.heads * (mla.nope_head_dim + mla.v_head_dim), bias=False)
-        self.o = nn.Linear(config.heads * mla.v_head_dim, hidden, bias=config.out_bias)
+        self.kv_b = Linear(mla.kv_rank, config.heads * (mla.nope_head_dim + mla.v_head_dim), bias=False)
+        self.o = Linear(config.heads * mla.v_head_dim, hidden, bias=config.out_bias)
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        if self.exchange is not None:
+            return self.exchange(self, x_BSH, context)
         q_BNSD, k_BNSD, v_BNSV = self.heads(x_BSH, context)
         out_BNSV = self.core(q_BNSD, k_BNSD, v_BNSV, self.layout, context.tokens)
-        return self.output(out_BNSV.transpose(1, 2).flatten(-2))
+        return self.output(out_BNSV.transpose(1, 2).flatten(-2), self.o)
 
     def heads(self, x_BSH: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys ``[B, N, S, D]``, and values ``[B, N, S, V]``."""
-        q_BSX, kv_BSX, rope_BSR = self.inputs(x_BSH)
+        q_BSX, kv_BSX, rope_BSR = self.projected(x_BSH)
         return self.queries(q_BSX, context), self.keys(kv_BSX, rope_BSR, context), self.values(kv_BSX)
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
@@ -74,15 +95,21 @@ class LatentAttention(nn.Module):
         """
         return self._expanded(kv_BSX)[..., self.mla.nope_head_dim :].contiguous().transpose(1, 2)
 
-    def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def projected(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, the product of keys' parts and values, and keys' shared part before its rotation.
 
-        They are ``[B, S, N · D]``, ``[B, S, N · (P + V)]`` and ``[B, S, R]``, where P and R are the widths of a key's
-        two parts. Tensor parallelism replaces this method.
+        They are ``[B, S, N · D]``, ``[B, S, N · (P + V)]`` and ``[B, S, R]`` of all tokens, where P and R are the
+        widths of a key's two parts. Down-projections and norms of the latents are whole on every tensor rank, and work
+        on the rank's share of the tokens where norms do: latents are exchanged, which are narrower than the residual
+        stream.
         """
         latent_BSC, rope_BSR = self.latent(x_BSH)
-        q_BSX = self.q_b(self.q_latent(x_BSH)) if self.compresses_queries else self.q(x_BSH)
-        return q_BSX, self.kv_b(latent_BSC), rope_BSR
+        if self.compresses_queries:
+            (q_BSX,) = self.inputs(self.q_latent(x_BSH), (self.q_b,))
+        else:
+            (q_BSX,) = self.inputs(x_BSH, (self.q,))
+        (kv_BSX,) = self.inputs(latent_BSC, (self.kv_b,))
+        return q_BSX, kv_BSX, rope_BSR if self.enter is None else self.enter(rope_BSR)
 
     def q_latent(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the normalised latents of queries, ``[B, S, q_rank]``."""
@@ -93,11 +120,6 @@ class LatentAttention(nn.Module):
         """Return the normalised latents of keys and values ``[B, S, kv_rank]``, and the shared part of keys."""
         latent_BSC, rope_BSR = self.kv_a(x_BSH).tensor_split([self.mla.kv_rank], dim=-1)
         return self.kv_a_norm(latent_BSC), rope_BSR
-
-    def output(self, heads_BSX: torch.Tensor) -> torch.Tensor:
-        """Map all heads' results ``[B, S, N · V]`` to ``[B, S, H]``; tensor parallelism replaces this method."""
-        out: torch.Tensor = self.o(heads_BSX)
-        return out
 
     def _expanded(self, kv_BSX: torch.Tensor) -> torch.Tensor:
         return heads_of(kv_BSX, self.mla.nope_head_dim + self.mla.v_head_dim)

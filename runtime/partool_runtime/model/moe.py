@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -66,6 +67,52 @@ class Experts(nn.Module):
         return grouped_gemm(inner_RF, down_EFH, ends_E)
 
 
+class Division(Protocol):
+    """How tensor ranks divide the work of a layer of experts."""
+
+    joined: bool
+    """Whether shared experts work on the routed tokens, and their result is added before :meth:`leave`."""
+
+    def enter(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that this rank routes."""
+
+    def leave(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the result for the layer's inputs ``x_BSH`` from the results of the routed tokens."""
+
+
+class Undivided:
+    """:class:`Division` of one rank."""
+
+    joined = True
+
+    def enter(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """See :class:`Division`."""
+        return x_BSH
+
+    def leave(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+        """See :class:`Division`."""
+        del x_BSH
+        return out_BSH
+
+
+class Dispatch(Protocol):
+    """How tokens get to their experts, and the results back."""
+
+    def __call__(
+        self, layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weighted sum of each token's experts, ``[T, H]``, and the result of ``beside``, if given."""
+
+
+def dispatch_here(
+    layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:class:`Dispatch` of a rank that holds all experts, or its part of the widths of all."""
+    routing = route(choices.experts, layer.number)
+    rows_RH = layer.experts(permute(x_TH, routing), routing.ends)
+    return unpermute(rows_RH, routing, choices.weights), None if beside is None else beside()
+
+
 class MixtureOfExperts(nn.Module):
     """A router, its experts, and shared experts that every token uses, which are one wider network."""
 
@@ -76,46 +123,31 @@ class MixtureOfExperts(nn.Module):
         self.number = moe.experts
         self.router = Router(config)
         self.experts = Experts(config)
-        self.joined = True
-        """Whether shared experts work on the routed tokens, and their result is added before :meth:`output`."""
+        self.division: Division = Undivided()
+        """How tensor ranks divide the layer's work."""
+        self.dispatch: Dispatch = dispatch_here
+        """Brings tokens to their experts; expert parallelism exchanges them between ranks."""
         self.shared: FeedForward | None = None
         if moe.shared_experts:
             self.shared = FeedForward(config.model_copy(update=_shared(config, moe.shared_experts * moe.ffn_hidden)))
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
-        inner_BSH = self.inputs(x_BSH)
-        beside = None if self.shared is None else partial(self.shared, inner_BSH if self.joined else x_BSH)
+        inner_BSH, joined = self.division.enter(x_BSH), self.division.joined
+        beside = None if self.shared is None else partial(self.shared, inner_BSH if joined else x_BSH)
         out_BSH, of_shared_BSH = self.mixed(inner_BSH, beside)
         if of_shared_BSH is None:
-            return self.output(out_BSH, x_BSH)
-        if self.joined:
-            return self.output(out_BSH + of_shared_BSH, x_BSH)
-        return self.output(out_BSH, x_BSH) + of_shared_BSH
-
-    def inputs(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that this rank routes; tensor parallelism replaces this method."""
-        return x_BSH
-
-    def output(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the result for inputs ``x_BSH`` from the routed tokens' results; tensor parallelism replaces this."""
-        del x_BSH
-        return out_BSH
+            return self.division.leave(out_BSH, x_BSH)
+        if joined:
+            return self.division.leave(out_BSH + of_shared_BSH, x_BSH)
+        return self.division.leave(out_BSH, x_BSH) + of_shared_BSH
 
     def mixed(self, x_BSH: torch.Tensor, beside: Beside | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tokens' results of routed experts, and the result of ``beside``, which may run meanwhile."""
         x_TH = x_BSH.flatten(0, 1)
         choices = self.router(x_TH, len(x_BSH))
-        out_TH, other = self.routed(x_TH, choices, beside)
+        out_TH, other = self.dispatch(self, x_TH, choices, beside)
         return out_TH.view_as(x_BSH), other
-
-    def routed(
-        self, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weighted sum of each token's experts, ``[T, H]``; expert parallelism replaces this method."""
-        routing = route(choices.experts, self.number)
-        rows_RH = self.experts(permute(x_TH, routing), routing.ends)
-        return unpermute(rows_RH, routing, choices.weights), None if beside is None else beside()
 
 
 def _shared(config: ModelConfig, width: int) -> dict[str, object]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from partool.spec.model import ModelConfig
 from partool_runtime.model.decoder import Block, Contexts, Head, HeadLoss, StagedDecoder, embedded
+from partool_runtime.model.embedding import Embedding
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -17,19 +18,17 @@ Span = tuple[int, int]
 """Range of layers: the number of the first layer, and the number after the last layer."""
 
 
-class TiedEmbedding(nn.Embedding):
+class TiedEmbedding(Embedding):
     """An embedding whose weight is also the output matrix. Both uses are forward passes, visible to wrappers."""
 
-    loss: HeadLoss = staticmethod(loss)
-    """Loss function; tensor parallelism replaces it on the instance."""
+    def __init__(self, vocab: int, hidden: int, padding: int | None = None) -> None:
+        super().__init__(vocab, hidden, padding)
+        self.loss: HeadLoss = loss
+        """Loss function; tensor parallelism replaces it."""
 
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
         """Return embeddings ``[B, S, H]`` of tokens ``x``; with labels, the sum of token losses of hidden states."""
-        return self.rows(x) if labels_BS is None else self.loss(x, self.weight, labels_BS)
-
-    def rows(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return the embedding of tokens, ``[B, S, H]``; tensor parallelism replaces this method."""
-        return super().forward(tokens_BS)
+        return super().forward(x) if labels_BS is None else self.loss(x, self.weight, labels_BS)
 
 
 class StageModule(nn.Module):
@@ -43,8 +42,8 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleDict(layers)
         self.contexts = contexts
         self.first = False
-        self.embed: nn.Embedding | None = None
-        self.position: nn.Embedding | None = None
+        self.embed: Embedding | None = None
+        self.position: Embedding | None = None
         self.final_norm: nn.Module | None = None
         self.head: nn.Module | None = None
         self.shared: tuple[TiedEmbedding, ...] = ()
@@ -101,13 +100,13 @@ class DecoderParts(StagedDecoder):
         last = len(spans) - 1
         held = sorted(layer for stage in mine for layer in range(*spans[stage]))
         self.config = config
-        self.embed: nn.Embedding | None = None
-        self.position: nn.Embedding | None = None
+        self.embed: Embedding | None = None
+        self.position: Embedding | None = None
         if 0 in mine or (last in mine and config.tied_embeddings):
-            kind = TiedEmbedding if config.tied_embeddings else nn.Embedding
+            kind = TiedEmbedding if config.tied_embeddings else Embedding
             self.embed = kind(config.vocab, config.hidden, config.padding_token)
         if 0 in mine and config.position == "learned":
-            self.position = nn.Embedding(config.max_position, config.hidden)
+            self.position = Embedding(config.max_position, config.hidden)
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
         self.final_norm = make_norm(config) if last in mine else None
         self.head = Head(config) if last in mine and not config.tied_embeddings else None
@@ -123,7 +122,7 @@ class DecoderParts(StagedDecoder):
         return self._stages
 
     @property
-    def shared(self) -> nn.Embedding | None:
+    def shared(self) -> Embedding | None:
         """See :class:`StagedDecoder`."""
         return self._shared[0]
 

@@ -16,6 +16,8 @@ from partool_kernels.fp8.linear import FP8_LINEARS
 from partool_kernels.grouped_gemm.op import GROUPED
 from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.hf.patches import Patch, patch_forward
+from partool_runtime.model.around import Around
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import ATTEND
 from partool_runtime.model.routing import CHOOSE
@@ -75,31 +77,29 @@ def recompute(
             contexts = _CONTEXTS[policy]
             if isinstance(block, Block) and block.moe is not None:
                 contexts = partial(kept.contexts, _OF_EXPERTS[policy])
-            _put(block, _again(block.forward, contexts, draws=draws, tiled=tiled))
+            around = _again(contexts, draws=draws, tiled=tiled)
+            if isinstance(block, Block):
+                block.around = around
+            else:
+                patch_forward(block, Patch.SECOND_PASS, partial(around, block.forward))
 
 
 def _attention(block: nn.Module, draws: bool) -> None:
+    around = _again(None, draws=draws)
+    for attention in [block.attention] if isinstance(block, Block) else taken(block):
+        attention.core = partial(around, attention.core)
     if isinstance(block, Block):
-        block.attention.core = _again(block.attention.core, None, draws=draws)
         return
-    for attention in taken(block):
-        attention.core = _again(attention.core, None, draws=draws)
     if taken(block):
         return
     for module in [module for module in block.modules() if "Attention" in type(module).__name__]:
         stay_wide(module)
-        _put(module, _again(module.forward, None, draws=draws))
+        patch_forward(module, Patch.SECOND_PASS, partial(around, module.forward))
 
 
-def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
-    setattr(module, "forward", forward)  # noqa: B010 - mypy forbids assigning a method
-
-
-def _again(
-    forward: Callable[..., Any], contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False
-) -> Callable[..., Any]:
-    """Return ``forward`` wrapped so that the backward pass recomputes it, except for results that ``contexts`` keep."""
-    whole = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
+def _again(contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False) -> Around:
+    """Return what makes the backward pass recompute a computation, except for results that ``contexts`` keep."""
+    whole = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
     if tiled:
         return partial(whole, context_fn=partial(_tiled, contexts))
     return whole if contexts is None else partial(whole, context_fn=contexts)

@@ -8,6 +8,7 @@ ALST, arXiv 2506.13996, section 3.1). Gradients of weights are summed over tiles
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import structure as of_transformers
 from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.losses import set_loss
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.norm import wide_dtype
@@ -35,9 +37,12 @@ def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
     if not tokens:
         return
     for block in blocks:
-        own = isinstance(block, Block)
-        for network in [block.ffn] if isinstance(block, Block) and block.ffn is not None else _found(block):
-            setattr(network, "forward", _Tiles(network, tokens, last=own))  # noqa: B010 - mypy forbids it otherwise
+        if isinstance(block, Block) and block.ffn is not None:
+            block.ffn.around = TokenTiles(block.ffn, tokens, last=True)
+            continue
+        for network in _found(block):
+            tiles = TokenTiles(network, tokens, last=False)
+            patch_forward(network, Patch.SECOND_PASS, partial(tiles, network.forward))
 
 
 def _found(block: nn.Module) -> list[nn.Module]:
@@ -50,22 +55,23 @@ def _found(block: nn.Module) -> list[nn.Module]:
     return found
 
 
-class _Tiles:
-    """The forward pass of a network, in tiles."""
+class TokenTiles:
+    """Runs a network tile by tile: a :class:`~partool_runtime.model.around.Around`."""
 
     def __init__(self, network: nn.Module, tokens: int, *, last: bool) -> None:
-        self.body: Forward = network.forward
         self.parameters = network.parameters
         self.tokens = tokens
         self.last = last
         """True if operations that follow the network in its layer save no tensors for the backward pass."""
 
-    def __call__(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def __call__(self, compute: Forward, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``compute(x_BSH)``, ``[B, S, H]``, of the one input ``x_BSH``."""
+        (x_BSH,) = inputs
         if x_BSH.shape[1] <= self.tokens:
-            return self.body(x_BSH)
+            return compute(x_BSH)
         if not torch.is_grad_enabled():
-            return self.forward(x_BSH)
-        out: torch.Tensor = _Tiled.apply(x_BSH, self, *self.parameters())  # type: ignore[no-untyped-call]
+            return self.forward(compute, x_BSH)
+        out: torch.Tensor = _Tiled.apply(x_BSH, self, compute, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, x_BSH: torch.Tensor) -> Iterator[slice]:
@@ -73,12 +79,12 @@ class _Tiles:
         for start in range(0, x_BSH.shape[1], self.tokens):
             yield slice(start, start + self.tokens)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Map ``[B, S, H]`` to ``[B, S, H]``."""
+    def forward(self, body: Forward, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Map ``[B, S, H]`` to ``[B, S, H]`` without saving tensors for a backward pass."""
         out_BSH = torch.empty_like(x_BSH)
         with second_pass.tile():
             for part in self.parts(x_BSH):
-                out_BSH[:, part] = self.body(x_BSH[:, part])
+                out_BSH[:, part] = body(x_BSH[:, part])
         return out_BSH
 
 
@@ -86,27 +92,29 @@ class _Tiled(torch.autograd.Function):
     """Runs a network tile by tile; the backward pass recomputes each tile."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: _Tiles, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: TokenTiles, body: Forward, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(x_BSH)
-        ctx.tiles = tiles  # type: ignore[attr-defined]
+        ctx.tiles, ctx.body = tiles, body  # type: ignore[attr-defined]
         if second_pass.is_recomputing_layer() and tiles.last:
             # Only the residual sum follows, and it is the layer's output: no more tensors are saved.
             return torch.empty_like(x_BSH)
-        return tiles.forward(x_BSH)
+        return tiles.forward(body, x_BSH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x_BSH,) = ctx.saved_tensors
-        tiles: _Tiles = ctx.tiles
-        needs_x, _, *needs = ctx.needs_input_grad
+        tiles: TokenTiles = ctx.tiles
+        needs_x, _, _, *needs = ctx.needs_input_grad
         grad_x_BSH = torch.empty_like(x_BSH) if needs_x else None
         trained = [parameter for parameter, wanted in zip(tiles.parameters(), needs, strict=True) if wanted]
         sums = [torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)) for parameter in trained]
         for part in tiles.parts(x_BSH):
             x_BTH = x_BSH[:, part].detach().requires_grad_(needs_x)
             with torch.enable_grad(), deferral.undivided(), second_pass.tile(unread=tiles.last):
-                out_BTH = tiles.body(x_BTH)
+                out_BTH = ctx.body(x_BTH)
             inputs = [x_BTH, *trained] if needs_x else trained
             found = list(torch.autograd.grad(out_BTH, inputs, grad_BSH[:, part], allow_unused=True))
             del out_BTH
@@ -116,7 +124,7 @@ class _Tiled(torch.autograd.Function):
                 if gradient is not None:
                     total.add_(gradient)
         narrow = (total.to(parameter.dtype) for total, parameter in zip(sums, trained, strict=True))
-        return grad_x_BSH, None, *(next(narrow) if wanted else None for wanted in needs)
+        return grad_x_BSH, None, None, *(next(narrow) if wanted else None for wanted in needs)
 
 
 def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:

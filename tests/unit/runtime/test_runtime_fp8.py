@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from _adapters import FACTOR, Scaled
 from _telemetry import small_plan
 from layouts import laid
 from torch import nn
@@ -143,6 +144,16 @@ def test_inputs_are_made_narrow_once_for_all_that_read_them(leaves: tuple[str, .
     run(model)
     # Layers that share an input are called together, unless each one gathers its own parameters.
     assert len(widths) == (7 if leaves else 2) * MODEL.layers
+
+
+def test_a_wrapped_projection_computes_its_own_product() -> None:
+    attention = make(MODEL.model_copy(update={"qkv_bias": False})).layers[0].attention
+    x_BSH = torch.randn(2, 5, 48).bfloat16()
+    q, k, v = attention.q, attention.k, attention.v
+    plain, wrapped = attention.inputs(x_BSH, (q, k, v)), attention.inputs(x_BSH, (q, Scaled(k), v))
+    assert torch.equal(wrapped[1], FACTOR * plain[1])
+    assert torch.equal(wrapped[0], plain[0])
+    assert torch.equal(wrapped[2], plain[2])
 
 
 def test_put_off_gradients_are_the_same() -> None:

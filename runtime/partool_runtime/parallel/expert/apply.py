@@ -1,7 +1,8 @@
-"""Gives a rank its experts, and installs the exchanges of layers whose experts several ranks share."""
+"""Gives a rank its experts, and sets the exchanges of layers whose experts several ranks share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +19,11 @@ from partool_runtime.mesh import MeshAxis, Ranks
 from partool_runtime.model import Block, Decoder, DecoderParts
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.parallel.comm import EXPERT
-from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read, routed
+from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read
 from partool_runtime.parallel.expert.tokens import TokenShares
-from partool_runtime.parallel.tensor.apply import hook, hook_network, make_team
+from partool_runtime.parallel.tensor.apply import layer_sharding, make_team
 from partool_runtime.parallel.tensor.ops import Team, entered, left, start_tokens, tokens
+from partool_runtime.parallel.tensor.sharding import shard_network
 from partool_runtime.placement import Placement
 
 
@@ -37,9 +39,8 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
     if plan.model.moe is None:
         return
     team = make_team(plan, ranks) if ranks.tp.size > 1 else None
-    for layer in layers.values():
-        if team is not None:
-            (_hook_shares if expert is not None else _hook_widths)(layer, team)
+    if team is not None:
+        _divide(layers.values(), team, expert is not None)
     if expert is None:
         return
     group = ranks.groups.of(expert.parts, EXPERT)
@@ -50,7 +51,15 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
     exchange = ExpertTeam(group.group_name, expert.place, tokens_of, read, parts)
     for number, layer in layers.items():
         _place(model, f"layers.{number}.moe", layer, expert, parts)
-        hook(layer, "routed", routed, layer, exchange)
+        layer.dispatch = exchange
+
+
+def _divide(layers: Iterable[MixtureOfExperts], team: Team, exchanged: bool) -> None:
+    """Make tensor ranks divide the work of layers: their tokens if experts are ``exchanged``, else experts' widths."""
+    for layer in layers:
+        layer.division = DividedTokens(team) if exchanged else CutWidths(team)
+        if exchanged and layer.shared is not None:
+            shard_network(layer.shared, layer_sharding(team))
 
 
 def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, axis: MeshAxis, parts: int) -> None:
@@ -93,36 +102,54 @@ def _bounds(size: int, parts: int, part: int) -> Range:
     return rows.start, rows.stop
 
 
-def _hook_widths(layer: MixtureOfExperts, team: Team) -> None:
-    """Install the exchanges around experts that are cut as dense networks are; shared experts are part of them."""
-    hook(layer, "inputs", lambda x_BSH: entered(x_BSH, team))
-    hook(layer, "output", lambda out_BSH, _: left(out_BSH, team))
+class CutWidths:
+    """:class:`~partool_runtime.model.moe.Division` of experts that are cut as dense networks are.
+
+    Shared experts are cut likewise, so one sum over the ranks is of both results.
+    """
+
+    joined = True
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+
+    def enter(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return all tokens; the gradient is summed over the ranks."""
+        return entered(x_BSH, self.team)
+
+    def leave(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks."""
+        del x_BSH
+        return left(out_BSH, self.team)
 
 
-def _hook_shares(layer: MixtureOfExperts, team: Team) -> None:
-    """Make tensor ranks route different tokens; the shared experts keep the exchanges of a dense network."""
-    hook(layer, "inputs", _share, team)
-    hook(layer, "output", _whole, team)
-    layer.joined = False
-    if layer.shared is not None:
-        hook_network(layer.shared, team)
+class DividedTokens:
+    """:class:`~partool_runtime.model.moe.Division` by which tensor ranks route different tokens.
 
+    The shared experts keep the exchanges of a dense network.
+    """
 
-def _share(team: Team, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Return the tokens that this rank routes: its share of all tokens, or its share without the padding."""
-    if team.length is not None:
-        start, stop = shard_rows(team.length, team.ranks, team.rank)
-        return x_BSH[:, : stop - start]
-    mine: torch.Tensor = _Share.apply(x_BSH, team)  # type: ignore[no-untyped-call]
-    return mine
+    joined = False
 
+    def __init__(self, team: Team) -> None:
+        self.team = team
 
-def _whole(team: Team, out_BsH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Return the results of the layer's inputs ``x_BSH`` from those of this rank's tokens."""
-    if team.length is not None:
-        return F.pad(out_BsH, (0, 0, 0, team.share - out_BsH.shape[1]))
-    whole: torch.Tensor = _Whole.apply(out_BsH, x_BSH.shape[1], team)  # type: ignore[no-untyped-call]
-    return whole
+    def enter(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that this rank routes: its share of all tokens, or its share without the padding."""
+        team = self.team
+        if team.length is not None:
+            start, stop = shard_rows(team.length, team.ranks, team.rank)
+            return x_BSH[:, : stop - start]
+        mine: torch.Tensor = _Share.apply(x_BSH, team)  # type: ignore[no-untyped-call]
+        return mine
+
+    def leave(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the results of the layer's inputs ``x_BSH`` from those of this rank's tokens."""
+        team = self.team
+        if team.length is not None:
+            return F.pad(out_BSH, (0, 0, 0, team.share - out_BSH.shape[1]))
+        everyone: torch.Tensor = _Whole.apply(out_BSH, x_BSH.shape[1], team)  # type: ignore[no-untyped-call]
+        return everyone
 
 
 def _slice(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:

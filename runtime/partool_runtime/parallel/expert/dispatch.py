@@ -59,6 +59,12 @@ class ExpertTeam:
         found = self.read(totals, [choices * tokens // mine for tokens in self.tokens], self.place)
         return _Rows(found[: self.ranks], found[self.ranks :], self.group_name)
 
+    def __call__(
+        self, layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :class:`~partool_runtime.model.moe.Dispatch`; ``beside`` runs while rows travel."""
+        return routed(layer, self, x_TH, choices, beside)
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -77,7 +83,7 @@ class _Rows:
 def routed(
     layer: MixtureOfExperts, team: ExpertTeam, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute :meth:`MixtureOfExperts.routed` with experts on several ranks; ``beside`` runs while rows travel."""
+    """Dispatch tokens to experts on several ranks; ``beside`` runs while rows travel."""
     choices, number = _of_parts(choices, layer.number, team), layer.number * team.parts
     routing = route(choices.experts, number)
     here = number // team.ranks

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from partool.schedule import Action
-from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.hf.patches import has_patched_forward
+from partool_runtime.model.projection import as_linear
 
 
 def split_linears(module: nn.Module) -> None:
@@ -23,16 +23,8 @@ def split_linears(module: nn.Module) -> None:
     two.
     """
     for child in module.modules():
-        if (
-            isinstance(child, nn.Linear)
-            and type(child).forward is nn.Linear.forward
-            and "forward" not in child.__dict__
-        ):
-            setattr(child, "forward", partial(_forward, child))  # noqa: B010 - mypy forbids assigning a method
-
-
-def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return deferral.linear(x, module.weight, module.bias)
+        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward and not has_patched_forward(child):
+            as_linear(child)
 
 
 class Stage(Protocol):

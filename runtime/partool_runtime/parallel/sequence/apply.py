@@ -17,7 +17,7 @@ from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.compiled import share_graph
 from partool_runtime.parallel.sequence.dsp import turned, turns_with_tensor_ranks
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
-from partool_runtime.parallel.tensor.apply import no_heads
+from partool_runtime.parallel.tensor.sharding import no_heads
 
 
 def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:

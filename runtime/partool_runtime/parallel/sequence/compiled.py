@@ -26,6 +26,7 @@ from partool_runtime.graph.tokenwise import check_tokenwise
 from partool_runtime.hf.attention import attend_whole, keep_attention
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Contexts
 from partool_runtime.parallel.sequence.exchange import HeadExchange
@@ -163,9 +164,10 @@ def _put(model: HfDecoder | ModuleDecoder, graphs: dict[bool, Shared], team: Seq
     functions = {training: cut(graph.graph, base, units) for training, graph in graphs.items()}
     for unit in units:
         module = base.get_submodule(unit)
-        module.forward = _by_mode(module, {training: found[1][unit] for training, found in functions.items()})
+        parts = {training: found[1][unit] for training, found in functions.items()}
+        patch_forward(module, Patch.GRAPH, _by_mode(module, parts))
         stay_wide(module)
-    base.forward = _by_mode(base, {training: found[0] for training, found in functions.items()})
+    patch_forward(base, Patch.GRAPH, _by_mode(base, {training: found[0] for training, found in functions.items()}))
     stay_wide(base)
     for layer in model.layers:
         keep_attention(layer, graphs[True].within(names[layer]))

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from partool.layout.sequence import Spans, index, tokens
 from partool.plan.layout import Layout
 from partool_runtime.groups import Groups
-from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import Exchange as Exchange  # noqa: PLC0414 - re-exported for the methods
 from partool_runtime.parallel.comm import SEQUENCE
@@ -83,31 +81,12 @@ def method_named(name: str) -> Put:
     return put
 
 
-class Attend(Protocol):
-    """A replacement of :func:`partool_runtime.model.attend` (``SelfAttention.core``)."""
-
-    def __call__(
-        self,
-        q_BNSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSD: torch.Tensor,
-        layout: AttentionLayout,
-        tokens: Tokens | None,
-    ) -> torch.Tensor:
-        """Return the attention of this rank's queries to all keys that they see, ``[B, N, S, D]``.
-
-        S is the number of this rank's tokens, N and K the numbers of its query and key heads. ``tokens.index_S``, the
-        window of ``layout`` and ``tokens.documents_BL`` determine the keys that a query sees.
-        """
-        ...
-
-
 class Put(Protocol):
     """Type of the function ``put`` of a method's module."""
 
     def __call__(self, blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
         """Apply the method to ``blocks``, in place; ``layout`` is the plan's. A collective of all ranks of the world.
 
-        Most methods set ``block.attention.core`` to an :class:`Attend`.
+        Most methods set ``block.attention.core`` to an :class:`~partool_runtime.model.attention.Attend`.
         """
         ...

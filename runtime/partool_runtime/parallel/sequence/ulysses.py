@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
-from torch import nn
 
 from partool.plan.layout import Layout
 from partool_runtime import deferral
 from partool_runtime.hf.attention import HfAttention
-from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens
+from partool_runtime.model.attention import Attend, AttentionLayout, Context, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.latent_attention import LatentAttention
+from partool_runtime.model.projection import Linear, alone
 from partool_runtime.parallel.sequence.exchange import HeadExchange, Heads, Started
-from partool_runtime.parallel.sequence.types import Attend, SequenceTeam
-from partool_runtime.parallel.tensor.apply import hook, no_heads
+from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.parallel.tensor.sharding import no_heads
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
@@ -33,69 +33,74 @@ def around(
     """Make attention exchange tokens for heads around ``core``, in place; a module without heads exchanges nothing.
 
     The exchange stays outside of ``attention.core``, which recomputation wraps, so recomputation does not repeat it.
-    Layers of transformers have no hook between their projections, so queries, keys and values are sent at once.
+    Layers of transformers have no seam between their projections, so queries, keys and values are sent at once.
     """
     if isinstance(attention, HfAttention):
         attention.core, attention.exchange = core, exchange
         return
     if attention.core is no_heads:
         return
-    cast(Any, attention).core = core
+    attention.core = core
     if isinstance(attention, LatentAttention):
         heads = attention.o.weight.shape[1] // attention.mla.v_head_dim
-        hook(attention, "forward", _forward_of_latent, attention, exchange, exchange.ranges(heads, heads))
+        attention.exchange = AroundLatentAttention(exchange, exchange.ranges(heads, heads))
         return
     # In two-dimensional tensor parallelism, inner ranks hold parts of the same heads' weights, and divide the heads.
     width = attention.head_dim * layout.tensor.inner
     heads_of = (attention.q.weight.shape[0] // width, attention.k.weight.shape[0] // width)
-    hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads_of))
+    attention.exchange = AroundAttention(exchange, exchange.ranges(*heads_of))
 
 
-def _forward(
-    attention: SelfAttention,
-    exchange: HeadExchange,
-    heads: tuple[tuple[Heads, ...], tuple[Heads, ...]],
-    x_BSH: torch.Tensor,
-    context: Context,
-) -> torch.Tensor:
-    """Compute attention; keys are sent while queries are projected, and queries while values are projected.
+@dataclass(frozen=True, slots=True)
+class AroundAttention:
+    """:class:`~partool_runtime.model.attention.HeadsExchange` of :class:`SelfAttention`."""
 
-    In the backward pass the gradients of values arrive first, and pass through the projection of values while the other
-    gradients are in flight; the gradients of the result are sent while the gradient of the output matrix is computed.
-    """
-    of_queries, of_keys = heads
-    if "inputs" in vars(attention):  # tensor ranks project all at once
-        q_BSX, k_BSX, v_BSX = attention.inputs(x_BSH)
+    exchange: HeadExchange
+    heads: tuple[tuple[Heads, ...], tuple[Heads, ...]]
+    """Each rank's query heads, and its key heads."""
+
+    def __call__(self, attention: SelfAttention, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
+        """Compute attention; keys are sent while queries are projected, and queries while values are projected.
+
+        In the backward pass the gradients of values arrive first, and pass through the projection of values while the
+        other gradients are in flight; the gradients of the result are sent while the gradient of the output matrix is
+        computed.
+        """
+        (of_queries, of_keys), start = self.heads, self.exchange.start
+        if attention.inputs.joint:
+            q_BSX, k_BSX, v_BSX = attention.inputs(x_BSH, (attention.q, attention.k, attention.v))
+            travelling = [
+                start(attention.keys(k_BSX, context), of_keys),
+                start(attention.queries(q_BSX, context), of_queries),
+                start(attention.values(v_BSX), of_keys),
+            ]
+        else:
+            travelling = [
+                start(attention.keys(attention.k(x_BSH), context), of_keys),
+                start(attention.queries(attention.q(x_BSH), context), of_queries),
+                start(attention.values(attention.v(x_BSH)), of_keys),
+            ]
+        return _attended(attention, self.exchange, travelling, context)
+
+
+@dataclass(frozen=True, slots=True)
+class AroundLatentAttention:
+    """:class:`~partool_runtime.model.attention.HeadsExchange` of :class:`LatentAttention`."""
+
+    exchange: HeadExchange
+    heads: tuple[tuple[Heads, ...], tuple[Heads, ...]]
+    """Each rank's query heads, and its key heads."""
+
+    def __call__(self, attention: LatentAttention, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
+        """Compute latent attention; the expanded heads travel, each tensor while the next one is assembled."""
+        (of_queries, of_keys), start = self.heads, self.exchange.start
+        q_BSX, kv_BSX, rope_BSR = attention.projected(x_BSH)
         travelling = [
-            exchange.start(attention.keys(k_BSX, context), of_keys),
-            exchange.start(attention.queries(q_BSX, context), of_queries),
-            exchange.start(attention.values(v_BSX), of_keys),
+            start(attention.keys(kv_BSX, rope_BSR, context), of_keys),
+            start(attention.queries(q_BSX, context), of_queries),
+            start(attention.values(kv_BSX), of_keys),
         ]
-    else:
-        travelling = [
-            exchange.start(attention.keys(attention.k(x_BSH), context), of_keys),
-            exchange.start(attention.queries(attention.q(x_BSH), context), of_queries),
-            exchange.start(attention.values(attention.v(x_BSH)), of_keys),
-        ]
-    return _attended(attention, exchange, travelling, context)
-
-
-def _forward_of_latent(
-    attention: LatentAttention,
-    exchange: HeadExchange,
-    heads: tuple[tuple[Heads, ...], tuple[Heads, ...]],
-    x_BSH: torch.Tensor,
-    context: Context,
-) -> torch.Tensor:
-    """Compute latent attention; the expanded heads travel, each tensor while the next one is assembled."""
-    of_queries, of_keys = heads
-    q_BSX, kv_BSX, rope_BSR = attention.inputs(x_BSH)
-    travelling = [
-        exchange.start(attention.keys(kv_BSX, rope_BSR, context), of_keys),
-        exchange.start(attention.queries(q_BSX, context), of_queries),
-        exchange.start(attention.values(kv_BSX), of_keys),
-    ]
-    return _attended(attention, exchange, travelling, context)
+        return _attended(attention, self.exchange, travelling, context)
 
 
 def _attended(
@@ -105,9 +110,12 @@ def _attended(
     core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
     out_BnLD, way = exchange.compute(travelling, core)
     # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.
-    plain = "output" in vars(attention) or type(attention.o) is not nn.Linear
-    if plain or deferral.is_splitting() or torch.compiler.is_compiling():
-        return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2))
+    if torch.compiler.is_compiling() or deferral.is_splitting():
+        apart = True
+    else:  # a wrapped matrix computes more than a product, or has to be gathered
+        apart = attention.output is not alone or type(attention.o) is not Linear
+    if apart:
+        return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2), attention.o)
     return exchange.projected(out_BnLD, way, attention.o)
 
 

@@ -11,7 +11,7 @@ from partool_runtime.parallel.sequence import ring
 from partool_runtime.parallel.sequence.exchange import HeadExchange
 from partool_runtime.parallel.sequence.types import SequenceTeam, of_teams, open_sets
 from partool_runtime.parallel.sequence.ulysses import around
-from partool_runtime.parallel.tensor.apply import no_heads
+from partool_runtime.parallel.tensor.sharding import no_heads
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:

@@ -1,37 +1,31 @@
-"""Replaces a model's matrices by a tensor rank's parts, and installs the exchanges in the model's hooks."""
+"""Replaces a model's matrices by a tensor rank's parts, and sets what exchanges between the ranks' products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from partool.layout.grid import whole_rows
 from partool.layout.sequence import tokens
 from partool.layout.tensor import Partition, by_name
 from partool.plan.types import Plan
 from partool.strategies.sequence import ON_GRIDS
-from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.model.attention import AttentionLayout, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
-from partool_runtime.model.ffn import FeedForward
-from partool_runtime.model.latent_attention import LatentAttention
-from partool_runtime.model.parts import TiedEmbedding
-from partool_runtime.parallel.tensor.columns import columns
-from partool_runtime.parallel.tensor.ops import Team, entered
-from partool_runtime.parallel.tensor.rows import row
+from partool_runtime.parallel.tensor.columns import ColumnParallel
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.rows import RowParallel
+from partool_runtime.parallel.tensor.sharding import LayerSharding, Sharding, apply_sharding
 from partool_runtime.parallel.tensor.symmetric import check_symmetric
-from partool_runtime.parallel.tensor.two_dim_apply import put_two_dim
-from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss, vocabulary_rows
+from partool_runtime.parallel.tensor.two_dim_apply import two_dim_sharding
+from partool_runtime.parallel.tensor.vocabulary import SharedPositions, VocabularyLoss, VocabularyRows
 from partool_runtime.placement import Placement
 from partool_runtime.precision import COMPUTE_DTYPE
 
@@ -46,14 +40,11 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
     if ranks.tp.size == 1:
         return
     place(model, plan, ranks)
-    if plan.layout.tensor.inner > 1:
-        put_two_dim(model, plan, ranks)
-        return
-    team = make_team(plan, ranks)
-    _hook_inputs(model, team)
-    for _, block in model.blocks():
-        hook_block(cast(Any, block).attention, cast(Any, block).ffn, _of_layer(team, cast(Block, block), plan, ranks))
-    _hook_head(model, team)
+    two_dim = plan.layout.tensor.inner > 1
+    apply_sharding(model, two_dim_sharding(plan, ranks) if two_dim else _sharding(model, plan, ranks))
+    if not two_dim and (length := make_team(plan, ranks).length) is not None:
+        for stage in model.stages.values():
+            cast(Any, stage).contexts.length = length
 
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
@@ -125,118 +116,30 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     model.copies |= {name for name, placement in found.items() if not placement.counts}
 
 
-def hook_block(attention: SelfAttention | LatentAttention, ffn: FeedForward | None, team: Team) -> None:
-    """Install the exchanges around the matrices of one layer, but for those of experts."""
-    if attention.o.weight.numel() == 0:
-        attention.core = no_heads
-    if isinstance(attention, LatentAttention):
-        hook(attention, "inputs", _first_of_latent, attention, team)
-    else:
-        hook(attention, "inputs", _first_of_attention, attention, team)
-    hook(attention, "output", _second, attention.o, team)
-    if ffn is not None:
-        hook_network(ffn, team)
+def layer_sharding(team: Team) -> LayerSharding:
+    """Return how the layers of a team of tensor ranks multiply."""
+    inputs, output = ColumnParallel(team), RowParallel(team)
+    return LayerSharding(inputs, output, inputs, output, keys_shared_part=inputs.entered)
 
 
-def hook_network(ffn: FeedForward, team: Team) -> None:
-    """Install the exchanges around the matrices of a feed-forward network."""
-    hook(ffn, "inputs", _first_of_network, ffn, team)
-    hook(ffn, "output", _second, ffn.down, team)
+def _sharding(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Sharding:
+    team = make_team(plan, ranks)
+    of_teams: dict[int | None, LayerSharding] = {}
 
+    def layer(block: Block) -> LayerSharding:
+        of_layer = _of_layer(team, block, plan, ranks)
+        return of_teams.setdefault(of_layer.length, layer_sharding(of_layer))
 
-def no_heads(
-    q_BNSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    layout: AttentionLayout,
-    tokens: Tokens | None = None,
-) -> torch.Tensor:
-    """Compute :func:`partool_runtime.model.attend` for zero heads, which device kernels may not support."""
-    del layout, tokens
-    return v_BKSD + (q_BNSD.sum() + k_BKSD.sum())
-
-
-def _first_of_attention(attention: SelfAttention, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return columns(x, (attention.q, attention.k, attention.v), team)
-
-
-def _first_of_latent(attention: LatentAttention, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return all tokens' queries, keys' parts and values of this rank's heads, and the part that all keys share.
-
-    Down-projections and norms of the latents are whole on every rank, and work on the rank's share of the tokens where
-    norms do; so latents are exchanged, which are narrower than the residual stream.
-    """
-    latent, rope = attention.latent(x)
-    if attention.compresses_queries:
-        (q_BSX,) = columns(attention.q_latent(x), (attention.q_b,), team)
-    else:
-        (q_BSX,) = columns(x, (attention.q,), team)
-    (kv_BSX,) = columns(latent, (attention.kv_b,), team)
-    return q_BSX, kv_BSX, entered(rope, team)
-
-
-def _first_of_network(ffn: FeedForward, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return columns(x, (ffn.gate, ffn.up) if ffn.gated else (ffn.up,), team)
-
-
-def _second(linear: nn.Linear, team: Team, x_BSI: torch.Tensor) -> torch.Tensor:
-    return row(x_BSI, linear, team)
-
-
-def _hook_inputs(model: Decoder | DecoderParts, team: Team) -> None:
-    """Install the exchanges of embeddings, and set the sequence length of layers that hold a share of the tokens."""
-    if model.embed is not None:
-        first = first_row(model.placements, "embed.weight")
-        # A stage's tied embedding also computes the loss, so its forward pass must stay as it is.
-        seam = "rows" if isinstance(model.embed, TiedEmbedding) else "forward"
-        hook(model.embed, seam, _embed, model.embed, first, team)
-    if team.length is None:
-        return
-    if model.position is not None:
-        hook(model.position, "forward", _positions, model.position, team)
-    for stage in model.stages.values():
-        cast(Any, stage).contexts.length = team.length
-
-
-def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
-    holder: Any = model.loss_module
-    name = "embed.weight" if model.config.tied_embeddings else "head.weight"
-    if holder is not None:
-        # A partial works here, since no compiled block contains it; other code may bind further arguments to it.
-        holder.loss = partial(_loss, first_row(model.placements, name), team)
+    head = "embed.weight" if model.config.tied_embeddings else "head.weight"
+    return Sharding(
+        layer,
+        VocabularyRows(team, first_row(model.placements, "embed.weight")),
+        None if team.length is None else SharedPositions(team),
+        VocabularyLoss(team, first_row(model.placements, head)),
+    )
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
     """Return the index of this rank's first row of a parameter; an arbitrary number if the rank holds no row."""
-    ranges = placements[name].spans[0]
+    ranges = placements[name].spans[0] if name in placements else ()
     return ranges[0][0] if ranges else 0
-
-
-def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
-    if team.length is not None and tokens_BS.shape[1] != team.length:
-        message = f"sequences of {tokens_BS.shape[1]} tokens, but the plan expects {team.length}"
-        raise ConfigurationError("PT648", message, "Use sequences of training.sequence_length tokens.")
-    return vocabulary_rows(tokens_BS, embed.weight, first, team, embed.padding_idx)
-
-
-def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) -> torch.Tensor:
-    """Return the learned position embeddings of this rank's share of the tokens, with zeros for padding."""
-    share, first = team.share, team.rank * team.share
-    rows_XH = F.embedding(positions_S[..., first : first + share], position.weight)
-    return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[-2]))
-
-
-def _loss(
-    first: int, team: Team, hidden: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any
-) -> torch.Tensor:
-    return vocabulary_loss(hidden, weight_VH, labels_BS, first=first, team=team, **how)
-
-
-def hook(module: nn.Module, name: str, function: Callable[..., Any], *fixed: Any) -> None:
-    """Replace ``module.name`` such that ``module.name(*arguments)`` calls ``function(*fixed, *arguments)``."""
-
-    # A function and not a partial: torch.compile would recompile every block for a partial, and give up after eight.
-    def hooked(*arguments: Any) -> Any:
-        return function(*fixed, *arguments)
-
-    setattr(module, name, hooked)

@@ -9,18 +9,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_runtime import deferral
-from partool_runtime.fp8 import Fp8Linear, products
+from partool_runtime.fp8 import products
+from partool_runtime.model.projection import Projection
 from partool_runtime.parallel.tensor.ops import Team, entered, start_leaving, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_columns
 from partool_runtime.torch_internals.collectives import finished
 
 
-def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[torch.Tensor, ...]:
+class ColumnParallel:
+    """:class:`~partool_runtime.model.projection.InputProducts` of projections of which each rank holds some rows."""
+
+    joint = True
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+
+    def __call__(self, x: torch.Tensor, projections: Sequence[Projection]) -> tuple[torch.Tensor, ...]:
+        """Return :func:`columns`."""
+        return columns(x, projections, self.team)
+
+    def entered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all tokens; the gradient is summed over the ranks."""
+        return entered(x, self.team)
+
+
+def columns(x: torch.Tensor, projections: Sequence[Projection], team: Team) -> tuple[torch.Tensor, ...]:
     """Return the products of one input with this rank's rows of several matrices, each ``[B, S, width]``.
 
     ``x`` is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
@@ -28,9 +45,10 @@ def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[
     simple = not team.overlap and team.length is None
     # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.
     plain = simple or deferral.is_splitting() or torch.compiler.is_compiling()
-    if plain or any(isinstance(linear, Fp8Linear) for linear in linears):
-        return products(entered(x, team), linears)
-    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    weights = [] if plain else [matrix for each in projections if (matrix := each.matrix) is not None]
+    if len(weights) < len(projections):
+        return products(entered(x, team), projections)
+    biases = [each.bias for each in projections]
     if team.symmetric:
         return symmetric_columns(x, weights, biases, team)
     out: tuple[torch.Tensor, ...] = _Columns.apply(x, team, *weights, *biases)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.experts import plain_where_odd
 from partool_runtime.hf.model import HfPart
+from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.mesh import Ranks
+from partool_runtime.model.projection import Foreign, Projection
 from partool_runtime.parallel.tensor.apply import first_row, make_team, place
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.hf_heads import Widths, is_attention, tell_heads
@@ -113,14 +115,16 @@ class _Hooks:
         module, style = cut.module, cut.row.style
         if isinstance(module, nn.Embedding) and style == "vocabulary":
             first = first_row(self._model.placements, self._original(f"{cut.name}.weight"))
-            _set_forward(module, partial(_embed, module, first, self._team))
+            patch_forward(module, Patch.TENSOR, partial(_embed, module, first, self._team))
         elif style == "row":
             dim = 0 if _transposed(module) else 1
             spans = self._placement(cut).spans[dim]
             whole = None if _gets_parts(cut.name, styles) else spans
-            _set_forward(module, partial(self._row, _matrix(module), whole))
+            patch_forward(module, Patch.TENSOR, partial(self._row, _matrix(module), whole))
         elif cut.row.summed_outputs:
-            _set_forward(module, partial(_summed_outputs, module.forward, cut.row.summed_outputs, self._team))
+            patch_forward(
+                module, Patch.TENSOR, partial(_summed_outputs, module.forward, cut.row.summed_outputs, self._team)
+            )
 
     def _columns(self, children: dict[str, _Cut]) -> None:
         """Install the exchanges of matrices cut by outputs; siblings with the same input share one exchange."""
@@ -139,9 +143,9 @@ class _Hooks:
                 dim = 1 if _transposed(cut.module) else 0
                 widths = tuple(cut.row.local_shape(rank)[dim] for rank in range(self._team.ranks))
                 forward = partial(_gathering, forward, widths, self._team, self._random)
-            _set_forward(cut.module, forward)
+            patch_forward(cut.module, Patch.TENSOR, forward)
 
-    def _row(self, matrix: Any, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
+    def _row(self, matrix: Projection, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
         """Multiply by this rank's columns of a matrix; with ``spans``, ``x`` is whole and is first cut to ``spans``."""
         if spans is not None:
             whole = entered(x, self._team)
@@ -160,7 +164,7 @@ class _Hooks:
             if parameter is not None and parameter.dim() == 3
         ]
         if any(self._rows[self._original(name)].cuts for name in stacked):
-            _set_forward(module, partial(_experts, module.forward, self._team))
+            patch_forward(module, Patch.TENSOR, partial(_experts, module.forward, self._team))
             plain_where_odd(module, [self._model.placements[self._original(name)].local_shape for name in stacked])
             return
         rows = [cut for cut in children.values() if cut.row.style == "row"]
@@ -179,7 +183,7 @@ class _Hooks:
 class _Together:
     """Matrices that share their input: the first matrix's call computes all products, later calls return them."""
 
-    def __init__(self, matrices: Sequence[Any], team: Team, random: Random | None) -> None:
+    def __init__(self, matrices: Sequence[Projection], team: Team, random: Random | None) -> None:
         self._matrices, self._team, self._random = matrices, team, random
         self._x: torch.Tensor | None = None
         self._made: dict[int, torch.Tensor] = {}
@@ -197,21 +201,13 @@ class _Together:
         return out
 
 
-class _Transposed:
-    """Presents a ``Conv1D`` of transformers, whose weight is ``[in, out]``, as a linear layer."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+class _Transposed(Foreign):
+    """Presents a ``Conv1D`` of transformers, whose weight is ``[in, out]``, as a projection."""
 
     @property
     def weight(self) -> torch.Tensor:
         """Weight ``[out, in]``."""
-        return cast(torch.Tensor, self._module.weight).T
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """Bias ``[out]``."""
-        return cast(torch.Tensor, self._module.bias)
+        return super().weight.T
 
 
 def _transposed(module: nn.Module) -> bool:
@@ -241,12 +237,8 @@ def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
     return any("column" in found and "row" not in found for found in beside)
 
 
-def _matrix(module: nn.Module) -> Any:
-    return _Transposed(module) if _transposed(module) else module
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    setattr(module, "forward", forward)  # noqa: B010 - mypy forbids assigning a method
+def _matrix(module: nn.Module) -> Projection:
+    return _Transposed(module) if _transposed(module) else Foreign(module)
 
 
 def _gathering(

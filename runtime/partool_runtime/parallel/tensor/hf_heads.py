@@ -6,12 +6,13 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.hf.sizes import kv_heads
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
@@ -47,11 +48,11 @@ def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> 
             if isinstance(getattr(module, name, None), int):
                 setattr(module, name, count)
     if isinstance(getattr(module, "num_key_value_groups", None), int):
-        setattr(module, "num_key_value_groups", max(1, queries // max(1, keys)))  # noqa: B010 - typed as a module
+        cast(Any, module).num_key_value_groups = max(1, queries // max(1, keys))
     if isinstance(split := getattr(module, "split_size", None), int):  # GPT-2's
-        setattr(module, "split_size", split * queries // config.num_attention_heads)  # noqa: B010
+        cast(Any, module).split_size = split * queries // config.num_attention_heads
     if queries == 0:
-        setattr(module, "forward", partial(_without_heads, module.forward))  # noqa: B010
+        patch_forward(module, Patch.TENSOR, partial(_without_heads, module.forward))
 
 
 def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tuple[int, int]:

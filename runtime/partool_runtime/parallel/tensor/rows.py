@@ -6,34 +6,42 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_runtime import deferral
-from partool_runtime.fp8 import Fp8Linear, products
+from partool_runtime.model.projection import Projection
 from partool_runtime.parallel.tensor.ops import Team, by_rank, left, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_row
 from partool_runtime.torch_internals.collectives import finished, start_scatter_sum, start_sum
 
 
-def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
+class RowParallel:
+    """:class:`~partool_runtime.model.projection.OutputProduct` of projections of which each rank holds some columns."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+
+    def __call__(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """Return :func:`row`."""
+        return row(x, projection, self.team)
+
+
+def row(x_BSI: torch.Tensor, projection: Projection, team: Team) -> torch.Tensor:
     """Return the product with a matrix whose columns are distributed over ranks, summed over ranks, plus the bias.
 
     The result is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
     apart = torch.compiler.is_compiling() or deferral.is_splitting()
-    if isinstance(linear, Fp8Linear):
-        (product,) = products(x_BSI, (linear,), biased=False)
-        out = left(product, team, fresh=not deferral.is_splitting())
-    elif team.symmetric and not apart:
-        out = symmetric_row(x_BSI, linear.weight, team)
-    elif team.chunks > 1 and not torch.compiler.is_compiling():
-        out = _in_pieces(x_BSI, linear.weight, team)
+    matrix_HI = projection.matrix
+    if matrix_HI is not None and team.symmetric and not apart:
+        out = symmetric_row(x_BSI, matrix_HI, team)
+    elif matrix_HI is not None and team.chunks > 1 and not torch.compiler.is_compiling():
+        out = _in_pieces(x_BSI, matrix_HI, team)
     else:
-        product = deferral.linear(x_BSI, linear.weight)
+        product = projection.product(x_BSI, biased=False)
         out = left(product, team, fresh=not deferral.is_splitting())
-    return out if linear.bias is None else out + linear.bias
+    return out if projection.bias is None else out + projection.bias
 
 
 def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Hooks in layers and norms of partool's decoder for two-dimensional tensor parallelism (ATP, arXiv 2301.08658).
+"""Projections and norms of two-dimensional tensor parallelism (ATP, arXiv 2301.08658).
 
 The hidden state is ``[B, S, H/d2]`` everywhere between embedding and head. Attention heads are distributed over all
 ranks.
@@ -7,20 +7,23 @@ Parameters must already be the rank's parts (:mod:`partool.layout.tensor.own`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from partool.plan.layout import Layout
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import Block, Decoder, DecoderParts
-from partool_runtime.model.attention import SelfAttention
-from partool_runtime.model.ffn import FeedForward
-from partool_runtime.model.norm import RMSNorm, wide_dtype
-from partool_runtime.parallel.tensor.two_dim_comm import Axis
-from partool_runtime.parallel.tensor.two_dim_ops import Grid, first_products, inner_sum, second_product
+from partool_runtime.model.norm import LayerNorm, RMSNorm, wide_dtype
+from partool_runtime.model.projection import Projection
+from partool_runtime.parallel.tensor.two_dim_comm import Axis, Grid
+from partool_runtime.parallel.tensor.two_dim_ops import first_products, second_product
+from partool_runtime.parallel.tensor.two_dim_sums import (
+    entered_of_outer,
+    gathered_of_inner,
+    inner_sum,
+    outer_sum,
+    summed_over_inner,
+)
 
 
 def grid_of(layout: Layout, ranks: Ranks) -> Grid:
@@ -32,61 +35,56 @@ def grid_of(layout: Layout, ranks: Ranks) -> Grid:
     return Grid(outer, inner, layout.tensor.chunks, overlap=layout.tensor.overlap == "backward")
 
 
-def put_products(model: Decoder | DecoderParts, grid: Grid) -> None:
-    """Make the layers and norms of a decoder, or of a pipeline rank's stages, work in two dimensions, in place.
+class FirstProducts:
+    """``InputProducts`` of matrices whose outputs are cut over the outer axis."""
 
-    Only functions of modules are replaced: modules and names of parameters stay as they are.
-    """
-    for block in _blocks(model):
-        put_norm(block.attention_norm, grid)
-        put_norm(block.ffn_norm, grid)
-        _put(block.attention, "inputs", _attention_inputs, grid)
-        _put(block.attention, "output", _attention_output, grid)
-        _put(block.ffn, "inputs", _ffn_inputs, grid)
-        _put(block.ffn, "output", _ffn_output, grid)
-    if model.final_norm is not None:
-        put_norm(model.final_norm, grid)
+    joint = True
 
+    def __init__(self, grid: Grid, *, deal: bool) -> None:
+        """With ``deal`` inner ranks divide the outputs, as they do with heads; without it each of them has all."""
+        self.grid, self.deal = grid, deal
 
-def put_norm(norm: nn.Module, grid: Grid) -> None:
-    """Make a norm compute its statistics over the widths of all inner ranks."""
-    _put(norm, "forward", _rms_norm if isinstance(norm, RMSNorm) else _layer_norm, grid)
-
-
-def _put(module: Any, name: str, function: Callable[..., Any], grid: Grid) -> None:
-    # A function, as torch.compile treats each partial as a different function, and recompiles layers until it gives up.
-    def hook(x: torch.Tensor) -> Any:
-        return function(module, grid, x)
-
-    setattr(module, name, hook)
+    def __call__(self, x: torch.Tensor, projections: Sequence[Projection]) -> tuple[torch.Tensor, ...]:
+        """Return the products of the hidden state ``[B, S, H/d2]``, summed over the inner axis."""
+        weights = [matrix for each in projections if (matrix := each.matrix) is not None]
+        if len(weights) == len(projections):
+            sums = first_products(self.grid, x, weights, deal=self.deal)
+        else:
+            entered = entered_of_outer(self.grid, x)
+            products = [each.product(entered, biased=False) for each in projections]
+            sums = summed_over_inner(self.grid, products, deal=self.deal)
+        return tuple(_biased(one, each.bias) for one, each in zip(sums, projections, strict=True))
 
 
-def _blocks(model: Decoder | DecoderParts) -> Iterator[Block]:
-    return (cast(Block, block) for _, block in model.blocks())
+class SecondProduct:
+    """``OutputProduct`` of a matrix whose outputs are cut over the inner axis."""
+
+    def __init__(self, grid: Grid, *, dealt: bool) -> None:
+        """With ``dealt`` inner ranks have divided the inputs, as they do with heads; without it each has all."""
+        self.grid, self.dealt = grid, dealt
+
+    def __call__(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """Return the product ``[B, S, H/d2]``, summed over the outer axis."""
+        if (matrix_HX := projection.matrix) is not None:
+            return _biased(second_product(self.grid, x, matrix_HX, dealt=self.dealt), projection.bias)
+        product = projection.product(gathered_of_inner(self.grid, x, dealt=self.dealt), biased=False)
+        return _biased(outer_sum(self.grid, product), projection.bias)
 
 
-def _attention_inputs(module: SelfAttention, grid: Grid, x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    linears = (module.q, module.k, module.v)
-    heads = first_products(grid, x_BSH, [linear.weight for linear in linears], deal=True)
-    return _biased(heads, linears)
+def _biased(total: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Add a bias to a product that is already summed over ranks."""
+    return total if bias is None else total + bias
 
 
-def _attention_output(module: SelfAttention, grid: Grid, heads_BSX: torch.Tensor) -> torch.Tensor:
-    return _biased((second_product(grid, heads_BSX, module.o.weight, dealt=True),), (module.o,))[0]
+class GridNorm:
+    """:class:`~partool_runtime.model.norm.NormFunction` whose statistics are over the widths of all inner ranks."""
 
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
 
-def _ffn_inputs(module: FeedForward, grid: Grid, x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    linears = (module.gate, module.up) if module.gated else (module.up,)
-    return _biased(first_products(grid, x_BSH, [linear.weight for linear in linears], deal=False), linears)
-
-
-def _ffn_output(module: FeedForward, grid: Grid, inner_BSF: torch.Tensor) -> torch.Tensor:
-    return _biased((second_product(grid, inner_BSF, module.down.weight, dealt=False),), (module.down,))[0]
-
-
-def _biased(sums: tuple[torch.Tensor, ...], linears: tuple[nn.Linear, ...]) -> tuple[torch.Tensor, ...]:
-    """Add biases to products that are already summed over ranks."""
-    return tuple(x if linear.bias is None else x + linear.bias for x, linear in zip(sums, linears, strict=True))
+    def __call__(self, norm: RMSNorm | LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        """Normalise ``[B, S, H/d2]``."""
+        return _rms_norm(norm, self.grid, x) if isinstance(norm, RMSNorm) else _layer_norm(norm, self.grid, x)
 
 
 def _rms_norm(module: RMSNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -95,7 +93,7 @@ def _rms_norm(module: RMSNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     return (wide * scale).to(x_BSH.dtype) * module.weight
 
 
-def _layer_norm(module: nn.LayerNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
+def _layer_norm(module: LayerNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     wide = x_BSH.to(wide_dtype(x_BSH.dtype))
     # The variance uses centred values: E[x²] - E[x]² as a difference of two large numbers would lose digits.
     centred = wide - _mean(grid, wide)

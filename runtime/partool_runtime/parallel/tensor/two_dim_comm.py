@@ -1,8 +1,8 @@
-"""Starts collectives over the axes of two-dimensional tensor parallelism, and returns functions that wait for them."""
+"""The axes of two-dimensional tensor parallelism: starts collectives, and returns functions that wait for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,3 +45,32 @@ class Axis:
 
 def _shaped(started: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return finished(started).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The tensor ranks, and the settings of their communication."""
+
+    outer: Axis
+    """Axis of d1 ranks."""
+    inner: Axis
+    """Axis of d2 ranks, with the fastest links."""
+    chunks: int = 1
+    """Number of pieces of the tokens."""
+    overlap: bool = False
+    """Whether gradients of weights are computed while the gradient of the input is in flight."""
+
+
+def side_by_side(parts_TX: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the parts joined along their widths; a single part itself."""
+    return torch.cat(list(parts_TX), dim=-1) if len(parts_TX) > 1 else parts_TX[0]
+
+
+def by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    """Return ``[R, T, X/R]``; entry r is the concatenation of rank r's widths of all parts."""
+    return torch.cat([part_TX.view(len(part_TX), ranks, -1).movedim(1, 0) for part_TX in parts_TX], dim=-1)
+
+
+def of_ranks(x_RTX: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return one tensor ``[T, R · width]`` per part; this is the reverse of :func:`by_rank`."""
+    return tuple(part_RTX.movedim(0, 1).flatten(1) for part_RTX in torch.split(x_RTX, list(widths), dim=-1))

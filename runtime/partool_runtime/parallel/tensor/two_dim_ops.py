@@ -13,7 +13,6 @@ weights (:mod:`partool_runtime.deferral`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,21 +21,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_runtime.deferral import add_gradient, defer, of_weight
-from partool_runtime.parallel.tensor.two_dim_comm import Axis, Pending
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The tensor ranks, and the settings of their communication."""
-
-    outer: Axis
-    """Axis of d1 ranks."""
-    inner: Axis
-    """Axis of d2 ranks, with the fastest links."""
-    chunks: int = 1
-    """Number of pieces of the tokens."""
-    overlap: bool = False
-    """Whether gradients of weights are computed while the gradient of the input is in flight."""
+from partool_runtime.parallel.tensor.two_dim_comm import Grid, Pending, by_rank, of_ranks, side_by_side
+from partool_runtime.parallel.tensor.two_dim_sums import outer_sum
 
 
 def first_products(
@@ -63,37 +49,6 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
     return outer_sum(grid, out) if grid.chunks == 1 else out
 
 
-def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the inner axis, for example for norms; each inner rank uses the sum for different widths."""
-    out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
-    return out
-
-
-def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the outer axis; its ranks all compute the same from the sum, so their gradients of the sum are equal."""
-    out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
-    return out
-
-
-def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, from which every rank computes its part of the logits.
-
-    The backward pass sums the gradients of all ranks.
-    """
-    out: torch.Tensor = _GatheredHidden.apply(grid, x_BSH)  # type: ignore[no-untyped-call]
-    return out
-
-
-def dealt_rows(grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
-    """Sum ``[B, S, H]`` over all ranks and keep this rank's widths, ``[B, S, H/d2]``.
-
-    This reverses :func:`gathered_hidden`. It is used for the lookup in a tied embedding, whose rows are cut over all
-    ranks.
-    """
-    out: torch.Tensor = _DealtRows.apply(grid, partial_BSH)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _First(torch.autograd.Function):
     """:func:`first_products`."""
 
@@ -108,9 +63,9 @@ class _First(torch.autograd.Function):
         def start(x_TH: torch.Tensor) -> Pending:
             products = [F.linear(x_TH, weight) for weight in weights]
             if deal:
-                return grid.inner.start_scatter(_by_rank(products, grid.inner.size))
+                return grid.inner.start_scatter(by_rank(products, grid.inner.size))
             # A concatenation is not referenced elsewhere; a single product may be saved by recomputation.
-            return grid.inner.start_sum(_side_by_side(products), in_place=len(products) > 1)
+            return grid.inner.start_sum(side_by_side(products), in_place=len(products) > 1)
 
         sums_TX = _joined([start(x_TH) for x_TH in _pieces(x_BSH, grid)])
         shares = grid.inner.size if deal else 1
@@ -124,8 +79,8 @@ class _First(torch.autograd.Function):
         grid, widths = ctx.grid, [grad.shape[-1] for grad in grads]
         pieces = zip(*(_pieces(grad, grid) for grad in grads), strict=True)
         if ctx.deal:
-            started = [grid.inner.start_gather(_side_by_side(piece)) for piece in pieces]
-            whole: Iterable[Sequence[torch.Tensor]] = (_of_ranks(wait(), widths) for wait in started)
+            started = [grid.inner.start_gather(side_by_side(piece)) for piece in pieces]
+            whole: Iterable[Sequence[torch.Tensor]] = (of_ranks(wait(), widths) for wait in started)
         else:
             whole = pieces
         used, pending = [], []
@@ -150,7 +105,7 @@ class _Second(torch.autograd.Function):
         pieces: Iterable[torch.Tensor] = _pieces(x_BSX, grid)
         if dealt:
             started = [grid.inner.start_gather(piece) for piece in pieces]
-            pieces = (_of_ranks(wait(), [x_BSX.shape[-1]])[0] for wait in started)
+            pieces = (of_ranks(wait(), [x_BSX.shape[-1]])[0] for wait in started)
         used, pending = [], []
         for x_TX in pieces:
             used.append(x_TX)
@@ -169,79 +124,13 @@ class _Second(torch.autograd.Function):
         for grad_TH in _pieces(grad_BSH, grid) if ctx.needs_input_grad[2] else ():
             grad_TX = grad_TH @ weight_HX
             if ctx.dealt:
-                pending.append(grid.inner.start_scatter(_by_rank([grad_TX], grid.inner.size)))
+                pending.append(grid.inner.start_scatter(by_rank([grad_TX], grid.inner.size)))
             else:
                 pending.append(grid.inner.start_sum(grad_TX, in_place=True))
         finish = partial(_joined, pending) if pending else None
         of_weights = partial(_weight_gradients, x_TX.detach(), [grad_BSH.flatten(0, -2)], ctx.needs_input_grad[3:])
         grad_TX, grad_weights = _finished(finish, of_weights, (ctx.weight,), grid)
         return None, None, None if grad_TX is None else grad_TX.view(ctx.shape), *grad_weights
-
-
-class _InnerSum(torch.autograd.Function):
-    """:func:`inner_sum`; as the ranks use the sum for different widths, the backward pass sums their gradients."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
-        ctx.grid = grid  # type: ignore[attr-defined]
-        return grid.inner.start_sum(x)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, ctx.grid.inner.start_sum(grad)()
-
-
-class _OuterSum(torch.autograd.Function):
-    """:func:`outer_sum`."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
-        return grid.outer.start_sum(x)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, grad
-
-
-class _GatheredHidden(torch.autograd.Function):
-    """:func:`gathered_hidden`."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
-        ctx.grid = grid  # type: ignore[attr-defined]
-        return _gathered_widths(grid, x_BSH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[Any, ...]:
-        return None, _summed_and_dealt(ctx.grid, grad_BSH)
-
-
-class _DealtRows(torch.autograd.Function):
-    """:func:`dealt_rows`."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
-        ctx.grid = grid  # type: ignore[attr-defined]
-        return _summed_and_dealt(grid, partial_BSH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[Any, ...]:
-        return None, _gathered_widths(ctx.grid, grad_BSH)
-
-
-def _gathered_widths(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
-    x_TH = x_BSH.flatten(0, -2)
-    return _of_ranks(grid.inner.start_gather(x_TH)(), [x_TH.shape[1]])[0].view(*x_BSH.shape[:-1], -1)
-
-
-def _summed_and_dealt(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
-    dealt_TH = grid.inner.start_scatter(_by_rank([x_BSH.flatten(0, -2)], grid.inner.size))()
-    # The near ranks reduce-scatter first, so that the sum over the far ranks has 1/d2 of the size.
-    return grid.outer.start_sum(dealt_TH)().view(*x_BSH.shape[:-1], -1)
 
 
 def _finished(
@@ -287,17 +176,3 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 def _joined(pending: Sequence[Pending]) -> torch.Tensor:
     return torch.cat([wait() for wait in pending]) if len(pending) > 1 else pending[0]()
-
-
-def _side_by_side(parts_TX: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts_TX), dim=-1) if len(parts_TX) > 1 else parts_TX[0]
-
-
-def _by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    """Return ``[R, T, X/R]``; entry r is the concatenation of rank r's widths of all parts."""
-    return torch.cat([part_TX.view(len(part_TX), ranks, -1).movedim(1, 0) for part_TX in parts_TX], dim=-1)
-
-
-def _of_ranks(x_RTX: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return one tensor ``[T, R · width]`` per part; this is the reverse of :func:`_by_rank`."""
-    return tuple(part_RTX.movedim(0, 1).flatten(1) for part_RTX in torch.split(x_RTX, list(widths), dim=-1))

@@ -6,10 +6,12 @@ three numbers per position: the largest logit, the sum of exponentials and the l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
@@ -17,10 +19,55 @@ from partool_kernels.cross_entropy.op import Terms, inner_scale, scaled
 from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradients, losses_and_gradients, or_nan
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start_tokens, tokens
 from partool_runtime.torch_internals.collectives import finished, start_sum
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyRows:
+    """:class:`~partool_runtime.model.embedding.Lookup` in a table of which each rank holds the rows of some tokens."""
+
+    team: Team
+    first: int
+    """Index of the first vocabulary token that this rank holds."""
+
+    def __call__(self, embed: nn.Embedding, index: torch.Tensor) -> torch.Tensor:
+        """Return :func:`vocabulary_rows` of the tokens ``index``, ``[B, S]``; raises ConfigurationError PT648."""
+        if self.team.length is not None and index.shape[1] != self.team.length:
+            message = f"sequences of {index.shape[1]} tokens, but the plan expects {self.team.length}"
+            raise ConfigurationError("PT648", message, "Use sequences of training.sequence_length tokens.")
+        return vocabulary_rows(index, embed.weight, self.first, self.team, embed.padding_idx)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPositions:
+    """:class:`~partool_runtime.model.embedding.Lookup` of learned positions, of this rank's share of the tokens."""
+
+    team: Team
+
+    def __call__(self, embed: nn.Embedding, index: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of the share of the positions ``[..., S]``, with zeros for padding."""
+        share, first = self.team.share, self.team.rank * self.team.share
+        rows_XH = F.embedding(index[..., first : first + share], embed.weight)
+        return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[-2]))
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyLoss:
+    """:class:`~partool_runtime.model.decoder.HeadLoss` over a vocabulary of which each rank holds some tokens."""
+
+    team: Team
+    first: int
+    """Index of the first vocabulary token that this rank holds."""
+
+    def __call__(
+        self, hidden: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        """Return :func:`vocabulary_loss`."""
+        return vocabulary_loss(hidden, weight_VH, labels_BS, first=self.first, team=self.team, **how)
 
 
 def vocabulary_rows(

@@ -11,6 +11,7 @@ from torch import nn
 from partool.spec.model import ModelConfig
 from partool_runtime.model.attention import Tokens
 from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, HeadLoss, embedded
+from partool_runtime.model.embedding import Embedding
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -62,8 +63,8 @@ class RingDecoder(AnyDecoder):
         """``spans`` are the layers of each stage, ``mine`` the numbers of this rank's stages."""
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
-        self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
+        self.embed = Embedding(config.vocab, config.hidden, config.padding_token)
+        self.position = Embedding(config.max_position, config.hidden) if config.position == "learned" else None
         own = {layer for stage in mine for layer in range(*spans[stage])}
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in sorted(own)})
         self.final_norm = make_norm(config)

@@ -12,6 +12,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import loss
+from partool_runtime.model.projection import SEPARATE, Linear
 from partool_runtime.parallel.tensor import columns as of_columns
 from partool_runtime.parallel.tensor.apply import apply_tensor, placements
 from partool_runtime.parallel.tensor.ops import Team, by_rank
@@ -69,7 +70,7 @@ def test_one_rank_leaves_the_model_as_it_is() -> None:
     assert [id(parameter) for parameter in model.parameters()] == before
     assert model.head is not None
     assert model.head.loss is loss
-    assert "inputs" not in vars(model.layers[0].attention)
+    assert model.layers[0].attention.inputs is SEPARATE
 
 
 def test_rows_of_a_cut_vocabulary_add_up() -> None:
@@ -144,7 +145,7 @@ def test_the_inputs_gradient_travels_while_the_weights_are_computed(
     monkeypatch.setattr(of_columns, "finished", lambda x: noted("finish", x))
     monkeypatch.setattr(deferral, "of_weight", lambda x, grad: noted("weight", of_weight(x, grad)))
     x_BSH = torch.randn(2, 4, 3, requires_grad=True)
-    linears = [torch.nn.Linear(3, 5), torch.nn.Linear(3, 2)]
+    linears = [Linear(3, 5), Linear(3, 2)]
     outputs = of_columns.columns(x_BSH, linears, Team("unused", 0, 1, length=4, overlap=overlap))
     sum(output.sum() for output in outputs).backward()
     assert seen == order

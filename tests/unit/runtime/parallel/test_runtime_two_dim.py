@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from partool_runtime.deferral import collecting
-from partool_runtime.parallel.tensor.two_dim_ops import Grid, first_products, second_product
+from partool_runtime.parallel.tensor.two_dim_comm import Grid
+from partool_runtime.parallel.tensor.two_dim_ops import first_products, second_product
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 TOKENS, WIDTH, OUT = (2, 3), 4, 6

@@ -1,0 +1,92 @@
+"""Code of the runtime that replaces methods or classes of modules: all of it is listed here, with its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from partool_runtime.hf.patches import Patch, has_patched_forward, patch_forward, patches
+
+ROOT = Path(__file__).parents[3]
+RUNTIME = ROOT / "runtime/partool_runtime"
+MATHEMATICS = {"hf/patches.py": 1}
+"""Where a model's mathematics is changed by replacing a method: modules that are not partool's."""
+CONVERSIONS = {"model/norm.py": 1, "model/projection.py": 1, "fp8.py": 1}
+"""Where a module becomes one of a subclass: torch's linear layers and norms those of partool, and of 8 bits."""
+SAME_MATHEMATICS = {
+    "parallel/apply.py": 1,  # torch.compile
+    "trace.py": 1,  # torch.compile
+    "offload/activations.py": 1,  # saved tensors move to the host
+    "dry/layers.py": 1,  # equal layers repeat each other
+    "dry/device.py": 2,  # functions of torch.cuda, on no device
+    "graph/capture.py": 1,  # while a graph is captured
+    "hf/cutting.py": 2,  # while the shape of a result is asked
+    "hf/building.py": 2,  # while a model is built
+    "telemetry/_collectives.py": 2,  # while calls of torch.distributed are counted
+    "torch_internals/tensors.py": 1,  # while tensors are fake
+    "torch_internals/tracing.py": 2,  # while a graph is captured
+}
+DATA = {
+    "preparation.py": 1,  # buffers
+    "offload/parameters.py": 1,  # parameters
+    "parallel/tensor/apply.py": 1,  # parameters
+    "parallel/tensor/hf_heads.py": 1,  # numbers of heads
+    "dry/layer_passes.py": 1,  # a record's field of the name forward
+    "dry/layer_steps.py": 1,  # the same
+}
+"""Where an attribute that holds no code is set by a name that only the run knows."""
+
+
+def is_patch(node: ast.AST) -> bool:
+    """Return whether a node calls ``setattr``, or assigns to ``forward`` or ``__class__`` of an object."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "setattr"
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    flat = [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr in ("forward", "__class__") and not _is_none(node))
+        or (isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Constant) and each.slice.value == "forward")
+        for each in flat
+    )
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
+
+
+def counted(folder: Path) -> Counter[str]:
+    """Return the number of patches in each file of a folder."""
+    found: Counter[str] = Counter()
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "setattr" in text or "forward" in text or "__class__" in text:
+            found[str(path.relative_to(folder))] += sum(map(is_patch, ast.walk(ast.parse(text))))
+    return +found
+
+
+def test_no_method_of_a_module_is_replaced_elsewhere() -> None:
+    assert counted(RUNTIME) == Counter(MATHEMATICS) + Counter(CONVERSIONS) + Counter(SAME_MATHEMATICS) + Counter(DATA)
+    assert len(Patch) <= 5
+
+
+def test_patches_are_seen(tmp_path: Path) -> None:
+    lines = [
+        "setattr(module, 'inputs', f)", "module.forward = f", "module.__dict__['forward'] = f", "x.__class__ = Y",
+        "x.__class__, found = Y, True",
+    ]  # fmt: skip
+    (tmp_path / "bad.py").write_text("\n".join(lines))
+    (tmp_path / "good.py").write_text("module.inputs = f\nnow.forward = None\nmodule.core = wrapped(module.core)")
+    assert counted(tmp_path) == {"bad.py": len(lines)}
+
+
+def test_a_module_tells_its_patches() -> None:
+    module = nn.Linear(2, 3)
+    assert (patches(module), has_patched_forward(module)) == ((), False)
+    patch_forward(module, Patch.TENSOR, lambda x: x + 1)
+    patch_forward(module, Patch.SECOND_PASS, module.forward)
+    assert (patches(module), has_patched_forward(module)) == ((Patch.TENSOR, Patch.SECOND_PASS), True)
+    assert torch.equal(module(torch.zeros(2)), torch.ones(2))
