@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import partool
-from partool import Diagnostic, SpecError, check, load, plan, render
+from partool import Diagnostic, Plan, SpecError, check, load, plan, render
 from partool.cli.main import run
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +79,8 @@ def test_plans_and_files_are_those_of_the_commands(spec: Path) -> None:
         files = render(result, target).files
         assert files == {name: (Path(target) / name).read_text() for name in files}
     assert result.launch.target == "local"
+    older = Plan.from_json(result.model_copy(update={"partool_version": "0.1.0"}).to_json())
+    assert (older.partool_version, older.hash) == ("0.1.0", result.hash)
 
 
 def test_findings_are_those_of_the_commands(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
