@@ -1,5 +1,5 @@
-"""Figures of the code: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files, import cycles and how
-many files name each strategy.
+"""Figures of the code: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files, loose types, patches,
+imports that lead up, vague names, import cycles and how many files name each strategy.
 
 FOLDER is another checkout to compare with, such as a git worktree of an older commit.
 """
@@ -10,11 +10,13 @@ import ast
 import io
 import sys
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from _layers import KERNEL_LAYERS, LAYERS, RUNTIME_LAYERS, upward
 
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
@@ -27,11 +29,20 @@ PACKAGES = {
     "partool_runtime": "runtime/partool_runtime",
     "partool_kernels": "kernels/partool_kernels",
 }
+_TYPING = "TYPE_CHECKING"
 SMALL = 60
 """Lines below which a file is small."""
 STRATEGIES: dict[str, Iterable[str]] = {
     "schedules": SCHEDULES, "sequence methods": METHODS, "optimizers": OPTIMIZERS, "targets": TARGETS
 }  # fmt: skip
+
+
+ORDERS = {"partool": LAYERS, "partool_runtime": RUNTIME_LAYERS, "partool_kernels": KERNEL_LAYERS}
+"""Order of the packages' rooms, by package."""
+VAGUE = {"found", "own", "whole", "known", "told", "held", "left", "there", "done", "again", "coming"}
+"""Names that say nothing about a value; counted where they are assigned."""
+PATCHED = {"forward", "inputs", "output", "core", "loss", "attend", "routed"}
+"""Methods of modules; an assignment to one of another object replaces what the module computes."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -51,9 +62,8 @@ def imported(path: Path) -> tuple[frozenset[str], frozenset[str], frozenset[str]
     Last come the names of all imports outside of type-checking blocks.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    checked = (
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    )
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    checked = [block for block in blocks if getattr(block.test, "id", getattr(block.test, "attr", "")) == _TYPING]
     typing = {child for block in checked for part in block.body for child in ast.walk(part)}
     every = list(ast.walk(tree))
     groups = (every, tree.body, (node for node in every if node not in typing))
@@ -168,6 +178,103 @@ def naming(files: dict[str, Path], names: Iterable[str]) -> dict[str, int]:
     return {name: sum(name in each for each in texts) for name in names}
 
 
+def loose_types(tree: ast.AST) -> Counter[str]:
+    """Count ``Any`` and ``dict[str, Any]`` in a file: all, and in public signatures and fields of public classes."""
+    found = Counter(_loose(tree, "all"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(node.name):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            for part in (*(argument.annotation for argument in arguments), node.returns):
+                found.update(_loose(part, "public") if part else {})
+        elif isinstance(node, ast.ClassDef) and _is_public(node.name):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and _is_public(ast.unparse(field.target)):
+                    found.update(_loose(field.annotation, "public"))
+    return found
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def _loose(tree: ast.AST, where: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "Any":
+            found[f"Any, {where}"] += 1
+        elif isinstance(node, ast.Subscript) and _is_loose_dict(node):
+            found[f"dict[str, Any], {where}"] += 1
+    return found
+
+
+def _is_loose_dict(node: ast.Subscript) -> bool:
+    of = [part.id for part in (node.value, *getattr(node.slice, "elts", ())) if isinstance(part, ast.Name)]
+    return of == ["dict", "str", "Any"]
+
+
+def patches(tree: ast.AST) -> int:
+    """Count the assignments that replace a method of another object: by name, or by ``setattr`` and ``hook``."""
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in (
+            "setattr",
+            "hook",
+        ):
+            found += 1
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += sum(
+                isinstance(target, ast.Attribute)
+                and target.attr in PATCHED
+                and getattr(target.value, "id", "") != "self"
+                for target in targets
+            )
+    return found
+
+
+def vague_names(tree: ast.AST) -> Counter[str]:
+    """Count how often each vague name is assigned."""
+    names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return Counter(name for name in names if name in VAGUE)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Counts that should fall, of one checkout."""
+
+    loose: dict[str, int]
+    patches: dict[str, int]
+    """By package, as are the vague names."""
+    upward: dict[str, int]
+    vague: dict[str, int]
+    words: dict[str, int]
+    """How often each vague name is assigned."""
+
+    @classmethod
+    def of(cls, files: dict[str, Path]) -> Faults:
+        """Count in the files of a checkout."""
+        loose, patched, vague, words = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+        for name, path in files.items():
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            package = ".".join(name.split(".")[:2])
+            names = vague_names(tree)
+            loose.update(loose_types(tree))
+            patched[package] += patches(tree)
+            vague[package] += names.total()
+            words.update(names)
+        edges = graph(files, typing=False)
+        up = {package: len(upward(edges, package, layers)) for package, layers in ORDERS.items()}
+        return cls(dict(loose), dict(+patched), up, dict(+vague), dict(words))
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line per kind of fault."""
+        yield f"loose types: {self.loose}"
+        yield f"{sum(self.patches.values())} patches of methods: {self.patches}"
+        yield f"{sum(self.upward.values())} imports that lead up: {self.upward}"
+        yield f"{sum(self.vague.values())} vague names assigned: {self.vague}"
+        yield f"vague names by word: {self.words}"
+
+
 @dataclass(frozen=True)
 class Figures:
     """Figures of one checkout."""
@@ -180,6 +287,7 @@ class Figures:
     shared: dict[str, int]
     naming: dict[str, dict[str, int]]
     """Number of files that contain a name, by kind of strategy and name."""
+    faults: Faults
 
     @classmethod
     def of(cls, root: Path) -> Figures:
@@ -190,7 +298,8 @@ class Figures:
         logical = sum(map(logical_lines, files.values()))
         found = cycles(graph(files))
         named = {kind: naming(files, names) for kind, names in STRATEGIES.items()}
-        return cls(len(files), sum(lengths.values()), logical, len(small), found, shared_names(files), named)
+        shared, faults = shared_names(files), Faults.of(files)
+        return cls(len(files), sum(lengths.values()), logical, len(small), found, shared, named, faults)
 
 
 def main() -> None:
@@ -203,6 +312,8 @@ def main() -> None:
         print(f"  {own.lines} lines, {own.logical} of them logical, without docstrings")
         print(f"  {len(own.cycles)} cycles of imports: {own.cycles}")
         print(f"  {len(own.shared)} names that several classes have: {own.shared}")
+        for line in own.faults.lines():
+            print(f"  {line}")
         for kind, counts in own.naming.items():
             print(f"  files that know {kind} by name: {counts}")
 

@@ -268,6 +268,53 @@ def test_only_commands_raise_interrupts(tmp_path: Path) -> None:
     assert raises_interrupts(tmp_path / "bad.py") == [1, 2]
 
 
+def calls(path: Path, names: set[str]) -> set[str]:
+    """Return those of ``names`` that a file calls, as functions or as attributes."""
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in names):
+        return set()
+    called = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return names & {getattr(function, "id", getattr(function, "attr", "")) for function in called}
+
+
+@pytest.mark.parametrize(
+    ("names", "makers"),
+    [
+        ({"Thread", "ThreadPoolExecutor", "Timer"}, {"threads.py", "agent/lifeline.py", "agent/meeting.py"}),
+        ({"new_group", "split_group"}, {"groups.py", "checkpoint/_agreement.py"}),
+    ],
+)
+def test_threads_and_groups_have_the_makers_that_the_page_names(names: set[str], makers: set[str]) -> None:
+    """``agent/meeting.py`` runs in agents, not in ranks; the ``Timer`` of telemetry is another class."""
+    runtime = ROOT / "runtime/partool_runtime"
+    files = [path for path in sorted(runtime.rglob("*.py")) if path.parent.name != "telemetry"]
+    assert {path.relative_to(runtime).as_posix() for path in files if calls(path, names)} == makers
+
+
+ORDER = {
+    "tensor": "apply_tensor", "experts": "apply_experts", "fp8": "use_fp8", "sequence": "apply_sequence",
+    "fused kernels": "fuse", "attention kernels": "select_attention", "tiles": "_tile", "recompute": "recompute",
+    "compile": "compile_blocks", "offload": "_offload",
+}  # fmt: skip
+"""Functions that ``parallelize`` calls, by the word of the page."""
+
+
+def test_the_page_has_the_order_in_which_a_layout_is_applied() -> None:
+    page = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+    sentence = re.search(r"applies, in fixed order: (.*?);", page, re.DOTALL)
+    assert sentence is not None
+    words = [" ".join(word.split()) for word in sentence[1].split("→")]
+    tree = ast.parse((ROOT / "runtime/partool_runtime/parallel/apply.py").read_text(encoding="utf-8"))
+    (body,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parallelize")
+    lines = {
+        node.func.id: node.lineno
+        for node in ast.walk(body)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert words == list(ORDER)
+    assert sorted(ORDER.values(), key=lines.__getitem__) == list(ORDER.values())
+
+
 PRINTERS = {"partool/plan/terminal.py"}
 AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent/run", "agent/together", "agent/elastic", "export")}
 
