@@ -5,10 +5,8 @@ Importing this module is cheap: the planner is imported by the first call, torch
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +97,8 @@ def render(plan: Plan, target: str | None = None) -> Rendered:
 
 
 def _read(source: SpecSource, overrides: Overrides) -> Loaded:
+    import json
+
     from partool.spec.loader import load as load_file
     from partool.spec.loader import load_text
 
@@ -138,6 +138,8 @@ def _refused(plan: Plan) -> Iterable[Diagnostic]:
 
 
 def _rendered(plan: Plan) -> Rendered:
+    from dataclasses import replace
+
     from partool.launch.prepare import commands_here, sizes_of
     from partool.launch.store import RunStore
     from partool.launch.submit import hash_of, job_of
