@@ -58,7 +58,8 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
     """Return the planner's findings about ``plan.launch``, such as its target, machines and time limits."""
-    from partool.planner.rules.launching import check_duration, check_launch, check_watchdog
+    from partool.planner.findings.stopping import check_duration, check_watchdog
+    from partool.planner.rules.launching import check_launch
     from partool.planner.stopping import forecast
 
     found = check_launch(plan.launch, plan.devices)
