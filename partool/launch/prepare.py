@@ -18,7 +18,8 @@ def aimed_at(plan: Plan, target: str | None) -> Plan:
 
 def about_launch(plan: Plan) -> list[Diagnostic]:
     """Return the planner's findings about ``plan.launch``, such as its target, machines and time limits."""
-    from partool.planner.rules.launching import check_duration, check_launch, check_watchdog
+    from partool.planner.findings.stopping import check_duration, check_watchdog
+    from partool.planner.rules.launching import check_launch
     from partool.planner.stopping import forecast
 
     found = check_launch(plan.launch, plan.devices)

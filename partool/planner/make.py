@@ -12,17 +12,16 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
-from partool.planner.findings import fp8
-from partool.planner.findings.stopping import check_restarts
-from partool.planner.forms import gathers
+from partool.planner.findings import fp8, unused
+from partool.planner.findings.kernels import check_kernels, without_missing
+from partool.planner.findings.stopping import check_decided, check_restarts, check_watchdog
 from partool.planner.forms.runnable import gaps, of_engine, task
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, Work
 from partool.planner.resolve import Resolved, resolve
-from partool.planner.rules import tensor as tensor_rules
-from partool.planner.rules.kernels import absolute, check_kernels, without_missing
-from partool.planner.rules.launching import check_decided, check_watchdog, environment
+from partool.planner.rules.kernels import absolute
+from partool.planner.rules.launching import environment
 from partool.planner.rules.tensor_cuts import partition
 from partool.spec.checks import check as check_spec
 from partool.spec.model import Weights
@@ -70,9 +69,9 @@ def make_plan(
 
     ``trace``: trace which tensors this model saves for the backward pass, instead of using the data that come with
     partool; needs torch. ``forgive``: codes of kernel rules whose errors become warnings, see
-    :func:`partool.planner.rules.kernels.check_kernels`. ``work``: the counter of search work, which another thread may
-    read and a signal handler may stop. Never raises for bad input: errors are among the diagnostics. The same spec,
-    catalog and machine give the same plan, unless the search is stopped.
+    :func:`partool.planner.findings.kernels.check_kernels`. ``work``: the counter of search work, which another thread
+    may read and a signal handler may stop. Never raises for bad input: errors are among the diagnostics. The same
+    spec, catalog and machine give the same plan, unless the search is stopped.
     """
     if not fits(FilePath, str(base_dir)):  # paths of the plan begin with this folder
         message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
@@ -125,7 +124,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     missing = [*of_engine(spec.engine), *gaps(task(problem), best.layout)]
     found += [_gap(gap) for gap in missing]
     found += reasons.tight(solution, best)
-    found += [*gathers.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
+    found += [*unused.gathers(problem, best.layout), *unused.tensor(problem, best.layout)]
     wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
     found += wide
     if _failed(wide):

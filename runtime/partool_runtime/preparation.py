@@ -33,8 +33,8 @@ from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
 from partool_runtime.parallel.zero import shard, shard_stages, travels_narrow
+from partool_runtime.passes import Passes, PlainPasses, Timer
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
-from partool_runtime.stepping import Passes, PlainPasses, Timer
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.usermodel.model import ModuleDecoder
 from partool_runtime.weights import build, build_parts, freeze, materialise, poison

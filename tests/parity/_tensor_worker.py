@@ -43,9 +43,10 @@ from partool_runtime.parallel.tensor.symmetric import check_symmetric
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
 from partool_runtime.parallel.zero import shard, trained_parameters
+from partool_runtime.passes import PlainPasses
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
-from partool_runtime.stepping import PlainPasses, Stepper
+from partool_runtime.stepping import Stepper
 from partool_runtime.weights import build, build_parts, fill, freeze, materialise
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 13, "ffn_hidden": 11, "vocab": 31, "init_std": 0.2}

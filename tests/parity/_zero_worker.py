@@ -30,8 +30,9 @@ from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import shard, trained_parameters
+from partool_runtime.passes import PlainPasses
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
-from partool_runtime.stepping import PlainPasses, Stepper
+from partool_runtime.stepping import Stepper
 
 VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 2
 STEPS, SEQUENCES, LENGTH = 6, 12, 6

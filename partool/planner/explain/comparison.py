@@ -14,11 +14,11 @@ from partool.plan.as_spec import as_yaml
 from partool.plan.types import Alternative
 from partool.planner.evidence import tier_of
 from partool.planner.explain.candidates import kind
-from partool.planner.explain.summary import TIE, summary, why_lost
+from partool.planner.explain.summary import summary, why_lost
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem
 from partool.planner.search.ordered import fastest_of_kinds
-from partool.planner.search.price import Priced
+from partool.planner.search.price import TIE, Priced
 from partool.planner.search.prices import firsts
 from partool.planner.search.solve import Solution
 from partool.strategies.tiers import TIERS

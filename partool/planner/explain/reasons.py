@@ -15,14 +15,14 @@ from partool.planner.explain.expert import expert_reasons
 from partool.planner.explain.one_bit import one_bit_reasons
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
-from partool.planner.explain.summary import TIE, recompute, summary
+from partool.planner.explain.summary import recompute, summary
 from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.forms import gathers, tiles
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem
 from partool.planner.rules import adversarial
 from partool.planner.search import offload
-from partool.planner.search.price import Priced
+from partool.planner.search.price import TIE, Priced
 from partool.planner.search.solve import Solution
 from partool.planner.search.tiers import is_small
 from partool.spec.numbers import GIB

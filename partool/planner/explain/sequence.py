@@ -11,10 +11,9 @@ from partool.cost.codec import decode, encode, lists_of
 from partool.layout.sequence import deal_heads, even
 from partool.plan.layout import Layout
 from partool.planner.described import Description
-from partool.planner.explain.summary import TIE
 from partool.planner.forms.sequence_rules import SequenceForm, all_forms, kinds_of, why_none, windowed
 from partool.planner.problem import Problem
-from partool.planner.search.price import Priced
+from partool.planner.search.price import TIE, Priced
 from partool.planner.search.sequence_forms import seconds
 from partool.spec.numbers import GIB
 from partool.spec.parallel import Sequence

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from partool.plan.layout import Layout
 from partool.planner.evidence import margin
-from partool.planner.search.price import Priced
+from partool.planner.search.price import TIE, Priced
 from partool.spec.numbers import GIB
-
-TIE = 1e-3
-"""Layouts whose step times differ by less than this share count as equally fast; the simpler layout is taken."""
 
 
 def summary(layout: Layout) -> str:

@@ -87,22 +87,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         yield from _leaves(problem, tuple(data.leaves))
 
 
-def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Yield findings about settings for all-gathers that have no effect in the layout that the planner chose."""
-    data, shared = problem.spec.parallel.data, _sharing(layout) > 1
-    if data.zero not in ("auto", 3):
-        return  # reported by check()
-    chosen = f"ZeRO-{layout.data.zero}" if shared else "no ranks that share parameters"
-    for name in ("prefetch", "persistent"):
-        if getattr(data, name) != "auto" and not (layout.data.zero == 3 and shared):
-            message = f"{name}: {getattr(data, name)} is about parameters that ZeRO-3 gathers; the plan has {chosen}"
-            yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, name), help="drop it, or use zero: 3")
-    if data.gather == "sequential" and not (layout.data.zero > 0 and shared):
-        message = f"gather: sequential, but the plan has {chosen}, and gathers nothing"
-        yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, "gather"), help="drop it, or use zero: 3")
-
-
-def _sharing(layout: Layout) -> int:
+def sharing_ranks(layout: Layout) -> int:
     """Return the number of ranks that share one copy of the parameters, including sequence-parallel ranks."""
     return layout.data.shard * layout.sequence.degree
 
@@ -146,9 +131,9 @@ def _some(problem: Problem, names: set[str]) -> str:
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     """Yield sentences on how parameters are gathered and why."""
     data = problem.spec.parallel.data
-    if layout.data.zero > 0 and _sharing(layout) > 1:
+    if layout.data.zero > 0 and sharing_ranks(layout) > 1:
         yield _gather(problem, layout)
-    if layout.data.zero == 3 and _sharing(layout) > 1:
+    if layout.data.zero == 3 and sharing_ranks(layout) > 1:
         if layout.data.gather != "coalesced" or layout.data.prefetch != 1 or data.prefetch != "auto":
             yield _prefetch(problem, layout)
         if layout.data.persistent or data.persistent != "auto":

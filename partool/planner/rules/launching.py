@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,13 @@ from partool.catalog.network import network_environment, preset_of
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Variable
 from partool.planner import allocator
-from partool.planner.findings.stopping import check_window
 from partool.planner.rules.hardware import check_hardware
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import ERRORS, check_warnings, contained
 from partool.spec.patterns import is_image_file
 from partool.spec.spec import Spec
-from partool.spec.targets.rules import Forecast, rules_of
+from partool.spec.targets.rules import rules_of
 from partool.spec.targets.slurm.site_profile import Merged, from_folder, with_site_profile
 from partool.spec.watched import independent
 from partool.strategies.targets import RESIZABLE, SCHEDULERS, TARGETS
@@ -181,26 +179,3 @@ def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
         message = "on GH200 with Slingshot, NCCL's LL128 protocol has corrupted data in silence (NVIDIA/nccl #2001)"
         help = "set network: auto, which sets HPE's remedy, or NCCL_LL128_C2C: '0' in launch.env"
         yield Diagnostic("PT522", message, severity="warning", path=path, help=help)
-
-
-_LEAST_STEPS = 3
-
-
-def check_watchdog(launch: LaunchSpec, upper_step_s: float) -> list[Diagnostic]:
-    """Return a warning if the watchdog would end healthy ranks; ``upper_step_s`` is the step at its upper error bar."""
-    limit, least_s = launch.watchdog, _LEAST_STEPS * upper_step_s
-    if not isinstance(limit, int) or limit >= least_s:
-        return []
-    message = f"watchdog: {limit} s is shorter than {_LEAST_STEPS} steps, which take up to {least_s:.0f} s"
-    help = f"use {math.ceil(least_s) + 60} or more, or auto, which follows the steps that are measured"
-    return [Diagnostic("PT555", message, severity="warning", path=("launch", "watchdog"), help=help)]
-
-
-def check_decided(launch: LaunchSpec, expected: Forecast) -> list[Diagnostic]:
-    """Return findings about a section without errors whose open values the plan has decided."""
-    return [*rules_of(launch.target).errors(launch), *check_duration(launch, expected)]
-
-
-def check_duration(launch: LaunchSpec, expected: Forecast) -> list[Diagnostic]:
-    """Return findings about time limits of the launch section, and about the time that it gives a run to stop."""
-    return [*check_window(launch, expected), *rules_of(launch.target).about_duration(launch, expected)]

@@ -7,7 +7,6 @@ from math import prod
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor import head_ranges
-from partool.plan.layout import Layout
 from partool.planner.forms.tensor_forms import busy, divides, inner_widths, shape_problem
 from partool.planner.problem import Problem, divisors, nearest
 from partool.strategies.schedules import SCHEDULES
@@ -115,16 +114,11 @@ def schedules(problem: Problem) -> Iterator[Diagnostic]:
 def alone(problem: Problem) -> Iterator[Diagnostic]:
     """If the spec sets one tensor rank, yield a warning for each setting that needs several tensor ranks."""
     if problem.tensor_degree == 1:
-        yield from _unused(problem, "there is one")
+        yield from unused_settings(problem, "there is one")
 
 
-def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """If the planner chose one tensor rank, yield a warning for each setting that needs several tensor ranks."""
-    if problem.tensor_degree == "auto" and layout.mesh.tp == 1:
-        yield from _unused(problem, "the plan has one")
-
-
-def _unused(problem: Problem, why: str) -> Iterator[Diagnostic]:
+def unused_settings(problem: Problem, why: str) -> Iterator[Diagnostic]:
+    """Yield a warning for each setting that needs several tensor ranks; ``why`` says how many there are."""
     tensor = problem.spec.parallel.tensor
     asked = (
         ("sequence_norms", tensor.sequence_norms is True),

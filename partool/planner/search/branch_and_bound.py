@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.memory.fit import GREEN
-from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem, Stopped
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced, host_limit
+from partool.planner.search.price import TIE, Priced, host_limit
 from partool.planner.search.prices import PRICED_AT_ONCE, SLACK, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.space import Space

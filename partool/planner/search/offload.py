@@ -18,9 +18,8 @@ from partool.cost.training.predict import predict_time
 from partool.cost.training.step import hidden_share
 from partool.plan.layout import OffloadLayout
 from partool.planner.cost_job import cost_job
-from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
-from partool.planner.search.price import Priced
+from partool.planner.search.price import TIE, Priced
 from partool.spec.numbers import GIB, MIB
 from partool.strategies.optimizers import OPTIMIZERS
 

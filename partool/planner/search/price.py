@@ -23,6 +23,8 @@ from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 from partool.work.training import TrainingWork
 
+TIE = 1e-3
+"""Layouts whose step times differ by less than this share count as equally fast; the simpler layout is taken."""
 HOST_SHARE = 0.9
 """Share of a node's memory that training may use; the rest is for the system, file cache and data loader."""
 PINNED_SHARE = 0.5

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from partool.plan.types import SearchSummary
-from partool.planner.explain.summary import TIE
 from partool.planner.forms.gathers import under_pressure
 from partool.planner.forms.runnable import runnable
 from partool.planner.forms.tiles import in_tiles
@@ -17,7 +16,7 @@ from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search, SearchResult
 from partool.planner.search.enumeration import build
 from partool.planner.search.offload import in_parts, refined, to_disks
-from partool.planner.search.price import Priced, pinned_limit, room
+from partool.planner.search.price import TIE, Priced, pinned_limit, room
 from partool.planner.search.prices import firsts
 from partool.planner.search.space import Space
 from partool.planner.search.tiers import Tiered, by_tier

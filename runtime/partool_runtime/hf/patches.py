@@ -24,14 +24,12 @@ class Patch(Enum):
 
 
 def patch_forward(module: nn.Module, patch: Patch, forward: Callable[..., Any]) -> None:
-    """Replace the forward pass of ``module``, in place, for the reason ``patch``."""
+    """Replace the forward pass of ``module``, in place, for the reason ``patch``.
+
+    The reasons stay on the module as ``_partool_patches``, the innermost first, for people who look at one.
+    """
     module.__dict__.setdefault("_partool_patches", []).append(patch)
     module.__dict__["forward"] = forward
-
-
-def patches(module: nn.Module) -> tuple[Patch, ...]:
-    """Return the patches of a module's forward pass, the innermost first."""
-    return tuple(module.__dict__.get("_partool_patches", ()))
 
 
 def has_patched_forward(module: nn.Module) -> bool:

@@ -19,13 +19,12 @@ from partool.cost.case import CAPPED, SCHEDULES
 from partool.cost.training.peak import least_memory, least_memory_of_passes
 from partool.planner.cost_job import cost_job
 from partool.planner.evidence import tier_of
-from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search import enumeration
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced, room, room_below
+from partool.planner.search.price import TIE, Priced, room, room_below
 from partool.planner.search.refine import refined
 from partool.planner.search.space import Space
 from partool.planner.search.tiers import by_tier, least_margin

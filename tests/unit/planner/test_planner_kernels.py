@@ -16,9 +16,10 @@ from partool.cost.time.gemm import matmul_s, tiled_s
 from partool.cost.training.predict import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
+from partool.planner.findings.kernels import check_kernels
 from partool.planner.kernels.choose import Coverage, KernelLine, coverage, requests
 from partool.planner.kernels.requests import PARTS, counted
-from partool.planner.rules.kernels import absolute, check_kernels
+from partool.planner.rules.kernels import absolute
 from partool.spec import load
 from partool.work.training import TrainingWork
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables

@@ -17,14 +17,13 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.planner.explain import changes
 from partool.planner.explain import reasons as explain
-from partool.planner.explain.summary import TIE
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem, Work, divisors
 from partool.planner.rules.table import check
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import _spread, layout_of, simplicity
-from partool.planner.search.price import Priced, bounds_s
+from partool.planner.search.price import TIE, Priced, bounds_s
 from partool.planner.search.solve import solve
 from partool.spec.spec import Spec
 

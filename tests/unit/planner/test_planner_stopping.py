@@ -16,8 +16,7 @@ from partool.cli import render as render_command
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.planner.elastic import resized
-from partool.planner.findings.stopping import check_restarts
-from partool.planner.rules.launching import check_decided
+from partool.planner.findings.stopping import check_decided, check_restarts
 from partool.planner.stopping import decided, forecast, stopping_of, worst_loss
 from partool.render.job import Job
 from partool.render.render import render

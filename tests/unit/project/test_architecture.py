@@ -71,7 +71,24 @@ def violations(package: Path, name: str, root: Path = ROOT) -> list[str]:
     return found
 
 
-INSIDE = {"cost": [[""], ["training"]]}
+INSIDE = {
+    "cost": [[""], ["training"]],
+    "planner": [
+        ["described", "evidence", "stopping", "allocator"],
+        ["problem"],
+        ["hf", "kernels"],
+        ["cost_job"],
+        ["forms"],
+        ["rules"],
+        ["resolve"],
+        ["search"],
+        ["findings"],
+        ["explain"],
+        ["elastic", "totals", "queries", "longest"],
+        ["make"],
+        ["__init__"],
+    ],
+}
 """Order of the parts of a package, lowest first; the name "" stands for all other modules of the package."""
 TRAINING = "partool.work.training"
 """Input of prices of training, which the other prices must not read."""

@@ -26,6 +26,7 @@ BY_NAME = {
 KERNELS = "kernel"
 """Modules of this name hold Triton kernels, which a library finds by name."""
 ONLY_TESTS = {
+    "partool.api.check": "the Python face, for users",
     "partool.engines.read.read": "the short form for one file of read_files, exported for other programs",
     "partool.layout.grid.exchanges": "tests of grids take the expected number of exchanges from it",
     "partool.layout.mesh.group_of": "the definition of a group, with which tests compare all other ways to find one",

@@ -14,7 +14,8 @@ from typer import Exit
 
 from partool.catalog.hardware import resolve_hardware
 from partool.cli._load import Output, load_plan_or_exit
-from partool.planner.rules.launching import check_duration, check_launch, environment, resolve_launch
+from partool.planner.findings.stopping import check_duration
+from partool.planner.rules.launching import check_launch, environment, resolve_launch
 from partool.planner.stopping import roomy_s
 from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec

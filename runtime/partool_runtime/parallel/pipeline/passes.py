@@ -84,7 +84,7 @@ class DecoderStage:
 
 
 class PipelinePasses:
-    """Passes (``partool_runtime.stepping.Passes``) of a pipeline rank; the ranks of a pipeline share one batch."""
+    """Passes (``partool_runtime.passes.Passes``) of a pipeline rank; the ranks of a pipeline share one batch."""
 
     def __init__(
         self,
