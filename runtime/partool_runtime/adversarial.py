@@ -22,7 +22,7 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder
 from partool_runtime.model.perturbation import ascended, drawn, first_values, working_dtype
 from partool_runtime.parallel.grad_sync import GradSync
-from partool_runtime.passes import Timer
+from partool_runtime.parallel.passes import Timer
 from partool_runtime.torch_internals.fsdp import without_parameter_gradients
 
 

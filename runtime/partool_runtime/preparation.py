@@ -25,6 +25,7 @@ from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.grad_sync import GradSync
+from partool_runtime.parallel.passes import Passes, PlainPasses, Timer
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.sequence.batches import SharedSequences
@@ -33,7 +34,6 @@ from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
 from partool_runtime.parallel.zero import shard, shard_stages, travels_narrow
-from partool_runtime.passes import Passes, PlainPasses, Timer
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.usermodel.model import ModuleDecoder

@@ -17,7 +17,7 @@ from partool_runtime.optim.grad_norm import GradientCheck, Mode, clip_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.expert.load import ExpertLoads
-from partool_runtime.passes import Passes, Timer
+from partool_runtime.parallel.passes import Passes, Timer
 from partool_runtime.precision import LossScaler
 
 

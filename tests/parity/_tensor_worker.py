@@ -34,6 +34,7 @@ from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.apply import compile_blocks
 from partool_runtime.parallel.comm import CollectiveTraffic, CommCounter
+from partool_runtime.parallel.passes import PlainPasses
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tensor.apply import apply_tensor, first_row, make_team
 from partool_runtime.parallel.tensor.columns import columns
@@ -43,7 +44,6 @@ from partool_runtime.parallel.tensor.symmetric import check_symmetric
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
 from partool_runtime.parallel.zero import shard, trained_parameters
-from partool_runtime.passes import PlainPasses
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import Stepper

@@ -29,8 +29,8 @@ from partool_runtime.model import StagedDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.passes import PlainPasses
 from partool_runtime.parallel.zero import shard, trained_parameters
-from partool_runtime.passes import PlainPasses
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import Stepper
 

@@ -261,7 +261,7 @@ def keeps_results(steps: int) -> Iterator[None]:
 
     with (
         replaced("partool_runtime.model.decoder:Block.forward", layer),
-        replaced("partool_runtime.passes:PlainPasses.step", step),
+        replaced("partool_runtime.parallel.passes:PlainPasses.step", step),
     ):
         yield
 
@@ -288,7 +288,7 @@ def keeps_logits() -> Iterator[None]:
 
     with (
         replaced("partool_runtime.model.loss:_logits", logits),
-        replaced("partool_runtime.passes:PlainPasses.step", step),
+        replaced("partool_runtime.parallel.passes:PlainPasses.step", step),
     ):
         yield
 

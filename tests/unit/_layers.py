@@ -28,7 +28,7 @@ RUNTIME_LAYERS = [
     ["__init__", "errors", "exchanges", "groups", "losses", "placement", "precision", "private", "pulse"],
     ["stop", "threads", "torch_internals", "deferral"],
     ["plan_file", "model", "mesh", "pieces"],
-    ["graph", "building", "data"],
+    ["graph", "building", "data", "hf.patches"],
     ["fp8", "hf"],
     ["fused", "usermodel"],
     ["parallel"],

@@ -181,8 +181,6 @@ UPWARD = {
     ("partool_runtime.parallel.apply", "partool_runtime.offload"): "layers are wrapped for offload in the fixed order",
     ("partool_runtime.parallel.apply", "partool_runtime.offload.lanes"): "as above",
     ("partool_runtime.parallel.apply", "partool_runtime.offload.memory"): "as above",
-    ("partool_runtime.parallel.sequence.batches", "partool_runtime.stepping"): "the protocols of passes and timers",
-    ("partool_runtime.parallel.weipipe.passes", "partool_runtime.stepping"): "as above",
     ("partool_kernels.fp8.linear", "partool_kernels.gemm_a8w8.op"): "products of fp8 layers; formats lie in fp8, too",
     ("partool_kernels.fp8.linear", "partool_kernels.select.here"): "as above",
     ("partool_kernels.fp8.linear", "partool_kernels.select.products"): "as above",

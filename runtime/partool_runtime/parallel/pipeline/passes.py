@@ -84,7 +84,7 @@ class DecoderStage:
 
 
 class PipelinePasses:
-    """Passes (``partool_runtime.passes.Passes``) of a pipeline rank; the ranks of a pipeline share one batch."""
+    """Passes (:class:`partool_runtime.parallel.passes.Passes`) of a rank; the ranks of a pipeline share one batch."""
 
     def __init__(
         self,

@@ -9,11 +9,11 @@ import torch
 from partool.layout.sequence import Spans, index, tokens
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.passes import Passes, Timer
+from partool_runtime.parallel.passes import Passes, Timer
 
 
 class SharedSequences:
-    """Passes (``partool_runtime.passes.Passes``) over one rank's share of sequences that are loaded whole.
+    """Passes (``partool_runtime.parallel.passes.Passes``) over one rank's share of sequences that are loaded whole.
 
     All ranks of a team get the same sequences. Tokens and labels are cut to this rank's share; document numbers are
     not cut, since attention masks need the document numbers of all tokens.

@@ -15,6 +15,7 @@ from partool.schedule import Schedule
 from partool.schedule.weipipe import room, weipipe
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.passes import Timer
 from partool_runtime.parallel.pipeline.clock import clock_for
 from partool_runtime.parallel.pipeline.types import Watch, split_linears
 from partool_runtime.parallel.weipipe.chunks import Chunk
@@ -23,11 +24,10 @@ from partool_runtime.parallel.weipipe.lanes import Lane
 from partool_runtime.parallel.weipipe.program import Compute, ShiftGroup, Step, compile_program
 from partool_runtime.parallel.weipipe.ring import PipelineRing
 from partool_runtime.parallel.weipipe.shifts import Buffer, Gradients, LentBuffers, TravellingWeights, Wire
-from partool_runtime.passes import Timer
 
 
 class WeiPipePasses:
-    """One rank of a ring around which weights are sent; implements :class:`partool_runtime.passes.Passes`.
+    """One rank of a ring around which weights are sent; implements :class:`partool_runtime.parallel.passes.Passes`.
 
     Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages are stored in
     the parameters' ``grad``. Gradients of the outer modules, which every rank has, are summed over the ring and also
