@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
 from partool.planner.longest import GRAIN, NONE, Longest
-from partool.report.tables import plan_summary, varied_rows
+from partool.report.tables import WhatIf, plan_summary, varied_rows
 from partool.report.units import amount, gib, seconds
 
 Rows = list[tuple[list[str], Longest, Plan | None]]
@@ -39,13 +37,23 @@ def render_longest(rows: Rows, console: Console) -> None:
     console.print(table)
 
 
-def longest_rows(rows: Rows) -> list[dict[str, Any]]:
+class LongestWhatIf(WhatIf):
+    """A what-if of the longest sequence with one method."""
+
+    method: str
+    longest_tokens: int
+    """0 if no sequence fits."""
+
+
+def longest_rows(rows: Rows) -> list[LongestWhatIf]:
     """Return per row the what-if, its method and the tokens of the longest sequence that fits (0 if none fits)."""
     found = varied_rows(
         [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
     )
-    of_methods = ({"method": one.method, "longest_tokens": one.tokens} for _, one, _ in rows)
-    return [row | own for row, own in zip(found, of_methods, strict=True)]
+    return [
+        {**row, "method": one.method, "longest_tokens": one.tokens}
+        for row, (_, one, _) in zip(found, rows, strict=True)
+    ]
 
 
 def _tokens(one: Longest) -> str:

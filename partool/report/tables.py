@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,46 @@ _TINY = 1e-6
 """Parts of the step time below this share of the step time get no line."""
 _RANKS = 6
 """Maximum number of pipeline ranks with a column; if there are more, only the first, fullest and last have one."""
+
+
+class PredictedPair(TypedDict):
+    """One predicted figure of two plans."""
+
+    name: str
+    old: float
+    new: float
+
+
+class PlanComparison(TypedDict):
+    """How two plans differ, as ``partool plan --against`` and ``--diff`` print it as JSON."""
+
+    same: bool
+    moved: list[str]
+    """Inputs that changed."""
+    differences: list[str]
+    """What would run differently, a line each."""
+    verified: str
+    predictions: list[PredictedPair]
+
+
+class PlanSummary(TypedDict):
+    """The figures of a plan that a what-if reports."""
+
+    summary: str
+    devices: int
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float | None
+    device_hours: float
+    memory_bytes: int
+    fit_probability: float
+    verdict: str
+    runnable: bool
+    hash: str
+
+
+WhatIf = TypedDict("WhatIf", {"with": list[str], "plan": PlanSummary | None, "problem": str | None})
+"""One what-if of ``partool plan --vary``: the overrides, and the plan or why there is none."""
 
 
 def _table(*columns: str, left: int = 1) -> Table:
@@ -112,9 +152,11 @@ def render_layout(plan: Plan, console: Console) -> None:
     console.print(own_yaml(plan), end="", markup=False, highlight=False, soft_wrap=True)
 
 
-def comparison(old: Plan, new: Plan) -> dict[str, Any]:
+def comparison(old: Plan, new: Plan) -> PlanComparison:
     """Return the differences in what two plans run, the inputs that changed, and both predictions."""
-    rows = [{"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)]
+    rows: list[PredictedPair] = [
+        {"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)
+    ]
     found = differences(old, new)
     return {
         "same": not found,
@@ -172,11 +214,11 @@ def plan_summary(plan: Plan) -> str:
     return own[0] if own else ""
 
 
-def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[dict[str, Any]]:
+def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[WhatIf]:
     """Return what-ifs as data, one dictionary per (overrides, plan or None, error)."""
     found = []
     for overrides, plan, wrong in rows:
-        row: dict[str, Any] = {"with": overrides, "plan": None, "problem": wrong or None}
+        row: WhatIf = {"with": overrides, "plan": None, "problem": wrong or None}
         if plan is not None:
             time, memory = plan.prediction.time, plan.prediction.memory
             row["plan"] = {
