@@ -34,7 +34,7 @@ Job = Callable[[Plan, Path, bool, StopRequest, Pulse], None]
 """A job takes ``(plan, run_dir, resume, stop, pulse)``; ``resume`` continues from the last checkpoint if there is one.
 It tells ``pulse`` about its progress."""
 
-JOBS = {"train": "partool_runtime.trainer:train"}
+JOBS = {"train": "partool_runtime.jobs.train.trainer:train"}
 """The ``module:function`` for each value of ``plan.job``; a module is imported only when its job is run."""
 
 

@@ -26,7 +26,7 @@ Mark = Callable[[], None]
 
 def partool(plan: Path, folder: Path, mark: Mark) -> None:
     """Run the plan as a launched rank does; a step ends when its result is known."""
-    from partool_runtime import stepping
+    from partool_runtime.jobs.train import stepping
     from partool_runtime.worker import main
 
     inner = stepping.Stepper.step

@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.train.stepping import Stepper
+from partool_runtime.jobs.train.trainer import configure_process
 from partool_runtime.mesh import Ranks, build_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.plan_file import load_plan
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
-from partool_runtime.trainer import configure_process
 from partool_runtime.weights import fill, post_load
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

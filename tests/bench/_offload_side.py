@@ -22,15 +22,15 @@ from _offload_job import Job, Steps
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.train.stepping import Stepper
+from partool_runtime.jobs.train.trainer import configure_process
 from partool_runtime.mesh import close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.offload.optimizer import HostOptimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
-from partool_runtime.stepping import Stepper
 from partool_runtime.torch_internals.tensors import local
-from partool_runtime.trainer import configure_process
 from partool_runtime.weights import fill, post_load
 
 

@@ -20,6 +20,7 @@ from _tensor_job import Case, Job
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import Decoder
 from partool_runtime.optim.device import DeviceOptimizer
@@ -30,7 +31,6 @@ from partool_runtime.parallel.tensor.vocabulary import VocabularyLoss, Vocabular
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
-from partool_runtime.stepping import Stepper
 from partool_runtime.weights import fill, post_load
 
 Step = Callable[[int, Sequence[MicroBatch]], float]

@@ -20,7 +20,8 @@ import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
 from partool.plan.types import Plan
-from partool_runtime import trainer, worker  # noqa: F401
+from partool_runtime import worker
+from partool_runtime.jobs.train import trainer  # noqa: F401
 
 sys.path.append(str(Path(__file__).parents[1]))
 from patience import PATIENCE

@@ -26,6 +26,7 @@ from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool.work.training import TrainingWork
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
@@ -33,7 +34,6 @@ from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
 from partool_runtime.weights import build, fill, materialise
 
 STEPS, SEQUENCES, LENGTH = 5, 2, 7

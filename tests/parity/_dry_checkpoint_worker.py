@@ -16,10 +16,10 @@ from partool_runtime.dry.checkpoint import checkpoint_trace
 from partool_runtime.dry.host import absent_host
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
+from partool_runtime.jobs.train.saving import state_of
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.preparation import prepare
-from partool_runtime.saving import state_of
 
 CASES = worker.CASES | {
     schedule: f"tensor: 1, sequence: 1, pipeline: {{stages: {stages}, schedule: {schedule}}}"

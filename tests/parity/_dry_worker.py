@@ -28,12 +28,12 @@ from partool_runtime.dry.rank import dry_rank, micro_batches, traced
 from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
-from partool_runtime.stepping import Stepper
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes
 from partool_runtime.torch_internals.tensors import TorchDispatchMode, local_bytes

@@ -25,6 +25,7 @@ from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec, Precision
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.hf.numerics import KeepWide
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
@@ -32,7 +33,6 @@ from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
 from partool_runtime.torch_internals.tensors import local
 from partool_runtime.weights import fill, post_load
 

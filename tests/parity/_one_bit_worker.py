@@ -15,10 +15,10 @@ from torch import nn
 from partool.layout.one_bit import ExchangeSchedule, buckets, one_bit_bytes
 from partool.spec.training import OptimizerSpec
 from partool_runtime.exchanges import Exchanges
+from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.optim.one_bit import OneBitOptimizer
 from partool_runtime.optim.one_bit_mean import OneBitMean
 from partool_runtime.parallel.comm import CommCounter
-from partool_runtime.stepping import Stepper, StepResult
 
 SIZES = (5, 4099, 1, 2048, 130)
 SHAPES = {"a": (41, 53), "b": (7,), "c": (3, 1000), "d": (5, 11)}

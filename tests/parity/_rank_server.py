@@ -85,8 +85,8 @@ def _prepare() -> None:
 
     Without it, that takes every rank more than a second of its processor.
     """
+    import partool_runtime.jobs.train.trainer
     import partool_runtime.parallel
-    import partool_runtime.trainer
     from partool.plan.types import Plan
 
     Plan.model_rebuild()

@@ -34,6 +34,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.attention import HfAttention, HfBlock, MaskStandIn
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.model.attention import AttentionLayout, Tokens
@@ -45,7 +46,6 @@ from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
 from partool_runtime.weights import fill, post_load
 
 LENGTH, STEPS, SEQUENCES = 13, 5, 4

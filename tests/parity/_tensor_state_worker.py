@@ -11,12 +11,12 @@ from _ranks import forget_meshes
 
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import Checkpointer
+from partool_runtime.jobs.train.saving import state_of
 from partool_runtime.mesh import close_ranks, open_ranks
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import Placed, TensorBlock, Value, pieces
 from partool_runtime.preparation import prepare
-from partool_runtime.saving import state_of
 
 
 def values(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from partool.work.training import TrainingWork
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.model.projection import Linear
@@ -46,7 +47,6 @@ from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
 from partool_runtime.parallel.zero import shard, trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
-from partool_runtime.stepping import Stepper
 from partool_runtime.weights import build, build_parts, fill, freeze, materialise
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 13, "ffn_hidden": 11, "vocab": 31, "init_std": 0.2}

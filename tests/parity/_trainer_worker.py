@@ -16,10 +16,10 @@ from _ranks import forget_meshes
 
 from partool.plan.types import Plan
 from partool_runtime.data import MicroBatch
+from partool_runtime.jobs.train.stepping import Stepper
+from partool_runtime.jobs.train.trainer import train
 from partool_runtime.mesh import close_ranks
-from partool_runtime.stepping import Stepper
 from partool_runtime.stop import StopRequest
-from partool_runtime.trainer import train
 
 
 class StopAt(StopRequest):

@@ -24,6 +24,7 @@ from partool.plan.layout import Mesh
 from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.optim.device import DeviceOptimizer
@@ -32,7 +33,6 @@ from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.passes import PlainPasses
 from partool_runtime.parallel.zero import shard, trained_parameters
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
-from partool_runtime.stepping import Stepper
 
 VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 2
 STEPS, SEQUENCES, LENGTH = 6, 12, 6

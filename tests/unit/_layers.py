@@ -34,13 +34,13 @@ RUNTIME_LAYERS = [
     ["parallel"],
     ["optim", "telemetry"],
     ["offload"],
-    ["checkpoint", "stepping"],
-    ["saving", "weights", "host", "resuming"],
+    ["checkpoint"],
+    ["weights", "host", "resuming"],
     ["adversarial"],
     ["preparation"],
     ["agent"],
     ["worker", "tune", "trace", "export", "calibrate"],
-    ["trainer"],
+    ["jobs"],
     ["dry"],
 ]
 KERNEL_LAYERS = [

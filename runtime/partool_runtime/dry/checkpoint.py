@@ -12,7 +12,7 @@ from partool_runtime.torch_internals.tensors import without_modes
 
 
 def checkpoint_trace(state: Mapping[str, Value]) -> CheckpointTrace:
-    """Return the blocks of a rank's ``state`` (see :func:`partool_runtime.saving.state_of`) in checkpoints.
+    """Return the blocks of a rank's ``state`` (see :func:`partool_runtime.jobs.train.saving.state_of`) in checkpoints.
 
     The save and load plans are those of a run, before the ranks agree on who writes blocks that several of them hold.
     """

@@ -6,9 +6,9 @@ from partool.plan.rank_trace import Collective
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.record import CollectiveRecord
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.comm import maximum_over
-from partool_runtime.stepping import Stepper
 
 
 def evaluated(

@@ -25,14 +25,14 @@ from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.repeat import Shorter, shorter
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
+from partool_runtime.jobs.train.saving import state_of
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.losses import put_around_loss
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.offload.optimizer import HostOptimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.saving import state_of
-from partool_runtime.stepping import Stepper
 from partool_runtime.torch_internals.fsdp import unreduced_gradients
 
 

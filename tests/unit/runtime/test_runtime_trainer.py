@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool.spec.model import ModelConfig
 from partool.spec.training import CheckpointSpec
-from partool_runtime import saving, trainer
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.jobs.train import saving, trainer
 from partool_runtime.model import Decoder
 from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute

@@ -368,6 +368,6 @@ def test_messages_that_are_being_written_are_read_anew() -> None:
 
 
 def test_a_rank_that_compiles_nothing_loads_no_compiler() -> None:
-    code = "import sys, partool_runtime.trainer; print('torch._dynamo' in sys.modules)"
+    code = "import sys, partool_runtime.jobs.train.trainer; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from partool_runtime.checkpoint import Arena, Checkpointer, open_arena
 from partool_runtime.checkpoint._arena import BLOCK_BYTES
 from partool_runtime.checkpoint._files import Files
+from partool_runtime.jobs.train.trainer import _room_bytes
 from partool_runtime.offload import lanes
 from partool_runtime.offload.memory import HostMemory
-from partool_runtime.trainer import _room_bytes
 
 CPU = torch.device("cpu")
 

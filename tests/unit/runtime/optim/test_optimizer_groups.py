@@ -20,10 +20,10 @@ from partool.spec.training import OptimizerGroup, OptimizerSpec
 from partool_kernels import isa
 from partool_kernels.host import MOMENTS, Part, UpdatePass, update
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.optim import steps
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.groups import ParameterGroup, grouped
-from partool_runtime.saving import Saver
 
 SHAPES = {"embed.weight": (7, 3), "layers.0.w": (5, 3), "layers.0.norm": (5,), "layers.1.w": (3, 5), "none": (0, 3)}
 GROUPS = {

@@ -13,12 +13,12 @@ from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
 from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats, load_newest
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.pieces import Value, placed
 from partool_runtime.precision import LossScaler
-from partool_runtime.stepping import Stepper
 
 
 class Saver:

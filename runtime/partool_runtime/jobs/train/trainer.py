@@ -18,6 +18,8 @@ from partool_runtime.checkpoint import open_arena
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.fused.self_check import with_working_parts
+from partool_runtime.jobs.train.saving import Saver
+from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
@@ -27,8 +29,6 @@ from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.pulse import SILENT, Pulse
 from partool_runtime.resuming import falls_back
-from partool_runtime.saving import Saver
-from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals.tensors import local, local_bytes

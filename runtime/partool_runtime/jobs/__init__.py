@@ -1,0 +1,1 @@
+"""What the ranks of a plan do: a package for each name of ``plan.job``."""

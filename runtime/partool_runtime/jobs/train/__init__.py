@@ -1,0 +1,1 @@
+"""Training: the loop, its steps, and when to save what."""
