@@ -23,8 +23,8 @@ _ACCELERATORS = 2
 _NAMED = "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 8}"
 """Example of machines that a spec for another machine names."""
 _SHORTEST = 256
-_MOST_WORK = 1_000_000
-"""No further changes are tried after this much search work, counted in rows (see ``partool.planner.problem.Work``)."""
+_MOST_ROWS = 1_000_000
+"""No further changes are tried after so many rows (see :class:`partool.planner.problem.SearchBudget`)."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
     """Yield each change of one field with which a layout fits, as text (``key: value (cost)``) and as a ``Change``."""
-    work = problem.work
-    work.until = work.rows + _MOST_WORK
+    budget = problem.budget
+    budget.limit_rows = budget.rows + _MOST_ROWS
     for key, wanted, values in _proposals(problem):
-        tried = takewhile(lambda _: work.rows < work.until, values)
+        tried = takewhile(lambda _: budget.rows < budget.limit_rows, values)
         found = ((value, changed, _best(changed)) for value, changed in tried)
         for value, changed, best in islice((one for one in found if one[2] is not None), wanted):
             assert best is not None

@@ -73,7 +73,7 @@ def quickest(problem: Problem) -> Priced | None:
 
     Groups are tried in the order of their time under the policy that recomputes least.
     """
-    problem.work.subject = f"layouts on only {problem.world_size:,} devices"
+    problem.budget.subject = f"layouts on only {problem.world_size:,} devices"
     space = build(problem)
     table, search = space.policies, Search(problem, space)
     if not space.size:

@@ -24,7 +24,7 @@ _PATHS = {
 """First word of an aspect of layouts → field of ``parallel`` that asks for it."""
 
 
-def settled(spec: Spec) -> Spec:
+def with_engine_defaults(spec: Spec) -> Spec:
     """Return the spec with the values that every plan for its engine has, where the spec leaves them ``auto``.
 
     partool's own kernels are of its runtime only.
