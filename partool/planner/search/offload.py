@@ -171,15 +171,15 @@ def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
 
 
 def _update(priced: Priced) -> str:
-    work = priced.layout.offload
+    offload = priced.layout.offload
     when = "after the norm of the gradients is known"
-    if work.speculate == "undo":
-        when = f"as gradients arrive, with {work.undo_gib:.2g} GiB of copies to go back to"
-    elif work.speculate:
+    if offload.speculate == "undo":
+        when = f"as gradients arrive, with {offload.undo_gib:.2g} GiB of copies to go back to"
+    elif offload.speculate:
         when = "as gradients arrive; masters and moments change once their norm is known"
-    wide = "as they are computed" if work.gradients == "bf16" else "as wide as masters"
-    cores = f"{work.threads} core{'s' * (work.threads > 1)}"
-    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {work.bucket_mib:.3g} MiB at a time."
+    wide = "as they are computed" if offload.gradients == "bf16" else "as wide as masters"
+    cores = f"{offload.threads} core{'s' * (offload.threads > 1)}"
+    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {offload.bucket_mib:.3g} MiB at a time."
     paused_s = _paused_s(priced)
     if paused_s <= priced.step_time_s * (1.0 + TIE):
         return said
