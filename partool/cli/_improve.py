@@ -21,7 +21,7 @@ from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.loaded import name_of
-from partool.planner.problem import Work
+from partool.planner.problem import SearchBudget
 from partool.spec import Loaded
 from partool.spec._overrides import SHORTHAND
 from partool.spec.numbers import GIB
@@ -70,9 +70,9 @@ def _held(overrides: Sequence[str]) -> list[str]:
 def _plan(path: Path, loaded: Loaded, output: Output, *, may_fail: bool) -> Plan | None:
     """Return the plan of a spec; ends the command on errors, but for layouts that do not fit if these ``may_fail``."""
     assert loaded.spec is not None
-    work = Work()
-    with watched(work):
-        result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), work=work)
+    budget = SearchBudget()
+    with watched(budget):
+        result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), budget=budget)
     errors = [finding for finding in result.diagnostics if finding.severity == "error"]
     if result.plan is None and not (may_fail and {finding.code for finding in errors} <= set(_NOT_FITTING)):
         show(loaded.source.attach(errors), dict(loaded.source.texts), output, failed=True)

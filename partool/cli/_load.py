@@ -204,10 +204,10 @@ def _planned(
     if loaded.spec is not None or loaded.rest is not None:
         from partool.cli._watch import watched
         from partool.planner.loaded import plan_loaded
-        from partool.planner.problem import Work
+        from partool.planner.problem import SearchBudget
 
-        with watched(work := Work()):
-            plan, findings = plan_loaded(loaded, path, trace=trace, forgive=forgive, work=work)
+        with watched(budget := SearchBudget()):
+            plan, findings = plan_loaded(loaded, path, trace=trace, forgive=forgive, budget=budget)
     lines = dict(loaded.source.texts)
     return plan, findings, lines | _lines_elsewhere(findings, lines)
 

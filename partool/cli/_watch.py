@@ -17,14 +17,14 @@ from partool.plan.terminal import say
 if TYPE_CHECKING:
     from types import FrameType
 
-    from partool.planner.problem import Work
+    from partool.planner.problem import SearchBudget
 
 _AFTER_S, _EVERY_S = 1.0, 0.2
 """Seconds after which a line appears, and after which it is rewritten."""
 
 
 @contextmanager
-def watched(work: Work, after_s: float = _AFTER_S) -> Iterator[None]:
+def watched(budget: SearchBudget, after_s: float = _AFTER_S) -> Iterator[None]:
     """Return a context manager within which Ctrl-C ends searches early, and terminals show a line after ``after_s``.
 
     The first Ctrl-C ends the search with the best layout so far; before a layout is known that may fit, and from
@@ -32,17 +32,17 @@ def watched(work: Work, after_s: float = _AFTER_S) -> Iterator[None]:
     """
     from partool.planner.problem import Stopped
 
-    with _interruptible(work), told(partial(line, work), sys.stderr, after_s):
+    with _interruptible(budget), told(partial(line, budget), sys.stderr, after_s):
         try:
             yield
         except Stopped as stopped:
             raise KeyboardInterrupt from stopped
-    if work.stopped and work.cut:
+    if budget.stopped and budget.reached_limit:
         say("partool: interrupted: this is the best of the layouts that were searched so far", err=True)
 
 
 @contextmanager
-def _interruptible(work: Work) -> Iterator[None]:
+def _interruptible(budget: SearchBudget) -> Iterator[None]:
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
         # Another handler, or a command whose interrupts are ignored; only the main thread may handle signals.
@@ -50,9 +50,9 @@ def _interruptible(work: Work) -> Iterator[None]:
         return
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
-        if work.stopped or not (work.settled or work.likely):
+        if budget.stopped or not (budget.has_best or budget.has_fitting):
             raise KeyboardInterrupt
-        work.stop()
+        budget.stop()
 
     before = signal.signal(signal.SIGINT, stop)
     try:
@@ -89,7 +89,7 @@ def told(line: Callable[[float], str], stream: TextIO, after_s: float = _AFTER_S
         teller.join()
 
 
-def line(work: Work, seconds: float) -> str:
+def line(budget: SearchBudget, seconds: float) -> str:
     """Return one line that says what is searched, how much has been priced, and the best step time so far."""
-    best = f"; best {work.best_s:.3g} s per step, Ctrl-C takes it" if work.settled else ""
-    return f"partool: {seconds:.0f} s, searching {work.subject or 'layouts'}: {work.rows:,} prices{best}"
+    best = f"; best {budget.best_s:.3g} s per step, Ctrl-C takes it" if budget.has_best else ""
+    return f"partool: {seconds:.0f} s, searching {budget.subject or 'layouts'}: {budget.rows:,} prices{best}"

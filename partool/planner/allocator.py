@@ -20,7 +20,7 @@ def variable(launch: LaunchSpec, devices: Devices) -> Variable | None:
 
     Builds for ROCm do not all have expandable segments.
     """
-    if devices.backend != "cuda" or _own(launch) is not None:
+    if devices.backend != "cuda" or _user_value(launch) is not None:
         return None
     why = "partool: freed memory of any size can be used again; the predicted memory counts on it"
     return Variable(name=NAME, value=VALUE, origin=why)
@@ -28,13 +28,13 @@ def variable(launch: LaunchSpec, devices: Devices) -> Variable | None:
 
 def expandable(launch: LaunchSpec, devices: Devices) -> bool:
     """Return True if the ranks' allocator has expandable segments."""
-    own = _own(launch)
-    if own is None:
+    user_value = _user_value(launch)
+    if user_value is None:
         return devices.backend == "cuda"
-    return VALUE.lower() in own.replace(" ", "").lower()
+    return VALUE.lower() in user_value.replace(" ", "").lower()
 
 
-def _own(launch: LaunchSpec) -> str | None:
+def _user_value(launch: LaunchSpec) -> str | None:
     """Return the user's value of the variable that counts; a secret's value is not known."""
     for name in _NAMES:
         if name in launch.env:

@@ -39,24 +39,24 @@ def sizes(plan: Plan, trace: Trace | None = None) -> tuple[dict[int, Plan], list
 
     ``trace`` has the bytes that blocks save; None means the data that come with partool.
     """
-    found: dict[int, Plan] = {}
+    plans: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
         smaller = resized(plan, nodes, trace)
         if isinstance(smaller, Plan):
-            found[nodes] = smaller
+            plans[nodes] = smaller
         else:
             reasons.append(f"no plan for {_nodes(nodes)}: {smaller}")
-    return found, reasons
+    return plans, reasons
 
 
 def check_elastic(plan: Plan, trace: Trace | None = None) -> list[Diagnostic]:
     """Return an error if no smaller number of nodes has a plan, or a note that lists the numbers without a plan."""
-    found, reasons = sizes(plan, trace)
+    plans, reasons = sizes(plan, trace)
     if not reasons:
         return []
-    if found:
-        help = f"given so many, the run uses fewer ({_listed(found)}); to use all, change what the reason names"
+    if plans:
+        help = f"given so many, the run uses fewer ({_listed(plans)}); to use all, change what the reason names"
         return [Diagnostic("PT531", "; ".join(reasons), severity="note", path=_PATH, help=help)]
     message = f"min_nodes: {plan.launch.min_nodes}, but the run cannot go on with fewer nodes: {'; '.join(reasons)}"
     help = "drop min_nodes, or leave room: a larger global_batch with more divisors, fewer tensor or pipeline ranks"
@@ -83,13 +83,19 @@ def resized(plan: Plan, nodes: int, trace: Trace | None = None) -> Plan | str:
     if isinstance(chosen, str):
         return chosen
     layout, prediction = chosen
-    told = {"alternatives": (), "candidates": (), "search": None, "limit": "", "reasons": (_reason(plan, layout),)}
+    explanations = {
+        "alternatives": (),
+        "candidates": (),
+        "search": None,
+        "limit": "",
+        "reasons": (_reason(plan, layout),),
+    }
     runs = {"runnable": not missing, "not_runnable": tuple(gap.code for gap in missing)}
     variables = environment(plan.launch, devices)  # a single node needs no network variables
     changed = {"devices": devices, "layout": layout, "environment": variables, "prediction": prediction}
-    resized_plan = plan.model_copy(update={**changed, **told, **runs})
+    resized_plan = plan.model_copy(update={**changed, **explanations, **runs})
     asked = str(plan.spec.get("checkpoint", {}).get("mode", "auto"))
-    with_saves, _ = saves.settled(saves.with_mode(resized_plan, asked))
+    with_saves, _ = saves.with_decided_mode(saves.with_mode(resized_plan, asked))
     return decided(with_saves)
 
 
@@ -225,8 +231,8 @@ def _degrees(mesh: Mesh) -> str:
     return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
 
 
-def _listed(found: dict[int, Plan]) -> str:
-    *some, last = map(str, sorted(found))
+def _listed(plans: dict[int, Plan]) -> str:
+    *some, last = map(str, sorted(plans))
     return f"{', '.join(some)} or {_nodes(int(last))}" if some else _nodes(int(last))
 
 

@@ -59,17 +59,17 @@ def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
 def with_graph(spec: Spec, described: Description, base_dir: Path) -> Description:
     """Return the description with what its graph shows, if the spec may share sequences through the graph."""
     sequence = spec.parallel.sequence
-    may = sequence.method in BY_GRAPH or (sequence.method == "auto" and bool(described.attention_problem))
-    if sequence.degree == 1 or not may or spec.model.hf is None or watching():
+    may_need_graph = sequence.method in BY_GRAPH or (sequence.method == "auto" and bool(described.attention_problem))
+    if sequence.degree == 1 or not may_need_graph or spec.model.hf is None or watching():
         return described  # a stand-in for the method must not start what takes seconds
     try:
-        found = describe_graph(base_dir / spec.model.hf, spec.training.sequence_length)
+        graph = describe_graph(base_dir / spec.model.hf, spec.training.sequence_length)
     except DescriptionError as error:
-        found = {"problem": str(error), "attention": []}
+        graph = {"problem": str(error), "attention": []}
     return described.model_copy(
         update={
-            "graph_problem": found["problem"],
-            "graph_attention": tuple(FoundAttention.model_validate(each) for each in found["attention"]),
+            "graph_problem": graph["problem"],
+            "graph_attention": tuple(FoundAttention.model_validate(each) for each in graph["attention"]),
         }
     )
 
@@ -126,12 +126,12 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
     """If the model's attention cannot be replaced, yield findings about settings that need partool's attention."""
     sequence, data = problem.spec.parallel.sequence, problem.spec.data
     shared = sequence.degree != 1
-    why, left = described.attention_problem, methods_of(sequence)
+    why, allowed_methods = described.attention_problem, methods_of(sequence)
     if shared and sequence.method in BY_GRAPH and described.graph_problem:
         help = "use sequence: 1, and tensor or zero: 3" + ("" if why else ", or method: ulysses")
         message = f"{name} cannot be sharded as a graph: {described.graph_problem}"
         yield Diagnostic("PT448", message, path=("parallel", "sequence", "method"), help=help)
-    elif why and shared and (described.graph_problem or not set(left) & set(BY_GRAPH)):
+    elif why and shared and (described.graph_problem or not set(allowed_methods) & set(BY_GRAPH)):
         why_not = f"; as a graph neither: {described.graph_problem}" if described.graph_problem else ""
         help = "use sequence: 1, and tensor or zero: 3, or a model whose attention transformers registers"
         if not described.graph_problem:
@@ -142,8 +142,14 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
     if why and data.attend == "document" and not by_graph:
         message = f"{name} cannot mask attention between documents: {why}"
         yield Diagnostic("PT483", message, path=("data", "attend"), help="use attend: sequence")
-    whole = set(left) & set(WHOLE_SEQUENCES)
-    if not why and shared and left and not whole and (lost := described.method_problem(left[0])):
+    whole_sequence_methods = set(allowed_methods) & set(WHOLE_SEQUENCES)
+    if (
+        not why
+        and shared
+        and allowed_methods
+        and not whole_sequence_methods
+        and (lost := described.method_problem(allowed_methods[0]))
+    ):
         message = f"{name} drops {described.attention_dropout:g} of its attention weights, and {lost}"
         help = "use method: ulysses, which sees whole sequences, or set attn_pdrop or attention_dropout to 0"
         yield Diagnostic("PT484", message, path=("parallel", "sequence", "method"), help=help)
@@ -153,7 +159,7 @@ def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
     """Yield findings about settings of the spec that only partool's own decoder supports."""
     parallel = problem.spec.parallel
     schedule = parallel.pipeline.schedule
-    own = "which knows partool's own decoder only; drop it, or write model.config in place of model.hf"
+    help = "which knows partool's own decoder only; drop it, or write model.config in place of model.hf"
     wrong = (
         (parallel.compile == "block", ("parallel", "compile"), "compile: block"),
         (parallel.tensor.sequence_norms is True, (*_TENSOR, "sequence_norms"), "sequence_norms"),
@@ -167,7 +173,7 @@ def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
     )
     for broken, path, what in wrong:
         if broken:
-            yield Diagnostic("PT454", f"{name} is built by transformers and cannot have {what}", path=path, help=own)
+            yield Diagnostic("PT454", f"{name} is built by transformers and cannot have {what}", path=path, help=help)
     if problem.described is not None and problem.described.is_module:
         yield from _unfit_module(problem, name)
 

@@ -9,12 +9,17 @@ from pathlib import Path
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.planner.make import check_rest, make_plan
-from partool.planner.problem import Work
+from partool.planner.problem import SearchBudget
 from partool.spec.loader import Loaded
 
 
 def plan_loaded(
-    loaded: Loaded, path: Path, *, trace: bool = False, forgive: Collection[str] = (), work: Work | None = None
+    loaded: Loaded,
+    path: Path,
+    *,
+    trace: bool = False,
+    forgive: Collection[str] = (),
+    budget: SearchBudget | None = None,
 ) -> tuple[Plan | None, list[Diagnostic]]:
     """Return a spec's plan, None after errors, and all findings: those of reading it come first.
 
@@ -24,7 +29,7 @@ def plan_loaded(
     folder = path.absolute().parent
     if loaded.spec is not None and not loaded.has_errors:
         name = name_of(path)
-        result = make_plan(loaded.spec, base_dir=folder, default_name=name, trace=trace, forgive=forgive, work=work)
+        result = make_plan(loaded.spec, base_dir=folder, default_name=name, trace=trace, forgive=forgive, budget=budget)
         return result.plan, [*loaded.diagnostics, *loaded.source.attach(result.diagnostics)]
     if loaded.rest is not None:
         loaded.add(check_rest(loaded.rest, folder, loaded.diagnostics))

@@ -50,9 +50,9 @@ def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
         return
     pinned = problem.spec.parallel.sequence
     limit = problem.model.max_position if problem.model.position == "learned" else _MOST
-    whole = (NONE,) if pinned.degree in ("auto", 1) else ()
+    unshared = (NONE,) if pinned.degree in ("auto", 1) else ()
     shared = () if pinned.degree == 1 else methods(problem)
-    for name in (*whole, *shared):
+    for name in (*unshared, *shared):
         asked = pinned.model_copy(update={"degree": 1} if name == NONE else {"method": name})
         least = problem.with_parallel(sequence=asked)
         ranks = cache(partial(_ranks, least, several=name != NONE))

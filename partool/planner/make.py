@@ -18,7 +18,7 @@ from partool.planner.findings.stopping import check_decided, check_restarts, che
 from partool.planner.forms.runnable import gaps, of_engine, task
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
-from partool.planner.problem import Problem, Work
+from partool.planner.problem import Problem, SearchBudget
 from partool.planner.resolve import Resolved, resolve
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
@@ -63,20 +63,20 @@ def make_plan(
     default_name: str,
     trace: bool = False,
     forgive: Collection[str] = (),
-    work: Work | None = None,
+    budget: SearchBudget | None = None,
 ) -> PlanResult:
     """Plan a spec. Relative paths start from ``base_dir``; ``default_name`` names the plan if the spec does not.
 
     ``trace``: trace which tensors this model saves for the backward pass, instead of using the data that come with
     partool; needs torch. ``forgive``: codes of kernel rules whose errors become warnings, see
-    :func:`partool.planner.findings.kernels.check_kernels`. ``work``: the counter of search work, which another thread
+    :func:`partool.planner.findings.kernels.check_kernels`. ``budget``: the counter of priced rows, which another thread
     may read and a signal handler may stop. Never raises for bad input: errors are among the diagnostics. The same
     spec, catalog and machine give the same plan, unless the search is stopped.
     """
     if not fits(FilePath, str(base_dir)):  # paths of the plan begin with this folder
         message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
         return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
-    resolved = resolve(spec, base_dir, work)
+    resolved = resolve(spec, base_dir, budget)
     if resolved.problem is None:
         return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)])
     problem = resolved.problem
@@ -96,11 +96,11 @@ def check_rest(rest: Rest, base_dir: Path, seen: Iterable[Diagnostic] = ()) -> l
     return remaining(rest, lambda spec: [*check_spec(spec), *resolve(spec, base_dir).diagnostics], seen)[1]
 
 
-def _beside(spec: Spec, found: list[Diagnostic], base_dir: Path) -> list[Diagnostic]:
+def _beside(spec: Spec, findings: list[Diagnostic], base_dir: Path) -> list[Diagnostic]:
     """Return the findings that do not depend on the errors found before the search."""
-    errors = {finding.path for finding in found if finding.severity == "error"}
+    errors = {finding.path for finding in findings if finding.severity == "error"}
     rest = Rest(spec.model_dump(mode="json", exclude_unset=True)).without(errors)
-    return check_rest(rest, base_dir, found)
+    return check_rest(rest, base_dir, findings)
 
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
@@ -113,31 +113,31 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     from partool.planner.search.solve import solve
     from partool.planner.stopping import decided, forecast
 
-    found = resolved.diagnostics
+    findings = resolved.diagnostics
     solution = solve(problem)
     best = solution.chosen
     if best is None:
         from partool.planner.explain import changes
 
         finding = changes.does_not_fit(solution) if solution.space.size else changes.no_layout(solution)
-        return PlanResult(None, [*found, finding])
+        return PlanResult(None, [*findings, finding])
     missing = [*of_engine(spec.engine), *gaps(task(problem), best.layout)]
-    found += [_gap(gap) for gap in missing]
-    found += reasons.tight(solution, best)
-    found += [*unused.gathers(problem, best.layout), *unused.tensor(problem, best.layout)]
+    findings += [_gap(gap) for gap in missing]
+    findings += reasons.tight(solution, best)
+    findings += [*unused.gathers(problem, best.layout), *unused.tensor(problem, best.layout)]
     wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
-    found += wide
+    findings += wide
     if _failed(wide):
-        return PlanResult(None, found)
-    found += check_pod_network(problem, best, resolved.launch)
+        return PlanResult(None, findings)
+    findings += check_pod_network(problem, best, resolved.launch)
     cut = partition(problem, best.layout)
-    found += [finding for finding in cut.findings if finding not in found]
+    findings += [finding for finding in cut.findings if finding not in findings]
     if _failed(list(cut.findings)):
-        return PlanResult(None, found)
-    told = _told(solution, best, resolved)
-    error = told["prediction"].relative_error
-    found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
-    found += awkward_batch(problem, best)
+        return PlanResult(None, findings)
+    fields = _predictions_and_reasons(solution, best, resolved)
+    error = fields["prediction"].relative_error
+    findings += candidates.fewer_are_faster(problem, best, fields["candidates"], error)
+    findings += awkward_batch(problem, best)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -162,15 +162,15 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
         spec=spec.model_dump(mode="json", exclude_defaults=True),
-        **told,
+        **fields,
     )
-    plan, about_saves = saves.settled(plan)
+    plan, about_saves = saves.with_decided_mode(plan)
     plan = decided(plan)
     limits = [*about_saves, *check_decided(plan.launch, forecast(plan))]
     limits += [*check_watchdog(plan.launch, plan.prediction.upper_step_s), *check_restarts(plan)]
-    found += limits
-    findings = tuple(Finding(code=f.code, message=f.message) for f in found)
-    return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": findings}), found)
+    findings += limits
+    recorded = tuple(Finding(code=f.code, message=f.message) for f in findings)
+    return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": recorded}), findings)
 
 
 def _checked(result: PlanResult, forgive: Collection[str], trace: Trace) -> PlanResult:
@@ -178,10 +178,10 @@ def _checked(result: PlanResult, forgive: Collection[str], trace: Trace) -> Plan
     plan = result.plan
     if plan is None:
         return result
-    found = [*_elastic(plan, trace), *check_kernels(plan, forgive)]
+    findings = [*_elastic(plan, trace), *check_kernels(plan, forgive)]
     if "PT492" in forgive:
         plan = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
-    return PlanResult(None if _failed(found) else plan, [*result.diagnostics, *found])
+    return PlanResult(None if _failed(findings) else plan, [*result.diagnostics, *findings])
 
 
 def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
@@ -192,7 +192,7 @@ def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
     return check_elastic(plan, trace)
 
 
-def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
+def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
     from partool.planner.explain import candidates, comparison, errors, reasons
@@ -229,8 +229,8 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
     }
 
 
-def _failed(found: list[Diagnostic]) -> bool:
-    return any(finding.severity == "error" for finding in found)
+def _failed(findings: list[Diagnostic]) -> bool:
+    return any(finding.severity == "error" for finding in findings)
 
 
 def _gap(gap: Gap) -> Diagnostic:

@@ -66,32 +66,33 @@ host memory than the spec allows, so that a finding can say how much is needed.
 
 
 class Stopped(Exception):  # noqa: N818 - an answer to the user's request, not an error
-    """A search was stopped (:meth:`Work.stop`) before it found a layout that it would take."""
+    """A search was stopped (:meth:`SearchBudget.stop`) before it found a layout that it would take."""
 
 
 @dataclass
-class Work:
-    """Work of the searches so far. The unit is a row: one layout priced with the closed equations (about 10 µs)."""
+class SearchBudget:
+    """What searches have used, and their limit, in rows: one layout priced with the closed equations (about 10 µs)."""
 
     rows: int = 0
-    until: float = float("inf")
+    """Number of rows so far."""
+    limit_rows: float = float("inf")
     """Number of rows after which searches end with their best result so far."""
     subject: str = ""
     """What is searched now, for people who wait."""
     best_s: float = float("inf")
     """Step time of the best layout of the latest search, in seconds."""
-    settled: bool = False
+    has_best: bool = False
     """True once a search has found a layout that it would take."""
-    likely: bool = False
+    has_fitting: bool = False
     """True once a search knows layouts that fit by the closed equations."""
     stopped: bool = False
     """True if the user has asked for the best result so far."""
-    cut: bool = False
-    """True if a search has ended at its limit of work."""
+    reached_limit: bool = False
+    """True if a search has ended at its limit of rows."""
 
     def stop(self) -> None:
         """End searches with their best result so far."""
-        self.stopped, self.until = True, 0.0
+        self.stopped, self.limit_rows = True, 0.0
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Problem:
     """Bytes that the model's blocks save: the data that come with partool, or those of ``plan --trace``."""
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
-    work: Work = field(default_factory=Work, compare=False, repr=False)
-    """Counter of search work, shared with all problems derived from this one; its value is equal on all machines."""
+    budget: SearchBudget = field(default_factory=SearchBudget, compare=False, repr=False)
+    """Counter of priced rows, shared with all problems derived from this one; its value is equal on all machines."""
     jobs: dict[Compile, TrainingWork] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`partool.planner.cost_job.cost_job`, cached by the setting of ``compile``."""
 
@@ -160,9 +161,11 @@ class Problem:
         pinned, length = self.spec.parallel.tiles.mlp, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned if pinned < length else 0
-        held = self.spec.parallel.compile == "block" or self.spec.parallel.tensor.sequence_norms is True
+        excluded = self.spec.parallel.compile == "block" or self.spec.parallel.tensor.sequence_norms is True
         return (
-            network_tile(self.model, length) if "tiles" in self.relaxed and not held and not self.tiles_problem else 0
+            network_tile(self.model, length)
+            if "tiles" in self.relaxed and not excluded and not self.tiles_problem
+            else 0
         )
 
     @cached_property
@@ -269,8 +272,8 @@ class Problem:
 
         Indices are those of ``cost.case.SCHEDULES``.
         """
-        own = self.lists is not None and splits_backward(self.lists)
-        return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if own else EAGER)
+        splits = self.lists is not None and splits_backward(self.lists)
+        return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if splits else EAGER)
 
     @cached_property
     def layer_elements(self) -> int:

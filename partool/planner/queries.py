@@ -76,8 +76,8 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
     if problem is None:
         return None
     if what == "micro_batch":
-        found = _last([n for n in _micro_batches(problem) if fits(problem.with_parallel(micro_batch=n))])
-        return None if found is None else [f"parallel.micro_batch={found}"]
+        micro_batch = _last([n for n in _micro_batches(problem) if fits(problem.with_parallel(micro_batch=n))])
+        return None if micro_batch is None else [f"parallel.micro_batch={micro_batch}"]
     if what == "global_batch":
         unit = problem.world_size
 
@@ -128,8 +128,8 @@ def plans(problem: Problem) -> bool:
     best = solve(problem).chosen
     if best is None or not best.safe:
         return False
-    found = [*check_layout(problem, best), *partition(problem, best.layout).findings]
-    return not any(finding.severity == "error" for finding in found)
+    findings = [*check_layout(problem, best), *partition(problem, best.layout).findings]
+    return not any(finding.severity == "error" for finding in findings)
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:

@@ -15,10 +15,10 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Generation
 from partool.planner.described import Description
 from partool.planner.hf import narrowed, unused_weights, with_graph
-from partool.planner.problem import Problem, Work
+from partool.planner.problem import Problem, SearchBudget
 from partool.planner.rules import adversarial
 from partool.planner.rules.data import resolve_data
-from partool.planner.rules.engine import settled
+from partool.planner.rules.engine import with_engine_defaults
 from partool.planner.rules.kernels import table_hashes
 from partool.planner.rules.launching import resolve_launch, within_cores
 from partool.planner.rules.offload import with_folder
@@ -51,33 +51,33 @@ class Resolved:
     generation: Generation | None = None
 
 
-def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
+def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> Resolved:
     """Look up the model, machines and data of a spec, and check that they go together.
 
-    ``work`` counts the search work of the problem; None for a new counter.
+    ``budget`` counts the rows that searches price; None for a new counter.
     """
     launching = resolve_launch(spec.launch, base_dir)
     with reading() as reads:
-        data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
-        found = reads.kept(found)
+        data, tokenizer_vocab, findings = resolve_data(spec, launching.launch, base_dir)
+        findings = reads.kept(findings)
     with reading() as reads:
         model = resolve_model(spec.model, base_dir, tokenizer_vocab, sequence_length=spec.training.sequence_length)
-        found += reads.kept(model.diagnostics)
+        findings += reads.kept(model.diagnostics)
     precision = spec.training.precision
     with reading() as reads:
         hardware = resolve_hardware(spec.hardware, precision, spec.limits.max_devices)
-        found += reads.kept(hardware.diagnostics)
+        findings += reads.kept(hardware.diagnostics)
     if model.config is None or hardware.devices is None:
-        return Resolved(None, found, data)
+        return Resolved(None, findings, data)
     measured, more = _measured(spec, within_cores(launching.launch, spec.hardware, hardware.devices), base_dir)
-    problem, wrong = _problem(spec, base_dir, model, measured, work or Work())
-    found += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
-    found += independent(check_weights, spec, launching.launch, problem.model, base_dir)
+    problem, wrong = _problem(spec, base_dir, model, measured, budget or SearchBudget())
+    findings += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
+    findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
-    usable = None if any(finding.severity == "error" for finding in found) else problem
+    usable = None if any(finding.severity == "error" for finding in findings) else problem
     generation = None if model.generation is None else Generation.model_validate(model.generation)
-    return Resolved(usable, found, data, model.source, inputs, measured, launching.launch, generation)
+    return Resolved(usable, findings, data, model.source, inputs, measured, launching.launch, generation)
 
 
 def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, list[Diagnostic]]:
@@ -89,26 +89,26 @@ def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, li
 
 
 def _problem(
-    spec: Spec, base_dir: Path, model: ResolvedModel, measured: Applied, work: Work
+    spec: Spec, base_dir: Path, model: ResolvedModel, measured: Applied, budget: SearchBudget
 ) -> tuple[Problem, list[Diagnostic]]:
     """Return the planner's problem, in which the model replaces ``auto`` where it leaves no choice, and findings."""
     assert model.config is not None
     with reading() as reads:
         lists, unsound = read_schedule(spec, base_dir)
-        found = reads.kept(unsound)
-    narrow = with_folder(spec, base_dir)
+        findings = reads.kept(unsound)
+    resolved_spec = with_folder(spec, base_dir)
     described = None if model.described is None else Description.model_validate(model.described)
     if described is not None:
-        described = with_graph(narrow, described, base_dir)
-        narrow = narrowed(narrow, described)
+        described = with_graph(resolved_spec, described, base_dir)
+        resolved_spec = narrowed(resolved_spec, described)
         with reading() as reads:
-            narrow, left_out = without_tensor(narrow, described)
-            found += reads.kept(left_out)
-        found += independent(unused_weights, spec, base_dir)
-    narrow = adversarial.whole_models(settled(narrow))
+            resolved_spec, left_out = without_tensor(resolved_spec, described)
+            findings += reads.kept(left_out)
+        findings += independent(unused_weights, spec, base_dir)
+    resolved_spec = adversarial.whole_models(with_engine_defaults(resolved_spec))
     config = watched(model.config, _origins_of_model(spec))
     devices = watched(measured.devices, _origins_of_devices())
-    return Problem(narrow, config, devices, measured, lists, described, work=work), found
+    return Problem(resolved_spec, config, devices, measured, lists, described, budget=budget), findings
 
 
 _BY_PRECISION = (

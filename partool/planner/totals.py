@@ -20,7 +20,7 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     """
     spec, training = problem.spec, problem.spec.training
     trained = training.steps * training.global_batch * training.sequence_length
-    held, unknown = _data_tokens(data)
+    data_tokens, unknown = _data_tokens(data)
     master = MASTER_BYTES[training.precision]
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
     moment = 2 if in_bf16 else master
@@ -30,9 +30,9 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
         written = saved_bytes * layout.mesh.world_size
     figures = Totals(
         trained_tokens=trained,
-        data_tokens=held,
+        data_tokens=data_tokens,
         data_unknown=unknown,
-        epochs=trained / held if held and data.pack else None,
+        epochs=trained / data_tokens if data_tokens and data.pack else None,
         checkpoint_bytes=written,
         price_per_device_hour=spec.hardware.price_per_device_hour,
     )

@@ -29,10 +29,10 @@ def awkward_batch(problem: Problem, best: Priced) -> Iterator[Diagnostic]:
     if not near or best.layout.mesh.dp < gcd(batch, ranks):  # the batch would allow more ranks than are taken
         return
     here = quickest(problem)
-    there = {other: quickest(problem.with_training(global_batch=other)) for other in near}
+    by_batch = {other: quickest(problem.with_training(global_batch=other)) for other in near}
     faster = {
         other: priced
-        for other, priced in there.items()
+        for other, priced in by_batch.items()
         if priced is not None and priced.safe and here is not None and _saved(here, batch, priced, other) >= _WORTH
     }
     if here is None or not faster:
@@ -60,6 +60,6 @@ def beside(batch: int, ranks: int) -> list[int]:
     return []
 
 
-def _saved(here: Priced, batch: int, there: Priced, other: int) -> float:
+def _saved(here: Priced, batch: int, alternative: Priced, other: int) -> float:
     """Return the share of the time per token that another batch saves."""
-    return 1.0 - (there.step_time_s / other) / (here.step_time_s / batch)
+    return 1.0 - (alternative.step_time_s / other) / (here.step_time_s / batch)

@@ -27,12 +27,12 @@ def candidates(solution: Solution, best: Priced, fewer: Iterable[tuple[Problem, 
 
     ``fewer`` are good layouts on fewer devices, each with the problem that it solves.
     """
-    found = {id(best): (solution.problem, best)}
+    by_id = {id(best): (solution.problem, best)}
     for priced in [*islice(fastest_of_kinds(solution.search, kind), _FASTEST), *front(solution)]:
-        found.setdefault(id(priced), (solution.problem, priced))
+        by_id.setdefault(id(priced), (solution.problem, priced))
     for problem, priced in fewer:
-        found[id(priced)] = (problem, priced)
-    rows = [_row(problem, priced, best) for problem, priced in list(found.values())[:ROWS]]
+        by_id[id(priced)] = (problem, priced)
+    rows = [_row(problem, priced, best) for problem, priced in list(by_id.values())[:ROWS]]
     ends = _on_front(rows)
     marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, ends, strict=True)]
     return tuple(sorted(marked, key=lambda row: (row.step_time_s, row.memory_bytes, row.summary)))
@@ -80,7 +80,7 @@ def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
     Where the spec leaves schedule, offload or sequence ``auto``, the layouts have 1F1B, no offload, and sequence
     parallelism only for long sequences.
     """
-    found = []
+    layouts = []
     devices, parallel = problem.devices, problem.spec.parallel
     pipeline, offload = parallel.pipeline, parallel.offload
     if pipeline.schedule == "auto" and pipeline.chunks == "auto":
@@ -103,8 +103,8 @@ def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
         smaller = plain.on(nodes=devices.nodes, per_node=devices.per_node)
         best = quickest(smaller)
         if best is not None and best.safe:
-            found.append((smaller, best))
-    return found
+            layouts.append((smaller, best))
+    return layouts
 
 
 def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:

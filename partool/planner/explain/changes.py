@@ -23,8 +23,8 @@ _ACCELERATORS = 2
 _NAMED = "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 8}"
 """Example of machines that a spec for another machine names."""
 _SHORTEST = 256
-_MOST_WORK = 1_000_000
-"""No further changes are tried after this much search work, counted in rows (see ``partool.planner.problem.Work``)."""
+_MOST_ROWS = 1_000_000
+"""No further changes are tried after so many rows (see :class:`partool.planner.problem.SearchBudget`)."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
     """Yield each change of one field with which a layout fits, as text (``key: value (cost)``) and as a ``Change``."""
-    work = problem.work
-    work.until = work.rows + _MOST_WORK
+    budget = problem.budget
+    budget.limit_rows = budget.rows + _MOST_ROWS
     for key, wanted, values in _proposals(problem):
-        tried = takewhile(lambda _: work.rows < work.until, values)
-        found = ((value, changed, _best(changed)) for value, changed in tried)
-        for value, changed, best in islice((one for one in found if one[2] is not None), wanted):
+        tried = takewhile(lambda _: budget.rows < budget.limit_rows, values)
+        priced_changes = ((value, changed, _best(changed)) for value, changed in tried)
+        for value, changed, best in islice((one for one in priced_changes if one[2] is not None), wanted):
             assert best is not None
             yield f"{key}: {value} ({_cost(changed, best)})", Change(changed, best)
 
@@ -131,9 +131,9 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
         ("offload", "parameters"),
         ("offload", "activations"),
     ):
-        whole = getattr(parallel, section)
-        if getattr(whole, name) != "auto":
-            freed = problem.with_parallel(**{section: whole.model_copy(update={name: "auto"})})
+        settings = getattr(parallel, section)
+        if getattr(settings, name) != "auto":
+            freed = problem.with_parallel(**{section: settings.model_copy(update={name: "auto"})})
             yield f"parallel.{section}.{name}", freed
 
 
@@ -170,15 +170,15 @@ def _accelerators(problem: Problem) -> Values:
     """Yield accelerators with more memory than the spec's, smallest memory first, for the same number of devices."""
     if problem.devices.backend == "cpu":
         return
-    hardware, found = problem.spec.hardware, []
+    hardware, larger = problem.spec.hardware, []
     for name in table("accelerators"):
         other = hardware.model_copy(
             update={"accelerator": name, "per_node": problem.devices.per_node, "memory_gib": None, "peak_tflops": None}
         )
         devices = resolve_hardware(other, problem.spec.training.precision).devices
         if devices is not None and devices.memory_bytes > problem.devices.memory_bytes:
-            found.append((devices.memory_bytes, name, devices.model_copy(update={"nodes": problem.devices.nodes})))
-    for _, name, devices in sorted(found, key=lambda item: item[:2]):
+            larger.append((devices.memory_bytes, name, devices.model_copy(update={"nodes": problem.devices.nodes})))
+    for _, name, devices in sorted(larger, key=lambda item: item[:2]):
         yield name, replace(problem, devices=devices)
 
 

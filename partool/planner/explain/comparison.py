@@ -75,8 +75,8 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
 
 def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:
     """Return the next best layouts of other kinds that have no higher tier than the plan, fastest first."""
-    found = _unsure(solution, best)[:1]
-    kinds = {kind(priced) for priced in (best, *rows, *found)}
+    next_best = _unsure(solution, best)[:1]
+    kinds = {kind(priced) for priced in (best, *rows, *next_best)}
     granted = solution.problem.granted
     able, tier = runnable(solution.problem, best.layout), tier_of(best.layout, granted)
     _price_runners_up(solution)
@@ -89,10 +89,10 @@ def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Pric
 
     # A runnable plan is compared with other runnable plans first.
     for wanted in (ready, other) if able else (other,):
-        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(found))):
+        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(next_best))):
             kinds.add(kind(priced))
-            found.append(priced)
-    return sorted(found, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
+            next_best.append(priced)
+    return sorted(next_best, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
 
 
 def _price_runners_up(solution: Solution) -> None:
@@ -127,8 +127,8 @@ def _price_unstaged(solution: Solution) -> None:
 def _price_kinds(solution: Solution, leaves: Any) -> None:
     """Price the fastest layout of each of several kinds; kinds differ in parallelism, recomputation or offload."""
     table = solution.space.policies
-    sure = np.flatnonzero(leaves.probability >= GREEN)
-    order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
+    sure_to_fit = np.flatnonzero(leaves.probability >= GREEN)
+    order = sure_to_fit[np.argsort(leaves.bound_s[sure_to_fit], kind="stable")][:_NEAREST]
     group, policy = leaves.group[order], leaves.policy[order]
     row = solution.space.groups.take(group)
     code = np.zeros(len(order), dtype=np.int64)

@@ -16,8 +16,8 @@ def time_evidence(best: Priced, measured: Applied) -> Evidence:
     devices = best.problem.devices
     if measured.time is not None:
         return Evidence(measured.time_error(_time(best).error), _finished(measured.time))
-    found = _time(best)
-    return found if devices.backend == "cpu" else _with_own(found, devices.accelerator)
+    evidence = _time(best)
+    return evidence if devices.backend == "cpu" else _with_own_runs(evidence, devices.accelerator)
 
 
 def memory_evidence(best: Priced, measured: Applied) -> Evidence:
@@ -27,25 +27,25 @@ def memory_evidence(best: Priced, measured: Applied) -> Evidence:
         return Evidence(error, _finished(measured.memory))
     if best.problem.devices.backend == "cpu":
         return Evidence(error, _ON_CPU)
-    found = memory_error(best.layout, best.job.stack.family, device=_device(best))
+    evidence = memory_error(best.layout, best.job.stack.family, device=_device(best))
     # Few runs of partool on such devices are known, as in partool.cost.training.peak.
-    return found if found.error > MEMORY_FLOOR else Evidence(MEMORY_FLOOR, f"a stated floor; {found.words}")
+    return evidence if evidence.error > MEMORY_FLOOR else Evidence(MEMORY_FLOOR, f"a stated floor; {evidence.words}")
 
 
 def _time(best: Priced) -> Evidence:
     if best.problem.devices.backend == "cpu":
         return Evidence(CPU_ERROR, _ON_CPU)
-    found = step_error(best.layout, best.job.stack.family, device=_device(best))
+    evidence = step_error(best.layout, best.job.stack.family, device=_device(best))
     # Few runs of partool on such devices are known: what other code bases show is not less than the floor.
-    return found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
+    return evidence if evidence.error > FLOOR else Evidence(FLOOR, f"a stated floor; {evidence.words}")
 
 
 def _device(best: Priced) -> DeviceClass:
     return DeviceClass(best.problem.devices.accelerator, best.problem.devices.architecture)
 
 
-def _with_own(found: Evidence, accelerator: str) -> Evidence:
-    return Evidence(found.error, f"{found.words}; {own_runs(accelerator) or 'none'} of partool on {accelerator}")
+def _with_own_runs(evidence: Evidence, accelerator: str) -> Evidence:
+    return Evidence(evidence.error, f"{evidence.words}; {own_runs(accelerator) or 'none'} of partool on {accelerator}")
 
 
 def _finished(scalar: Scalar) -> str:

@@ -27,11 +27,11 @@ def expert_reasons(best: Priced) -> Iterator[str]:
     domains = -(-ranks // job.domain)
     one, several = ("node", "nodes") if job.domain == job.devices.per_node else ("rack", "racks")
     where = f"inside one {one}" if domains == 1 else f"over {domains} {several}"
-    held = f"{job.model.moe.experts // layout.expert} of a layer's experts"
+    experts_of_rank = f"{job.model.moe.experts // layout.expert} of a layer's experts"
     if parts > 1:
-        held = f"one of {parts} parts of {held}"
+        experts_of_rank = f"one of {parts} parts of {experts_of_rank}"
     yield (
-        f"Experts over {ranks} ranks, {where}: each rank holds {held}, and waits "
+        f"Experts over {ranks} ranks, {where}: each rank holds {experts_of_rank}, and waits "
         f"{waits_s / best.step_time_s:.1%} of the step for tokens."
     )
     if parts > 1:

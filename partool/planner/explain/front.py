@@ -58,14 +58,14 @@ def _may_be_on_front(solution: Solution, groups: Any, least_bytes: Any) -> Any:
     Each group needs ``least_bytes`` at least.
     """
     search, leaves, capacity = solution.search, solution.overall.leaves, solution.problem.capacity_bytes
-    may = least_bytes <= capacity * (1.0 + SLACK)
+    may_fit = least_bytes <= capacity * (1.0 + SLACK)
     fits = np.flatnonzero(leaves.memory_bytes <= capacity)
     if not len(fits):
-        return may
+        return may_fit
     order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
     least = np.concatenate([[np.inf], np.minimum.accumulate(leaves.memory_bytes[order])])
     before = np.searchsorted(leaves.bound_s[order], _MARGIN * search.bound_s[groups], side="right")
-    return may & (least[before] > _MARGIN * least_bytes)
+    return may_fit & (least[before] > _MARGIN * least_bytes)
 
 
 def quickest(problem: Problem) -> Priced | None:
@@ -73,7 +73,7 @@ def quickest(problem: Problem) -> Priced | None:
 
     Groups are tried in the order of their time under the policy that recomputes least.
     """
-    problem.work.subject = f"layouts on only {problem.world_size:,} devices"
+    problem.budget.subject = f"layouts on only {problem.world_size:,} devices"
     space = build(problem)
     table, search = space.policies, Search(problem, space)
     if not space.size:
@@ -88,8 +88,8 @@ def quickest(problem: Problem) -> Priced | None:
         start, count = start + count, min(4 * count, _AT_ONCE)
         if least is not None and _MARGIN * base[near[0]] > least[0]:
             break
-        found = _quickest_of(search, np.sort(near), policies)
-        least = min((one for one in (least, found) if one is not None), default=None)
+        candidate = _quickest_of(search, np.sort(near), policies)
+        least = min((one for one in (least, candidate) if one is not None), default=None)
     return None if least is None else search.price(*least[1:])
 
 

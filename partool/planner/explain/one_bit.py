@@ -32,8 +32,8 @@ def one_bit_reasons(problem: Problem, best: Priced) -> list[str]:
 
 
 def _kinds(best: Priced) -> Iterator[str]:
-    found = exchanges(best.job, best.layout)
-    full, bits, local = (found[kind] for kind in ("full", "one_bit", "local"))
+    by_kind = exchanges(best.job, best.layout)
+    full, bits, local = (by_kind[kind] for kind in ("full", "one_bit", "local"))
     yield (
         f"Exchanges: {full.steps:,} steps average gradients ({full.sent_bytes / _MIB:,.1f} MiB sent by a rank), "
         f"{bits.steps:,} send one bit per parameter ({bits.sent_bytes / _MIB:,.1f} MiB), {local.steps:,} send nothing; "
@@ -47,17 +47,17 @@ def _kinds(best: Priced) -> Iterator[str]:
 
 
 def _gain(problem: Problem, best: Priced) -> Iterator[str]:
-    found = None if not _may_gain(problem, best) else solve(_with_bits(problem)).chosen
-    if found is None or not found.fits:
+    one_bit = None if not _may_gain(problem, best) else solve(_with_bits(problem)).chosen
+    if one_bit is None or not one_bit.fits:
         return
-    gain = 1.0 - found.step_time_s / best.step_time_s
+    gain = 1.0 - one_bit.step_time_s / best.step_time_s
     if gain < LEAST_GAIN:
         return
-    sent = found.time.traffic_bytes["gradient_sync"] / _MIB
+    sent = one_bit.time.traffic_bytes["gradient_sync"] / _MIB
     yield (
-        f"Slow links: optimizer: {{name: {NAME}}} would take {found.step_time_s:.3g} s a step on average, {gain:.0%} "
-        f"less, as {summary(found.layout)}; a rank would send {sent:,.1f} MiB a step to data-parallel ranks. The plan "
-        "keeps adamw: fewer bits change how a model learns."
+        f"Slow links: optimizer: {{name: {NAME}}} would take {one_bit.step_time_s:.3g} s a step on average, {gain:.0%} "
+        f"less, as {summary(one_bit.layout)}; a rank would send {sent:,.1f} MiB a step to data-parallel ranks. The "
+        "plan keeps adamw: fewer bits change how a model learns."
     )
 
 

@@ -31,12 +31,12 @@ from partool.strategies.tiers import TIERS
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     """Return one sentence for each decision that the layout contains."""
-    found = [_searched(solution, best)]
+    sentences = [_searched(solution, best)]
     layout, mesh, parallel = best.layout, best.layout.mesh, solution.problem.spec.parallel
     if solution.better is not None:
-        found.append(_better(best, solution.better))
-    found.append(_zero(solution, best))
-    found += gathers.sentences(solution.problem, layout)
+        sentences.append(_better(best, solution.better))
+    sentences.append(_zero(solution, best))
+    sentences += gathers.sentences(solution.problem, layout)
     groups = solution.space.groups
     for name, field, degree, column in (
         ("Tensor", solution.problem.tensor_degree, mesh.tp, groups.tp),
@@ -47,7 +47,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     ):
         if degree > 1:
             pinned = field != "auto"
-            found.append(
+            sentences.append(
                 f"{name} {degree}: "
                 + (
                     "the spec asks for it."
@@ -56,22 +56,24 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
                     or _without(solution, best, name, column)
                 )
             )
-    found += tensor_reasons(solution.problem, best)
-    found += sequence_reasons(solution.problem, best)
-    found += expert_reasons(best)
-    found += pipeline_reasons(solution, best)
-    found += one_bit_reasons(solution.problem, best)
-    found.append(_recompute(solution, best))
-    found += adversarial.sentences(solution.problem)
-    found += tiles.sentences(solution.problem, layout)
-    found += fused.words(solution.problem, layout)
-    found += offload.sentences(solution.problem, best)
-    found += _host(solution.problem, best)
-    found += _tier(solution, best)
+    sentences += tensor_reasons(solution.problem, best)
+    sentences += sequence_reasons(solution.problem, best)
+    sentences += expert_reasons(best)
+    sentences += pipeline_reasons(solution, best)
+    sentences += one_bit_reasons(solution.problem, best)
+    sentences.append(_recompute(solution, best))
+    sentences += adversarial.sentences(solution.problem)
+    sentences += tiles.sentences(solution.problem, layout)
+    sentences += fused.words(solution.problem, layout)
+    sentences += offload.sentences(solution.problem, best)
+    sentences += _host(solution.problem, best)
+    sentences += _tier(solution, best)
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.derived.accumulation
-        found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
-    return tuple(found)
+        sentences.append(
+            f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step."
+        )
+    return tuple(sentences)
 
 
 def _tier(solution: Solution, best: Priced) -> list[str]:
@@ -84,16 +86,16 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
         size = "small" if is_small(solution.problem) else "large"
         words = f"the textbook layout for a {size} model"
     faster = [one for one in tiered.by_tier if one is not None and _is_faster(one, best)]
-    found = [f"Tier {tier}: {words}{'' if faster else '; none faster was found above'}."]
+    sentences = [f"Tier {tier}: {words}{'' if faster else '; none faster was found above'}."]
     if faster:
         one = min(faster, key=lambda priced: priced.step_time_s)
         gain, needed = _gain(one, best)
         rule = f"it is taken from {needed:.0%} on" if gain < needed else "not so beside others with more evidence"
-        found.append(
+        sentences.append(
             f"{summary(one.layout)} is predicted {gain:.1%} faster; with its evidence {rule}. "
             "limits: {prefer: fastest} goes by the prediction alone."
         )
-    return found
+    return sentences
 
 
 def _gain(one: Priced, best: Priced) -> tuple[float, float]:
@@ -112,14 +114,14 @@ def _searched(solution: Solution, best: Priced) -> str:
         return "The spec leaves one layout."
     able = " that can run" if solution.able is not None and solution.able.best is best else ""
     which = "and" if able else "that"
-    sure = f"{which} fits with {GREEN:.0%} or more"
+    fit_text = f"{which} fits with {GREEN:.0%} or more"
     if not best.safe:
-        sure = f"{which} may fit; none found fits with {GREEN:.0%} or more"
-    founds = [one for one in (solution.overall, solution.able) if one is not None]
-    ended = "" if all(one.complete for one in founds) else " of those that the search came to before its limit of work"
+        fit_text = f"{which} may fit; none found fits with {GREEN:.0%} or more"
+    results = [one for one in (solution.overall, solution.able) if one is not None]
+    ended = "" if all(one.complete for one in results) else " of those that the search came to before its limit of work"
     return (
         f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out, {counts.evaluated:,} prices "
-        f"computed, {counts.simulated:,} simulated. This is the fastest{_form(solution, best)}{able} {sure}{ended}."
+        f"computed, {counts.simulated:,} simulated. This is the fastest{_form(solution, best)}{able} {fit_text}{ended}."
     )
 
 
@@ -219,11 +221,13 @@ def _recompute(solution: Solution, best: Priced) -> str:
 def limit(solution: Solution, best: Priced) -> str:
     """Return text on what keeps the step from being faster: evidence, memory, compute, or another term of the time."""
     fastest = solution.fastest
-    known = _faster_with_less_evidence(solution, best)
-    if known is not None and (fastest is None or 2.0 * known.step_time_s <= fastest.step_time_s + best.step_time_s):
-        gain, needed = _gain(known, best)
+    less_proven = _faster_with_less_evidence(solution, best)
+    if less_proven is not None and (
+        fastest is None or 2.0 * less_proven.step_time_s <= fastest.step_time_s + best.step_time_s
+    ):
+        gain, needed = _gain(less_proven, best)
         return (
-            f"evidence. {summary(known.layout)} fits, and is predicted {gain:.1%} faster; with its evidence that "
+            f"evidence. {summary(less_proven.layout)} fits, and is predicted {gain:.1%} faster; with its evidence that "
             f"counts from {needed:.0%} on."
         )
     if fastest is not None and not fastest.fits and fastest.step_time_s < best.step_time_s * (1.0 - TIE):
@@ -248,8 +252,8 @@ def _faster_with_less_evidence(solution: Solution, best: Priced) -> Priced | Non
     """Return the fastest of the tiers' layouts that are sure to fit, if it is faster than ``best``."""
     if solution.problem.spec.limits.prefer == "fastest":
         return None
-    sure = [one for one in solution.tiered.by_tier if one is not None and one.safe and _is_faster(one, best)]
-    return min(sure, key=lambda priced: priced.step_time_s, default=None)
+    sure_to_fit = [one for one in solution.tiered.by_tier if one is not None and one.safe and _is_faster(one, best)]
+    return min(sure_to_fit, key=lambda priced: priced.step_time_s, default=None)
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:

@@ -71,8 +71,8 @@ def rivals(problem: Problem, layout: Layout) -> list[Priced]:
     least: dict[str, SequenceForm] = {}
     for at in np.argsort(times, kind="stable"):
         least.setdefault(forms[at].name, forms[at])
-    found = [Priced(problem, formed(layout, form)) for form in least.values()]
-    return sorted(found, key=lambda one: one.step_time_s)
+    priced = [Priced(problem, formed(layout, form)) for form in least.values()]
+    return sorted(priced, key=lambda one: one.step_time_s)
 
 
 def _others(problem: Problem, best: Priced) -> Iterator[str]:
@@ -95,8 +95,8 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
         if why and (name not in ON_GRIDS or problem.model.grid) and (name not in BY_GRAPH or fits):
             whys.setdefault(why, []).append(name)
     if whys:
-        told = [f"{', '.join(names)} ({why})" for why, names in whys.items()]
-        yield f"Not here: {'; '.join(told)}."
+        excluded = [f"{', '.join(names)} ({why})" for why, names in whys.items()]
+        yield f"Not here: {'; '.join(excluded)}."
 
 
 def _graph(described: Description) -> Iterator[str]:
@@ -120,13 +120,13 @@ def _against(best: Priced, other: Priced) -> str:
     # Two digits near TIE show whether a difference is above or below it.
     share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
     time = "as fast" if abs(ratio) < _CLOSE else f"{share} {'slower' if ratio > 0 else 'faster'}"
-    found = [time, f"{_size(other.time.traffic_bytes.get('sequence', 0))} sent"]
+    parts = [time, f"{_size(other.time.traffic_bytes.get('sequence', 0))} sent"]
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) >= GIB / 100:
-        found.append(f"{_size(abs(more))} {'more' if more > 0 else 'less'} memory")
+        parts.append(f"{_size(abs(more))} {'more' if more > 0 else 'less'} memory")
     if not other.fits:
-        found.append("too large")
-    return ", ".join(found)
+        parts.append("too large")
+    return ", ".join(parts)
 
 
 def _order(problem: Problem, layout: Layout) -> Iterator[str]:
@@ -159,8 +159,8 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
     if len(set(sizes)) > 1:
         shown = ", ".join(map(str, sizes)) if ranks <= 8 else f"{sizes[0]} or {sizes[-1]}"
         yield f"Query heads per rank in attention: {shown}; all wait for the one that has most."
-    held = sum(deal.keys[1] - deal.keys[0] for deal in deals)
-    if held > keys:
+    key_heads_on_ranks = sum(deal.keys[1] - deal.keys[0] for deal in deals)
+    if key_heads_on_ranks > keys:
         yield f"Keys and values: {keys} heads on {ranks} ranks; each goes to all whose queries read it."
 
 

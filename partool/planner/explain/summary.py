@@ -54,15 +54,15 @@ def _tiles(layout: Layout) -> list[tuple[str, int]]:
 
 
 def _offloaded(layout: Layout) -> list[str]:
-    found = []
+    parts = []
     if layout.offload.optimizer != "none":
         share = f" {1.0 - layout.offload.gpu_fraction:.0%}" if layout.offload.gpu_fraction else ""
-        found.append(f"optimizer{share}{_to_disks(layout.offload.optimizer)}")
+        parts.append(f"optimizer{share}{_to_disks(layout.offload.optimizer)}")
     if layout.offload.parameters != "none":
-        found.append(f"parameters{_to_disks(layout.offload.parameters)}")
+        parts.append(f"parameters{_to_disks(layout.offload.parameters)}")
     if layout.offload.activations == "cpu":
-        found.append("activations")
-    return found
+        parts.append("activations")
+    return parts
 
 
 def _to_disks(tier: str) -> str:
@@ -76,13 +76,13 @@ def why_lost(best: Priced, other: Priced) -> str:
             return f"{other.host_bytes / GIB:.1f} GiB of host memory are more than there is"
         return f"{(other.memory.total_bytes - other.memory.capacity_bytes) / GIB:.1f} GiB too large"
     ratio = other.step_time_s / best.step_time_s
-    likely = f"fits with a probability of {other.memory.fit_probability:.0%} only"
+    fit_text = f"fits with a probability of {other.memory.fit_probability:.0%} only"
     if ratio > 1.0005:
         text = f"{(ratio - 1.0) * 100:.1f} % slower"
         name, more = _most(best, other)
         return text + (f": {name} + {short_time(more)}" if more > 0 else "")
     if not other.safe and best.safe:
-        return likely
+        return fit_text
     if ratio < 0.9995:
         gain = f"{(1.0 - ratio) * 100:.1f} % faster"
         if ratio * (1.0 + TIE) >= 1.0 - 1e-9:

@@ -85,25 +85,25 @@ def _tiers(problem: Problem, ranks: int, inner: int) -> str:
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
     """Yield a sentence if several ranks hold the same key/value head, or if query heads are divided unevenly."""
     model, ranks = problem.model, layout.mesh.tp
-    found = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
-    if found.shared:
+    ranges = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
+    if ranges.shared:
         yield (
             f"Keys and values: {model.kv_heads} heads on {ranks} tensor ranks; each is held by the ranks of its query "
             "heads, which sum its gradients once a step."
         )
     elif not divides(model, ranks):
-        sizes = ", ".join(str(stop - start) for start, stop in found.queries)
+        sizes = ", ".join(str(stop - start) for start, stop in ranges.queries)
         yield f"Query heads per tensor rank: {sizes}; time and memory are those of the rank that has most."
 
 
 def _norms(problem: Problem, best: Priced) -> str:
     """Return a sentence on what norms on shares of the sequence cost, and how much memory they save."""
     layout = best.layout
-    there = layout.tensor.sequence_norms
-    where = "on shares of the sequence" if there else "on whole sequences"
+    on_shares = layout.tensor.sequence_norms
+    where = "on shares of the sequence" if on_shares else "on whole sequences"
     if problem.described is not None:
         return f"Norms {where}: transformers' layers have no other."
-    other = Priced(problem, layout.changed({"tensor.sequence_norms": not there}))
+    other = Priced(problem, layout.changed({"tensor.sequence_norms": not on_shares}))
     bytes_ = other.memory.total_bytes - best.memory.total_bytes
     ratio = other.step_time_s / best.step_time_s - 1.0
     asked = ", as the spec asks" if problem.spec.parallel.tensor.sequence_norms != "auto" else ""

@@ -34,17 +34,17 @@ def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]
         return missing
     present = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
     try:
-        found = coverage(present)
+        covered = coverage(present)
     except TableError as error:
         message = f"{error.path} cannot be used: {error.problem}"
         help = "partool tune writes such tables; those of ROCm/aiter and vLLM are read as they are"
         return [Diagnostic("PT492", message, path=("kernels", "tuned"), help=help)]
     doubts = [
         Diagnostic("PT493", doubt, "warning", ("kernels", "tuned"), help="measure it again, or take the row out")
-        for doubt in found.doubts
+        for doubt in covered.doubts
     ]
-    all_found = [*missing, *doubts, *_below(plan, found)]
-    return [replace(one, severity="warning") if one.code in forgive else one for one in all_found]
+    findings = [*missing, *doubts, *_below(plan, covered)]
+    return [replace(one, severity="warning") if one.code in forgive else one for one in findings]
 
 
 def without_missing(kernels: KernelsSpec) -> KernelsSpec:
@@ -59,12 +59,12 @@ def _missing(plan: Plan) -> Iterator[Diagnostic]:
             yield Diagnostic("PT492", f"there is no {path}", path=("kernels", "tuned", place), help=help)
 
 
-def _below(plan: Plan, found: Coverage) -> Iterator[Diagnostic]:
+def _below(plan: Plan, covered: Coverage) -> Iterator[Diagnostic]:
     level = plan.kernels.require
-    below = found.below(level)
+    below = covered.below(level)
     if not below:
         return
-    products = [line for line in found.lines if line.asked.product and line.tabled]
+    products = [line for line in covered.lines if line.asked.product and line.tabled]
     share = sum(line.share for line in below)
     slowest = max(below, key=lambda line: (line.total_s, line.asked.name))
     m, n, k = slowest.asked.sides
@@ -73,5 +73,5 @@ def _below(plan: Plan, found: Coverage) -> Iterator[Diagnostic]:
         f"{len(below)} of {len(products)} matrix products ({share:.1%} of a step) have a configuration below require: "
         f"{level}; {slowest.asked.name} ({slowest.asked.part}, {m:.0f} × {n} × {k}) has {source}"
     )
-    help = f"partool plan --show kernels lists them, partool tune measures them; or write require: {found.worst}"
+    help = f"partool plan --show kernels lists them, partool tune measures them; or write require: {covered.worst}"
     yield Diagnostic("PT491", message, path=("kernels", "require"), help=help)

@@ -110,23 +110,25 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 def _state_bytes(problem: Problem, priced: Priced) -> float:
     """Return the bytes of a rank's master weights and moments in files; 0 if optimizer state is not on disks."""
     row = encode(priced.layout)
-    there = priced.layout.offload.optimizer == "nvme"
-    return host_state.state_bytes(priced.job) * owned(problem, row) * (1.0 - float(row.gpu_fraction)) if there else 0.0
+    on_disks = priced.layout.offload.optimizer == "nvme"
+    return (
+        host_state.state_bytes(priced.job) * owned(problem, row) * (1.0 - float(row.gpu_fraction)) if on_disks else 0.0
+    )
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
     """Return the bytes of a rank's parameters in files, frozen ones included; 0 if parameters are not on disks."""
-    there = priced.layout.offload.parameters == "nvme"
-    return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if there else 0.0
+    on_disks = priced.layout.offload.parameters == "nvme"
+    return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if on_disks else 0.0
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Yield a finding if host buffers can hold the whole optimizer state; files are then useless."""
-    layout, size = priced.layout, _state_bytes(problem, priced)
+    layout, state_bytes = priced.layout, _state_bytes(problem, priced)
     frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
-    held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
+    buffered_bytes = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
     asked = problem.spec.parallel.offload
-    if held >= 0.99 * size:
+    if buffered_bytes >= 0.99 * state_bytes:
         message = f"{layout.offload.buffers} buckets of {layout.offload.bucket_mib:.3g} MiB hold all of the state"
         smaller = "" if (asked.bucket_mib, asked.buffers) == ("auto", "auto") else "a smaller bucket_mib, or "
         help = f"use {smaller}optimizer: cpu, which does as much without disks"

@@ -18,13 +18,13 @@ _MARGIN = 1.1
 """Factor by which a proposed limit exceeds the prediction."""
 
 
-def settled(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
+def with_decided_mode(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
     """Return the plan with ``checkpoint.mode`` decided, and the findings.
 
     ``auto`` becomes ``async``, which copies a rank's part of the state before it is written, if a node's memory holds
     the copies, else ``sync``. State that is in files is never copied, as it is there because memory cannot hold it.
     """
-    found: list[Diagnostic] = []
+    findings: list[Diagnostic] = []
     asked = plan.checkpoint.mode
     in_background = with_mode(plan, "async")
     if plan.engine != PARTOOL.name or plan.layout.offload.optimizer == "nvme":
@@ -36,10 +36,10 @@ def settled(plan: Plan) -> tuple[Plan, list[Diagnostic]]:
     elif ranks_bytes(in_background) <= room_bytes(plan):
         chosen = in_background
     elif asked == "auto":
-        chosen, found = with_mode(plan, "sync"), [_in_pieces(in_background)]
+        chosen, findings = with_mode(plan, "sync"), [_in_pieces(in_background)]
     else:
-        chosen, found = plan, [_too_large(in_background)]
-    return chosen, [*found, *_limit(chosen)]
+        chosen, findings = plan, [_too_large(in_background)]
+    return chosen, [*findings, *_limit(chosen)]
 
 
 def with_mode(plan: Plan, mode: str) -> Plan:

@@ -29,17 +29,17 @@ def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
     parallel, moe = problem.spec.parallel, problem.model.moe
     pinned, parts = parallel.expert, parallel.expert_tensor
     degrees = [pinned] if pinned != "auto" else divisors(1 if moe is None else moe.experts)
-    found = []
+    every_form = []
     for expert in degrees:
         if expert == 1:
-            found += [(1, 1)] if moe is None or parts in ("auto", tensor) else []
+            every_form += [(1, 1)] if moe is None or parts in ("auto", tensor) else []
         elif parts != "auto":
-            found.append((expert, parts))
+            every_form.append((expert, parts))
         elif moe is not None and expert == moe.experts:
-            found += [(expert, n) for n in divisors(moe.ffn_hidden) if n == 1 or expert * n <= problem.domain]
+            every_form += [(expert, n) for n in divisors(moe.ffn_hidden) if n == 1 or expert * n <= problem.domain]
         else:
-            found.append((expert, 1))
-    return [form for form in found if ranks % prod(form) == 0]
+            every_form.append((expert, 1))
+    return [form for form in every_form if ranks % prod(form) == 0]
 
 
 def experts_on_tensor_ranks(problem: Problem, tensor: int) -> bool:
@@ -52,15 +52,15 @@ def shared(sharers: Column, zero: Column, ranks: Column) -> NDArray[np.bool_]:
 
     Ranks with the same experts share these experts' state; its copies are those of the other parameters.
     """
-    found: NDArray[np.bool_] = np.asarray((ranks == 1) | ((zero > 0) & (sharers % ranks == 0)))
-    return found
+    mask: NDArray[np.bool_] = np.asarray((ranks == 1) | ((zero > 0) & (sharers % ranks == 0)))
+    return mask
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if the spec sets numbers of ranks that cannot share the model's experts, or parts of them."""
-    found = next(_of_model(problem), None) or next(_of_ranks(problem), None)
-    if found is not None:
-        name, message, help = found
+    broken_rule = next(_of_model(problem), None) or next(_of_ranks(problem), None)
+    if broken_rule is not None:
+        name, message, help = broken_rule
         yield Diagnostic("PT266", message, path=("parallel", name), help=help)
 
 

@@ -64,13 +64,13 @@ def leaves(problem: Problem) -> tuple[str, ...]:
     pinned = problem.spec.parallel.data.leaves
     if pinned != "auto":
         return tuple(pinned)
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for module in problem.described.structure.modules if problem.described is not None else ():
         parts = module.name.split(".")
         at = parts.index("experts") if "experts" in parts else 0
         if at and at + 1 < len(parts) and parts[at + 1].isdigit():
-            found[".".join("*" if part.isdigit() else part for part in parts[:at])] = None
-    return tuple(found)
+            patterns[".".join("*" if part.isdigit() else part for part in parts[:at])] = None
+    return tuple(patterns)
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:

@@ -65,8 +65,8 @@ def of_task(asked: Task) -> Iterator[str]:
     if asked.frozen:
         yield "frozen parameters"
     yield from ["model of transformers"] if asked.hf else of_model(asked.model)
-    known = ARCHITECTURES.get(asked.devices.architecture)
-    if asked.precision == "fp8" and asked.devices.architecture and (known is None or known.fp8 is None):
+    record = ARCHITECTURES.get(asked.devices.architecture)
+    if asked.precision == "fp8" and asked.devices.architecture and (record is None or record.fp8 is None):
         yield "fp8 on other architectures"
 
 
@@ -131,7 +131,7 @@ def of_columns(rows: Layouts, wanted: Callable[[str], bool] = lambda aspect: Tru
 def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     """Yield all aspects that a layout needs."""
     yield from of_task(asked)
-    yield from (aspect for aspect, there in of_columns(encode(layout)) if there)
+    yield from (aspect for aspect, applies in of_columns(encode(layout)) if applies)
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
     yield from of_lists(layout)
     if asked.hf and layout.sequence.degree > 1:
@@ -149,7 +149,7 @@ def of_lists(layout: Layout) -> Iterator[str]:
     """Yield the aspects of a layout that its row in a search does not say."""
     data, offload = layout.data, layout.offload
     others = (data.gather != "coalesced", data.prefetch != 1, data.persistent > 0, bool(data.leaves))
-    yield from (name for name, there in zip(GATHERS, others, strict=True) if there)
+    yield from (name for name, applies in zip(GATHERS, others, strict=True) if applies)
     if offload.optimizer == "nvme":
         yield "offload to disks"
     if offload.parameters == "nvme":
@@ -204,13 +204,13 @@ def within(engine: EngineRecord, rows: Layouts) -> NDArray[np.bool_]:
 
 def beyond(engine: EngineRecord, layout: Layout) -> Iterator[str]:
     """Yield the aspects of a layout that an engine lacks."""
-    found = [aspect for aspect, there in of_columns(encode(layout)) if there]
-    found += [f"recompute {policy}" for policy in sorted(set(layout.recompute))]
-    yield from (aspect for aspect in dict.fromkeys([*found, *of_lists(layout)]) if aspect in engine.lacks)
+    needed = [aspect for aspect, applies in of_columns(encode(layout)) if applies]
+    needed += [f"recompute {policy}" for policy in sorted(set(layout.recompute))]
+    yield from (aspect for aspect in dict.fromkeys([*needed, *of_lists(layout)]) if aspect in engine.lacks)
 
 
 def _without(rows: Layouts, lacking: Callable[[str], bool]) -> NDArray[np.bool_]:
-    found = np.ones(rows.shape, dtype=bool)
+    mask = np.ones(rows.shape, dtype=bool)
     for _, asked in of_columns(rows, lacking):
-        found &= np.logical_not(asked)
-    return found
+        mask &= np.logical_not(asked)
+    return mask

@@ -100,12 +100,12 @@ def layers_problem(model: ModelConfig, method: str) -> str | None:
 def methods(problem: Problem) -> tuple[str, ...]:
     """Return the methods that the spec allows and the model's layers support."""
     lacks = problem.engine.lacks
-    found = tuple(name for name in methods_of(problem.spec.parallel.sequence) if f"sequence {name}" not in lacks)
+    names = tuple(name for name in methods_of(problem.spec.parallel.sequence) if f"sequence {name}" not in lacks)
     # A graph is the last resort: a model whose attention can be replaced has methods with less waiting.
     asked = problem.spec.parallel.sequence.method != "auto"
     seams = problem.described is None or not problem.described.attention_problem
-    found = tuple(name for name in found if asked or not seams or name not in BY_GRAPH)
-    return tuple(name for name in found if method_problem(problem, name) is None)
+    names = tuple(name for name in names if asked or not seams or name not in BY_GRAPH)
+    return tuple(name for name in names if method_problem(problem, name) is None)
 
 
 def least_heads(problem: Problem, tensor: int) -> int:

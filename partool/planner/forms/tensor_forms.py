@@ -58,10 +58,10 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
         # Fused kernels exchange even shares of the sequence only.
         even = problem.spec.training.sequence_length % (ranks * sequence) == 0
         return tuple(TensorForm(1, 1) for one in norms if one and even)
-    found = [TensorForm(1, one) for one in norms]
+    every_form = [TensorForm(1, one) for one in norms]
     if tensor.shape == "auto" and tensor.sequence_norms is not True and sequence == 1:
-        found += [TensorForm(inner) for inner in best_inner(problem, ranks)]
-    return tuple(found)
+        every_form += [TensorForm(inner) for inner in best_inner(problem, ranks)]
+    return tuple(every_form)
 
 
 def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
@@ -84,8 +84,8 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
     """Return the seconds of a layer's forward and backward collectives in the shape (ranks / inner) × inner."""
     layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
-    found = layer_seconds(cost_job(problem), layouts, kinds(problem.model)[0])
-    return float(found.forward.total + found.backward.total)
+    seconds = layer_seconds(cost_job(problem), layouts, kinds(problem.model)[0])
+    return float(seconds.forward.total + seconds.backward.total)
 
 
 def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:

@@ -84,8 +84,8 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     short = "no layout is sure to fit without"
     if layout.tiles.mlp:
         why = short if tiles.mlp == "auto" else "the spec asks for it"
-        whole = problem.spec.training.sequence_length / layout.mesh.cp
-        less = size * model.ffn_hidden * max(0.0, whole - layout.tiles.mlp) / layout.mesh.tp
+        rank_tokens = problem.spec.training.sequence_length / layout.mesh.cp
+        less = size * model.ffn_hidden * max(0.0, rank_tokens - layout.tiles.mlp) / layout.mesh.tp
         yield (
             f"Networks in tiles of {layout.tiles.mlp:,} tokens: {why}; {less / MIB:,.0f} MiB less for each "
             "tensor of the inner width, which the backward pass computes a second time."

@@ -147,18 +147,18 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     products. If other engines have to run the plan, kernels of these engines count if their tables are given.
     """
     names = _device_names(plan.devices)
-    found = (*asked(plan, names[0]), *parts(plan, names[0]))
-    registry = registry or Registry(plan.kernels.tuned, expert_width=_expert_width(found))
+    uses = (*asked(plan, names[0]), *parts(plan, names[0]))
+    registry = registry or Registry(plan.kernels.tuned, expert_width=_expert_width(uses))
     tables = _Tables(registry, names, others=not plan.runnable)
     job, step_s = _job(plan), plan.prediction.time.step_time_s
-    lines = tuple(_line(job, one, tables, step_s) for one in found)
+    lines = tuple(_line(job, one, tables, step_s) for one in uses)
     doubts = dict.fromkeys([*registry.doubts, *tables.doubts])
     return Coverage(plan.devices.architecture, step_s, lines, tuple(doubts))
 
 
-def _expert_width(found: Sequence[KernelUse]) -> int | None:
+def _expert_width(uses: Sequence[KernelUse]) -> int | None:
     """Return the inner width of an expert on a rank (K of the down-projection); None without experts."""
-    forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
+    forward = (one for one in uses if one.name == "moe.experts.down" and one.part == "forward")
     return next((one.sides[2] for one in forward), None)
 
 
@@ -169,10 +169,10 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
     of torch computes may be listed, and are then compared with the library.
     """
     name, *_ = _device_names(plan.devices)
-    found = (*asked(plan, name), *parts(plan, name))
+    uses = (*asked(plan, name), *parts(plan, name))
     wanted = [
         one.request
-        for one in found
+        for one in uses
         if one.request is not None
         and one.request.kernel in KERNELS
         and (one.request.kernel in kernels if kernels else not one.library)
@@ -251,8 +251,8 @@ class _Tables:
         if one.request is None:
             return None
         named = (self._named(replace(one.request, device=name)) for name in self._names)
-        found = [choice for choice in named if choice is not None]
-        return max(found, key=lambda choice: (SOURCES.index(choice.source), -choice.distance), default=None)
+        choices = [choice for choice in named if choice is not None]
+        return max(choices, key=lambda choice: (SOURCES.index(choice.source), -choice.distance), default=None)
 
     def _named(self, request: Request) -> Choice | None:
         if request.kernel not in KERNELS:
@@ -265,12 +265,12 @@ class _Tables:
         median = self._median(one.request)
         if median is not None and choice.source in ("heuristic", "modelled"):
             return median - 1.0
-        own = _tiled_s(job, one, choice.config)
-        if own is None:
+        chosen_s = _tiled_s(job, one, choice.config)
+        if chosen_s is None:
             return 0.0
         others = (_tiled_s(job, one, config) for config in KERNELS[one.request.kernel].configs(one.request))
-        best = min((seconds for seconds in others if seconds is not None), default=own)
-        return max(own / best - 1.0, 0.0)
+        best = min((seconds for seconds in others if seconds is not None), default=chosen_s)
+        return max(chosen_s / best - 1.0, 0.0)
 
     def _median(self, request: Request) -> float | None:
         """Return the median of default time / tuned time over measured entries; None if there are too few entries."""

@@ -24,16 +24,16 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
     fused kernel, which moves as few bytes as partool's kernel.
     """
     pinned = problem.spec.kernels.fused
-    left = WHOLE_WIDTH if inner > 1 else ()
+    excluded = WHOLE_WIDTH if inner > 1 else ()
     if pinned != "auto":
-        return tuple(part for part in PARTS if part in pinned and part not in left)
+        return tuple(part for part in PARTS if part in pinned and part not in excluded)
     if problem.spec.kernels.mode == "torch" or problem.spec.training.precision == "fp64" or not has_kernels(problem):
         return ()
     all_compiled = compile == "block" and problem.model.moe is None
     wanted: tuple[Fused, ...] = tuple(
         name for name, part in PARTS.items() if part.place == "loss" or (part.place == "block" and not all_compiled)
     )
-    return tuple(part for part in wanted if part not in left and not why_not(problem, part))
+    return tuple(part for part in wanted if part not in excluded and not why_not(problem, part))
 
 
 def has_kernels(problem: Problem) -> bool:
@@ -66,7 +66,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
             help = f"leave {part} out; this model can have {', '.join(able)}"
             yield Diagnostic("PT485", f"kernels.fused: {part} has nothing to compute: {reason}", path=path, help=help)
     shape, offload = spec.parallel.tensor.shape, spec.parallel.offload
-    for name, why in _left(pinned, 1 if shape == "auto" else shape[1], offload.optimizer):
+    for name, why in _without_kernel(pinned, 1 if shape == "auto" else shape[1], offload.optimizer):
         how = "on the host" if name in UPDATES else "by torch's operators"
         message = f"kernels.fused: {name} will be computed {how}: {why}"
         yield Diagnostic("PT486", message, severity="warning", path=path, help=f"leave {name} out")
@@ -74,9 +74,11 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     if not pinned and spec.kernels.mode != "native":
         return
     if not on_cpu and spec.kernels.mode == "native" and not has_kernels(problem):
-        known = ", ".join(ARCHITECTURES)
+        supported = ", ".join(ARCHITECTURES)
         message = f"kernels.mode: native asks for compiled kernels, which {problem.devices.accelerator} has none of"
-        yield Diagnostic("PT270", message, path=("kernels", "mode"), help=f"use mode: auto; there are some for {known}")
+        yield Diagnostic(
+            "PT270", message, path=("kernels", "mode"), help=f"use mode: auto; there are some for {supported}"
+        )
         return
     reason = (
         "kernels.mode is torch" if spec.kernels.mode == "torch"
@@ -90,7 +92,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         yield Diagnostic("PT486", message, severity="warning", path=path, help=help)
 
 
-def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
+def _without_kernel(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
     """Yield each of ``parts`` that partool's kernels cannot compute in this layout, with the reason."""
     for name in (name for name in WHOLE_WIDTH if name in parts and inner > 1):
         yield name, f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
@@ -102,7 +104,7 @@ def words(problem: Problem, layout: Layout) -> Iterator[str]:
     """Yield sentences on the fused parts of a layout, and on parts that are not fused although the spec lists them."""
     pinned = problem.spec.kernels.fused
     if pinned != "auto":
-        for part, reason in _left(pinned, layout.tensor.inner, layout.offload.optimizer):
+        for part, reason in _without_kernel(pinned, layout.tensor.inner, layout.offload.optimizer):
             yield f"No own kernel for {part}: {reason}."
         return
     if not layout.derived.fused:

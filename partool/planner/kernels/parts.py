@@ -72,7 +72,7 @@ def _uses(plan: Plan) -> Iterator[_Use]:
         yield from _conversions(plan)
 
 
-def _again(plan: Plan) -> float:
+def _forward_passes(plan: Plan) -> float:
     policies = plan.layout.recompute
     return 1.0 + sum(policy in _LIGHT for policy in policies) / len(policies)
 
@@ -87,13 +87,13 @@ def _norms(plan: Plan) -> Iterator[_Use]:
 
     If d2 ranks cut the hidden size, norms over the hidden size are left out, as torch computes them.
     """
-    layout, model, again = plan.layout, plan.model, _again(plan)
+    layout, model, forward_passes = plan.layout, plan.model, _forward_passes(plan)
     if layout.tensor.inner == 1:
         yield from _whole_norms(plan)
     if model.qk_norm and "rope" not in layout.derived.fused:
         for name, heads, each in _heads(plan):
             width, rows = {"n": model.head_dim}, plan.tokens * heads
-            yield _Use(f"{name}_norm", "forward", "norm_forward", rows, width, each * again, ("rms",))
+            yield _Use(f"{name}_norm", "forward", "norm_forward", rows, width, each * forward_passes, ("rms",))
             yield _Use(f"{name}_norm", "backward", "norm_backward", rows, width, each, ("rms",))
 
 
@@ -104,8 +104,8 @@ def _whole_norms(plan: Plan) -> Iterator[_Use]:
     width, once = {"n": model.hidden}, _per_step(plan)
     layers = model.layers * once
     for name, extra, calls, forward in (
-        ("attention_norm", (), layers, _again(plan) * layers),
-        ("ffn_norm, sum", ("add",), layers, _again(plan) * layers),
+        ("attention_norm", (), layers, _forward_passes(plan) * layers),
+        ("ffn_norm, sum", ("add",), layers, _forward_passes(plan) * layers),
         ("final_norm", (), once, once),
     ):
         what = tuple(sorted((*flags, *extra)))
@@ -120,7 +120,7 @@ def _gates(plan: Plan) -> Iterator[_Use]:
             # Tensor chunks split the down-projection only: the gate is computed once on all of its rows.
             chunks = 1 if plan.layout.tiles.mlp else plan.layout.tensor.chunks
             rows, each = gemm.rows.mean * chunks, calls / chunks
-            yield _Use("ffn gate", "forward", "glu_forward", rows, width, each * _again(plan), flags)
+            yield _Use("ffn gate", "forward", "glu_forward", rows, width, each * _forward_passes(plan), flags)
             yield _Use("ffn gate", "backward", "glu_backward", rows, width, each, flags)
 
 
@@ -129,7 +129,7 @@ def _rotations(plan: Plan) -> Iterator[_Use]:
     names = ("rope_norm_forward", "rope_norm_backward") if model.qk_norm else ("rope", "rope")
     for name, heads, calls in _heads(plan):
         shape = {"n": heads, "d": model.head_dim}
-        yield _Use(f"{name} turned", "forward", names[0], plan.tokens, shape, calls * _again(plan))
+        yield _Use(f"{name} turned", "forward", names[0], plan.tokens, shape, calls * _forward_passes(plan))
         yield _Use(f"{name} turned", "backward", names[1], plan.tokens, shape, calls)
 
 
@@ -149,19 +149,19 @@ def _loss(plan: Plan) -> Iterator[_Use]:
     (gemm, calls) = next(one for one in counted(plan) if one[0].name == "head")
     rows, early = gemm.rows.mean, early_loss(plan)
     width = {"v": gemm.n}
-    again = not early and rows < plan.tokens
+    recompute = not early and rows < plan.tokens
     if plan.layout.mesh.tp == 1:
-        part, flags = ("forward", ()) if again else ("both", ("gradient",))
+        part, flags = ("forward", ()) if recompute else ("both", ("gradient",))
         yield _Use("loss", part, "cross_entropy", rows, width, calls, flags)
-    if plan.layout.mesh.tp > 1 or again:
-        yield _Use("loss", "backward" if again else "both", "cross_entropy_parts", rows, width, calls)
-        yield _Use("loss", "backward" if again else "both", "cross_entropy_gradient", rows, width, calls)
+    if plan.layout.mesh.tp > 1 or recompute:
+        yield _Use("loss", "backward" if recompute else "both", "cross_entropy_parts", rows, width, calls)
+        yield _Use("loss", "backward" if recompute else "both", "cross_entropy_gradient", rows, width, calls)
     if early:
-        own, inner = DTYPES[plan.training.precision], {"n": gemm.k}
-        wide = own == "float16" or (own == "bfloat16" and plan.tokens > WIDE_ABOVE * rows)
+        dtype, inner = DTYPES[plan.training.precision], {"n": gemm.k}
+        wide = dtype == "float16" or (dtype == "bfloat16" and plan.tokens > WIDE_ABOVE * rows)
         each = _per_step(plan)
-        yield _Use("loss: dx", "backward", "scaled", plan.tokens, inner, each, dtypes=(own, own))
-        yield _Use("loss: dW", "backward", "scaled", gemm.n, inner, each, dtypes=("float32" if wide else own, own))
+        yield _Use("loss: dx", "backward", "scaled", plan.tokens, inner, each, dtypes=(dtype, dtype))
+        yield _Use("loss: dW", "backward", "scaled", gemm.n, inner, each, dtypes=("float32" if wide else dtype, dtype))
 
 
 def _update(plan: Plan) -> Iterator[_Use]:
@@ -177,27 +177,27 @@ def _conversions(plan: Plan) -> Iterator[_Use]:
     Tensors that are read both as they are and transposed are converted to both orders at once. An input that several
     matrices share is converted once.
     """
-    known = ARCHITECTURES[plan.devices.architecture]
-    if known.fp8 is None:
+    record = ARCHITECTURES[plan.devices.architecture]
+    if record.fp8 is None:
         return
-    dtypes = (DTYPES["fp8"], known.fp8)
+    dtypes = (DTYPES["fp8"], record.fp8)
     before = ""
     for gemm, calls in counted(plan):
         if not is_narrow(plan, gemm) or gemm.groups > 1:
             continue
-        rows, again = gemm.rows.mean, _again_of_products(plan)
+        rows, forward_passes = gemm.rows.mean, _forward_passes_of_products(plan)
         if not _same_input(before, gemm.name):
             once, width, name = calls / gemm.alike, {"k": gemm.k}, f"{gemm.name}: x"
-            yield _Use(name, "forward", "fp8_quantise", rows, width, once * again, ("plain",), dtypes)
+            yield _Use(name, "forward", "fp8_quantise", rows, width, once * forward_passes, ("plain",), dtypes)
             yield _Use(name, "backward", "fp8_quantise", rows, width, once, ("turned",), dtypes)
         before = gemm.name
-        yield from _of_gradient_and_weight(gemm, calls, again, dtypes)
+        yield from _of_gradient_and_weight(gemm, calls, forward_passes, dtypes)
 
 
-def _of_gradient_and_weight(gemm: Gemm, calls: float, again: float, dtypes: tuple[str, ...]) -> Iterator[_Use]:
+def _of_gradient_and_weight(gemm: Gemm, calls: float, forward_passes: float, dtypes: tuple[str, ...]) -> Iterator[_Use]:
     rows, inner, outer, name = gemm.rows.mean, {"k": gemm.k}, {"k": gemm.n}, gemm.name
     kernel = "fp8_quantise"
-    yield _Use(f"{name}: W", "forward", kernel, gemm.n, inner, calls * again, ("plain", "square"), dtypes)
+    yield _Use(f"{name}: W", "forward", kernel, gemm.n, inner, calls * forward_passes, ("plain", "square"), dtypes)
     yield _Use(f"{name}: dy", "backward", kernel, rows, outer, calls, ("plain", "turned"), dtypes)
     yield _Use(f"{name}: W", "backward", kernel, gemm.n, inner, calls, ("square", "turned"), dtypes)
 
@@ -206,6 +206,6 @@ def _same_input(before: str, name: str) -> bool:
     return (before, name) in {("attention.q", "attention.k, v"), ("attention.q_a", "attention.kv_a")}
 
 
-def _again_of_products(plan: Plan) -> float:
+def _forward_passes_of_products(plan: Plan) -> float:
     policies = plan.layout.recompute
     return 1.0 + sum(policy in ("keep_attention", "full") for policy in policies) / len(policies)

@@ -31,7 +31,7 @@ backward pass recomputes the logits."""
 _RUN = frozenset({"gemm_a8w8"})
 """Kernels of the registry that the runtime uses for products. Torch computes all products that are not in 8 bits, even
 if tables list other kernels."""
-_AGAIN = ("full", "keep_attention")
+_RECOMPUTES_PRODUCTS = ("full", "keep_attention")
 """Policies that recompute products for the backward pass."""
 
 
@@ -135,9 +135,9 @@ def _cut(gemm: Gemm, pieces: float) -> Gemm:
 
 def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[KernelUse]:
     policies = plan.layout.recompute
-    again = sum(policy in _AGAIN for policy in policies) / len(policies)
+    recompute_share = sum(policy in _RECOMPUTES_PRODUCTS for policy in policies) / len(policies)
     if gemm.name == "head":
-        again = float(gemm.rows.mean < plan.tokens and not early_loss(plan))
+        recompute_share = float(gemm.rows.mean < plan.tokens and not early_loss(plan))
     mean, n, k = gemm.rows.mean, gemm.n, gemm.k
     outputs = Rows(n, n, n)
     sides: dict[Part, tuple[tuple[float, int, int], Rows]] = {
@@ -147,7 +147,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Kerne
     }
     for part, (side, rows) in sides.items():
         request, library = _request(plan, gemm, part, side, device)
-        times = calls * (1.0 + again) if part == "forward" else calls
+        times = calls * (1.0 + recompute_share) if part == "forward" else calls
         wide = plan.training.precision == "fp8" and not is_narrow(plan, gemm)
         yield KernelUse(gemm.name, part, request, library, rows, side, gemm.groups, times, wide=wide)
 
@@ -162,8 +162,8 @@ def _request(
     devices, precision = plan.devices, plan.training.precision
     eight = is_narrow(plan, gemm)
     form, library = _form(gemm, part, eight=eight)
-    known = ARCHITECTURES.get(devices.architecture)
-    if known is None or plan.kernels.mode == "torch" or precision == "fp64" or (eight and known.fp8 is None):
+    record = ARCHITECTURES.get(devices.architecture)
+    if record is None or plan.kernels.mode == "torch" or precision == "fp64" or (eight and record.fp8 is None):
         return None, library
     rows, n, k = max(round(sides[0]), 1), sides[1], sides[2]
     shape = {"n": n, "k": k}
@@ -171,7 +171,7 @@ def _request(
         tokens = max(round(gemm.rows.mean * gemm.groups), 1)
         shape, rows = (shape, tokens) if part != "weight gradient" else ({"m": rows, "n": n}, tokens)
         shape["e"] = gemm.groups
-    dtypes = (known.fp8 or "" if eight else DTYPES[precision], DTYPES[precision])
+    dtypes = (record.fp8 or "" if eight else DTYPES[precision], DTYPES[precision])
     at = (devices.architecture, dtypes, tuple(shape.items()), rows, form.flags, device, devices.units)
     return Request(form.kernel, *at), "" if form.kernel in _RUN else library
 

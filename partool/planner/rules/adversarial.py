@@ -36,8 +36,8 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         (problem.model.moe is not None, "layers of experts", "a dense model"),
         (problem.spec.engine != "partool", f"engine: {problem.spec.engine}", "engine: partool"),
     )
-    for there, what, instead in excluded:
-        if there:
+    for conflicts, what, instead in excluded:
+        if conflicts:
             message = f"training.adversarial perturbs embeddings, which does not run with {what}"
             yield Diagnostic("PT498", message, path=_PATH, help=f"use {instead}, or epsilon: 0")
     if asked.start_step >= training.steps:

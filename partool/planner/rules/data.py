@@ -36,7 +36,7 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
     data = spec.data
     sources = [data.source] if isinstance(data.source, str) else data.source
     absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
-    found = []
+    findings = []
     for index, (written, path) in enumerate(zip(sources, absolute, strict=True)):
         if written == STDLIB:
             continue
@@ -44,9 +44,9 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
         severity, where = lies(spec, launch, path)
         if not _exists(path):
             what, help = (path, _missing_help(written)) if "://" not in written else (written, _REMOTE)
-            found.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
+            findings.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
         else:
-            found += _sampled(path, data, of_what_is_here(spec, launch, path), place)
+            findings += _sampled(path, data, of_what_is_here(spec, launch, path), place)
     made = [_recorded_vocab(data.format, path) for path in absolute]
     vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
     vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
@@ -55,7 +55,7 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
         "tokenizer": data.tokenizer if data.tokenizer == "bytes" else str(base_dir / data.tokenizer),
         "cache": str(base_dir / data.cache) if data.cache else None,
     }
-    return data.model_copy(update=update), vocab, found + wrong
+    return data.model_copy(update=update), vocab, findings + wrong
 
 
 _REMOTE = "data are read from files: copy them to a disk of the nodes, or mount the bucket there"
@@ -122,14 +122,14 @@ def _recorded_vocab(format: str, path: str) -> int | None:
         )
     else:
         names = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])
-    tokens, found = format != "auto" or path.endswith(".bin"), 0
+    tokens, vocab = format != "auto" or path.endswith(".bin"), 0
     for name in islice(names, _LOOKED_AT):
         ending = os.path.splitext(name)[1].lower()
         if ending == ".bin":
-            tokens, found = True, max(found, _vocab_beside(Path(name)))
+            tokens, vocab = True, max(vocab, _vocab_beside(Path(name)))
         elif ending not in (".idx", ".json") and format == "auto":
             return None
-    return found if tokens else None
+    return vocab if tokens else None
 
 
 def _vocab_beside(file: Path) -> int:

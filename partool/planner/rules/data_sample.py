@@ -35,15 +35,15 @@ def sample(source: str, data: DataSpec) -> None:
     if data.format == "auto" and source.endswith(".json") and not os.path.isdir(source):
         help = "write one JSON object per line (.jsonl); data.format: text would train on the file's characters"
         raise DataError(f"{source}: a JSON document is not a list of records", help)
-    found = read_bytes = 0
+    read_files = read_bytes = 0
     for path in islice(files_of(source), _NAMES):
         if path.suffix in (".idx", ".json") and path.with_suffix(".bin").is_file() and data.format != "jsonl":
             continue
         _read(path, data)
-        found, read_bytes = found + 1, read_bytes + path.stat().st_size
-        if found == _FILES:
+        read_files, read_bytes = read_files + 1, read_bytes + path.stat().st_size
+        if read_files == _FILES:
             return
-    if not found:
+    if not read_files:
         raise NoFilesError(f"there are no files to read in {source}")
     if not read_bytes:
         raise NoFilesError(f"{source} is empty" if os.path.isfile(source) else f"all files in {source} are empty")

@@ -24,7 +24,7 @@ _PATHS = {
 """First word of an aspect of layouts → field of ``parallel`` that asks for it."""
 
 
-def settled(spec: Spec) -> Spec:
+def with_engine_defaults(spec: Spec) -> Spec:
     """Return the spec with the values that every plan for its engine has, where the spec leaves them ``auto``.
 
     partool's own kernels are of its runtime only.
@@ -67,10 +67,10 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 def _asked(problem: Problem) -> Iterator[str]:
     """Yield the aspects of layouts that the spec asks for."""
     asked = problem.spec.parallel
-    found = [aspect for aspect, there in of_columns(_row(problem)) if there]
+    aspects = [aspect for aspect, applies in of_columns(_row(problem)) if applies]
     if asked.data.zero == "auto":  # the row has some stage
-        found = [aspect for aspect in found if not aspect.startswith("zero")]
-    yield from found
+        aspects = [aspect for aspect in aspects if not aspect.startswith("zero")]
+    yield from aspects
     if isinstance(asked.recompute, list):
         yield from (f"recompute {policy}" for policy in sorted(set(asked.recompute)))
     others = (
@@ -81,7 +81,7 @@ def _asked(problem: Problem) -> Iterator[str]:
         (asked.offload.optimizer == "nvme", "offload to disks"),
         (asked.offload.parameters == "nvme", "offload of parameters to disks"),
     )
-    yield from (aspect for there, aspect in others if there)
+    yield from (aspect for applies, aspect in others if applies)
 
 
 def _row(problem: Problem) -> Layouts:

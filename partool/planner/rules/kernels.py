@@ -15,10 +15,10 @@ def absolute(path: str, base_dir: Path) -> Path:
 
 def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
     """Return path in the spec → SHA-256 of the table; a folder's hash covers the names and contents of its files."""
-    found = {}
+    hashes = {}
     for path in paths:
-        whole, digest = absolute(path, base_dir), hashlib.sha256()
-        for file in [whole] if whole.is_file() else sorted((*whole.rglob("*.json"), *whole.rglob("*.csv"))):
-            digest.update(f"{file.relative_to(whole)}\n".encode() + file.read_bytes())
-        found[f"kernels.tuned/{path}"] = digest.hexdigest()
-    return found
+        table, digest = absolute(path, base_dir), hashlib.sha256()
+        for file in [table] if table.is_file() else sorted((*table.rglob("*.json"), *table.rglob("*.csv"))):
+            digest.update(f"{file.relative_to(table)}\n".encode() + file.read_bytes())
+        hashes[f"kernels.tuned/{path}"] = digest.hexdigest()
+    return hashes

@@ -71,20 +71,22 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
 
     Secrets, which ``launch.secrets`` names, are not included.
     """
-    found: dict[str, Variable] = {}
+    variables: dict[str, Variable] = {}
     if devices.threads_per_rank:
         text = "partool: the ranks share the node's cores"
-        found["OMP_NUM_THREADS"] = Variable(name="OMP_NUM_THREADS", value=str(devices.threads_per_rank), origin=text)
+        variables["OMP_NUM_THREADS"] = Variable(
+            name="OMP_NUM_THREADS", value=str(devices.threads_per_rank), origin=text
+        )
     if (setting := allocator.variable(launch, devices)) is not None:
-        found[setting.name] = setting
+        variables[setting.name] = setting
     for row in network_environment(launch.network, devices):
         origin = f"network preset {row.preset} ({row.source}, {row.as_of}): {row.why}"
-        found[row.name] = Variable(name=row.name, value=row.value, origin=origin)
+        variables[row.name] = Variable(name=row.name, value=row.value, origin=origin)
     for name, value in launch.env.items():
-        found[name] = Variable(name=name, value=value, origin="launch.env")
+        variables[name] = Variable(name=name, value=value, origin="launch.env")
     for name in launch.secrets:
-        found.pop(name, None)
-    return tuple(found[name] for name in sorted(found))
+        variables.pop(name, None)
+    return tuple(variables[name] for name in sorted(variables))
 
 
 def within_cores(launch: LaunchSpec, hardware: HardwareSpec, devices: Devices) -> Devices:
@@ -111,14 +113,14 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
 
     With ``planning``, a default target that does not fit the machines is allowed, as a plan may be for other machines.
     """
-    found = [finding for rule in ERRORS for finding in independent(rule, launch)]
-    found += independent(check_warnings, launch)
+    findings = [finding for rule in ERRORS for finding in independent(rule, launch)]
+    findings += independent(check_warnings, launch)
     if not planning or "target" in launch.model_fields_set:
-        found += independent(_several_nodes, launch, devices)
+        findings += independent(_several_nodes, launch, devices)
     of_target = rules_of(launch.target).on_machines
     for rule in (_restarts, _requeues, _fewer, _machines, _network, of_target, check_hardware):
-        found += independent(rule, launch, devices)
-    return found
+        findings += independent(rule, launch, devices)
+    return findings
 
 
 def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:

@@ -24,12 +24,12 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     if not groups:
         return
     names = parameter_names(problem)
-    left = {name for name in names if not is_frozen(name, problem.spec.model.frozen)}
+    unmatched = {name for name in names if not is_frozen(name, problem.spec.model.frozen)}
     for pattern in groups:
         matched = {name for name in names if fnmatchcase(name, pattern)}
-        if not matched & left:
+        if not matched & unmatched:
             yield _tied(problem, pattern) or _without_effect(pattern, matched, names, problem.spec.model.frozen)
-        left -= matched
+        unmatched -= matched
 
 
 def _tied(problem: Problem, pattern: str) -> Diagnostic | None:

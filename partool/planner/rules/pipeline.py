@@ -43,8 +43,8 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if the numbers of layers per stage do not add up to the model's number of layers."""
     pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
     given, path = pipeline.layers, (*_PATH, "layers")
-    if problem.spec.model.layers is None and (found := list(check_layers(pipeline, count))):
-        yield from found
+    if problem.spec.model.layers is None and (findings := list(check_layers(pipeline, count))):
+        yield from findings
         return
     if given != "auto" and sum(given) != count:
         message = f"the stages' layers sum up to {sum(given)}, the model has {count}"
@@ -61,31 +61,33 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
 
 def lists(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding for each setting of the spec that contradicts the schedule file that the spec names."""
-    found, pipeline = problem.lists, problem.spec.parallel.pipeline
-    if found is None:
+    schedule, pipeline = problem.lists, problem.spec.parallel.pipeline
+    if schedule is None:
         return
     named = pipeline.schedule.file if isinstance(pipeline.schedule, ScheduleFile) else ""
-    if pipeline.stages not in ("auto", found.ranks):
-        message = f"{named} has {found.ranks} rows, one per rank, for {pipeline.stages} pipeline stages"
-        yield Diagnostic("PT437", message, path=(*_PATH, "stages"), help=f"use stages: {found.ranks} or auto")
-    elif problem.world_size % found.ranks:
-        message = f"{named} is for {found.ranks} ranks, which do not divide the {problem.world_size} devices"
+    if pipeline.stages not in ("auto", schedule.ranks):
+        message = f"{named} has {schedule.ranks} rows, one per rank, for {pipeline.stages} pipeline stages"
+        yield Diagnostic("PT437", message, path=(*_PATH, "stages"), help=f"use stages: {schedule.ranks} or auto")
+    elif problem.world_size % schedule.ranks:
+        message = f"{named} is for {schedule.ranks} ranks, which do not divide the {problem.world_size} devices"
         help = "use a multiple of so many devices, or a schedule by name"
         yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help=help)
-    if pipeline.chunks not in ("auto", found.chunks):
-        message = f"{named} gives a rank {found.chunks} chunks, not {pipeline.chunks}"
+    if pipeline.chunks not in ("auto", schedule.chunks):
+        message = f"{named} gives a rank {schedule.chunks} chunks, not {pipeline.chunks}"
         yield Diagnostic("PT437", message, path=(*_PATH, "chunks"), help="drop chunks: the file says it")
-    if found.moves == "weights" or found.trained_from:
+    if schedule.moves == "weights" or schedule.trained_from:
         what = (
-            "weights that travel" if found.moves == "weights" else f"stages below {found.trained_from} without backward"
+            "weights that travel"
+            if schedule.moves == "weights"
+            else f"stages below {schedule.trained_from} without backward"
         )
         message = f"{named} has {what}; a list of one's own moves activations and trains all stages"
         help = "use schedule: weipipe by name; frozen parameters are left out by the runtime"
         yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help=help)
-    if found.stages > problem.model.layers:
-        message = f"{problem.model.layers} layers cannot fill the {found.stages} stages of {named}"
+    if schedule.stages > problem.model.layers:
+        message = f"{problem.model.layers} layers cannot fill the {schedule.stages} stages of {named}"
         yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help="use a model with more layers")
-    if problem.spec.parallel.compile == "block" and splits_backward(found):
+    if problem.spec.parallel.compile == "block" and splits_backward(schedule):
         message = f"{named} halves backward passes, which compiled blocks have in one piece"
         yield Diagnostic("PT434", message, path=("parallel", "compile"), help="use compile: none or auto")
 
@@ -101,11 +103,11 @@ def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
     if unread or pipeline.schedule == "auto" or ranks in ("auto", 1):
         return
     assert isinstance(ranks, int)
-    found = sorted(set(_counts(problem, ranks)))
-    if not found or any(_takes(problem, ranks, count[0]) is None for count in found):
+    possible = sorted(set(_counts(problem, ranks)))
+    if not possible or any(_takes(problem, ranks, count[0]) is None for count in possible):
         return
-    count, unit = found[-1]
-    counts = sorted({each for each, _ in found}, reverse=True)
+    count, unit = possible[-1]
+    counts = sorted({each for each, _ in possible}, reverse=True)
     given = f"{', '.join(map(str, counts[:-1]))} or {counts[-1]}" if len(counts) > 1 else str(count)
     why = _takes(problem, ranks, count) or ""
     if "no multiple" in why:
@@ -214,9 +216,9 @@ def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Dia
 
 
 def _unsound(name: str, text: str, schedule: Schedule) -> Iterator[Diagnostic]:
-    found = problems(schedule)
+    faults = problems(schedule)
     rows = rows_of(text)
-    for problem in found[:_SHOWN]:
+    for problem in faults[:_SHOWN]:
         where = ""
         if 0 <= problem.rank < len(rows):
             actions = schedule.lists[problem.rank]
@@ -224,6 +226,6 @@ def _unsound(name: str, text: str, schedule: Schedule) -> Iterator[Diagnostic]:
             where = f", row {rows[problem.rank]}{here}"
         help = "partool schedule --check says the same without a spec"
         yield Diagnostic("PT433", f"{name}{where}: {problem.message}", path=(*_FILE, "file"), help=help)
-    if len(found) > _SHOWN:
-        message = f"{name}: {len(found) - _SHOWN} more problems"
+    if len(faults) > _SHOWN:
+        message = f"{name}: {len(faults) - _SHOWN} more problems"
         yield Diagnostic("PT433", message, path=(*_FILE, "file"), help="mend the first ones; others follow from them")

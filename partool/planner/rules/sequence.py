@@ -31,21 +31,24 @@ def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
     yield from _layers(problem)
     if sequence.degree == "auto":
         return
-    found = [finding for rule in (_tokens, _teams, _inner) for finding in rule(problem, sequence.degree)]
-    yield from found
+    findings = [finding for rule in (_tokens, _teams, _inner) for finding in rule(problem, sequence.degree)]
+    yield from findings
     yield from _beside(problem, sequence.degree)
-    if not found:
+    if not findings:
         yield from _heads(problem, sequence.degree)
 
 
 def _layers(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if the model's kinds of attention do not allow the method or the order of tokens in the spec."""
     model, sequence = problem.model, problem.spec.parallel.sequence
-    left = methods_of(sequence)
-    if left and problem.described is not None and problem.described.method_problem(left[0]):
+    allowed_methods = methods_of(sequence)
+    if allowed_methods and problem.described is not None and problem.described.method_problem(allowed_methods[0]):
         return  # reported in hf.py
-    own = problem.described is None
-    whys = [method_problem(problem, method) if own else layers_problem(model, method) for method in left]
+    is_partool_decoder = problem.described is None
+    whys = [
+        method_problem(problem, method) if is_partool_decoder else layers_problem(model, method)
+        for method in allowed_methods
+    ]
     if whys and all(whys):
         why = whys[0] or ""
         path = (*_PATH, "method") if sequence.method != "auto" else _PATH
@@ -132,9 +135,9 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     yield Diagnostic("PT470", message, severity="warning", path=(*_PATH, field), help=help)
 
 
-def _all(left: tuple[str, ...], kind: tuple[str, ...]) -> bool:
-    """Return True if ``left`` has at least one method and ``kind`` contains all methods of ``left``."""
-    return bool(left) and set(left) <= set(kind)
+def _all(names: tuple[str, ...], kind: tuple[str, ...]) -> bool:
+    """Return True if ``names`` has at least one method and ``kind`` contains all of them."""
+    return bool(names) and set(names) <= set(kind)
 
 
 def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:

@@ -22,14 +22,14 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
-    found = independent(_vocabulary, problem, tokenizer_vocab) + _of_group((check_hf, check_tensor), problem)
+    findings = independent(_vocabulary, problem, tokenizer_vocab) + _of_group((check_hf, check_tensor), problem)
     if wrong := _of_group((engine.check,), problem):
-        return found + wrong
+        return findings + wrong
     for group in (SIZES, BATCHES):
-        found += _of_group(group, problem)
-        if any(finding.severity == "error" for finding in found):
+        findings += _of_group(group, problem)
+        if any(finding.severity == "error" for finding in findings):
             break
-    return found
+    return findings
 
 
 def _of_group(group: tuple[Check, ...], problem: Problem) -> list[Diagnostic]:
@@ -119,8 +119,9 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
     dp = problem.world_size // prod(problem.pinned_degrees.values()) if fixed else 1
     ranks = dp if fixed or shard == "auto" else shard
     unit = ranks * (1 if micro == "auto" else micro)
-    left = problem.world_size // prod(problem.pinned_degrees.values())
-    if batch % unit == 0 or (shard != "auto" and left % shard):  # the latter is PT269's, and its help would differ
+    data_ranks = problem.world_size // prod(problem.pinned_degrees.values())
+    # A shard that does not divide is PT269's, and its help would differ.
+    if batch % unit == 0 or (shard != "auto" and data_ranks % shard):
         return
     parts = [f"the {dp} data-parallel ranks"] if fixed else [f"shard: {shard}"] if ranks > 1 else []
     parts += [] if micro == "auto" else [f"micro_batch: {micro}"]

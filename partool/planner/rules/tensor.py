@@ -104,8 +104,8 @@ def overlap(problem: Problem) -> Iterator[Diagnostic]:
 def schedules(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if tensor parallelism is combined with a schedule that sends weights between ranks."""
     schedule, tensor = problem.spec.parallel.pipeline.schedule, problem.tensor_degree
-    known = SCHEDULES.get(schedule) if isinstance(schedule, str) else None
-    if known is not None and known.moves == "weights" and tensor not in ("auto", 1):
+    record = SCHEDULES.get(schedule) if isinstance(schedule, str) else None
+    if record is not None and record.moves == "weights" and tensor not in ("auto", 1):
         message = f"tensor: {tensor} with schedule: {schedule}, whose ranks send each other whole weights"
         help = "use tensor: 1, or a schedule whose activations travel, such as 1f1b"
         yield Diagnostic("PT459", message, path=_PATH, help=help)

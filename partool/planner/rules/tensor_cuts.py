@@ -21,8 +21,8 @@ def partition(problem: Problem, layout: Layout) -> Decided:
     With one tensor rank the partition has no rows.
     """
     ranks, inner = layout.mesh.tp, layout.tensor.inner
-    found = _decided(problem, ranks, inner, layout.tensor.sequence_norms, layout.expert)
-    return Decided(found.rows, (*found.findings, *_idle(found.rows, ranks // inner, ranks)))
+    decided = _decided(problem, ranks, inner, layout.tensor.sequence_norms, layout.expert)
+    return Decided(decided.rows, (*decided.findings, *_idle(decided.rows, ranks // inner, ranks)))
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
@@ -71,7 +71,7 @@ def _idle(rows: Sequence[Partition], outer: int, ranks: int) -> Iterator[Diagnos
     without = {
         row.name: empty
         for row in rows
-        for empty in [max((sum(not held for held in cut.ranges) for cut in row.cuts), default=0)]
+        for empty in [max((sum(not rank_range for rank_range in cut.ranges) for cut in row.cuts), default=0)]
         if empty and row.style in ("column", "vocabulary") and not row.name.endswith(".bias")
     }
     if without:

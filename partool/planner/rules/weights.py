@@ -32,18 +32,18 @@ _EXPERT_SIZES = ("experts", "ffn_hidden", "shared_experts", "first_dense_layers"
 def check_frozen(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if a pattern of ``model.frozen`` matches no parameter, or if the patterns match all of them."""
     patterns, names = problem.spec.model.frozen, parameter_names(problem)
-    found = frozen_problem(names, patterns)
-    if found is None:
+    mismatch = frozen_problem(names, patterns)
+    if mismatch is None:
         return
-    index, message = found
+    index, message = mismatch
     if index is None:
         yield Diagnostic(
             "PT623", message, path=("model", "frozen"), help="drop a pattern, so that something is trained"
         )
         return
-    known = {collapsed_name(name) for name in names}
-    known |= {f"{name[:dot]}.*" for name in known for dot in range(len(name)) if name[dot] == "."}
-    near = get_close_matches(collapsed_name(patterns[index]), sorted(known), 2, 0.5)
+    collapsed_names = {collapsed_name(name) for name in names}
+    collapsed_names |= {f"{name[:dot]}.*" for name in collapsed_names for dot in range(len(name)) if name[dot] == "."}
+    near = get_close_matches(collapsed_name(patterns[index]), sorted(collapsed_names), 2, 0.5)
     help = f"nearest: {' or '.join(near)}" if near else f"names are {', '.join(names[:4])}, …"
     yield Diagnostic("PT623", message, path=("model", "frozen", index), help=help)
 
@@ -133,23 +133,23 @@ def _sizes(folder: Path, model: ModelConfig, upcycle: bool) -> Iterator[Diagnost
 def _different(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
     """Yield text for each size that a folder's configuration gives and that the model has otherwise."""
     for name in _SIZES:
-        there, here = fields.get(name), getattr(model, name)
-        if there is not None and there != here:
-            yield f"{name} is {_word(here)} in the model and {_word(there)} in the folder"
+        in_folder, in_model = fields.get(name), getattr(model, name)
+        if in_folder is not None and in_folder != in_model:
+            yield f"{name} is {_word(in_model)} in the model and {_word(in_folder)} in the folder"
 
 
 def _other_experts(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
     """Yield text for each size of experts that a folder's configuration gives and that the model has otherwise."""
-    there, here = fields.get("moe"), model.moe
-    if there is None or here is None:
-        if there is not None:
+    in_folder, in_model = fields.get("moe"), model.moe
+    if in_folder is None or in_model is None:
+        if in_folder is not None:
             yield "the model is dense, and that in the folder has experts"
         return
     for name in _EXPERT_SIZES:
-        expected, given = there.get(name, Moe.model_fields[name].default), getattr(here, name)
+        expected, given = in_folder.get(name, Moe.model_fields[name].default), getattr(in_model, name)
         if expected != given:
             yield f"moe.{name} is {given} in the model and {expected} in the folder"
-    if (there.get("bias_rate") is None) != (here.bias_rate is None):
+    if (in_folder.get("bias_rate") is None) != (in_model.bias_rate is None):
         yield "one of model and folder has selection biases (moe.bias_rate)"
 
 

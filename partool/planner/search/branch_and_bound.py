@@ -21,7 +21,7 @@ from partool.planner.search.prices import PRICED_AT_ONCE, SLACK, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.space import Space
 
-LIKELY = GREEN - 0.05
+LEAST_FIT_PROBABILITY = GREEN - 0.05
 """Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
 _AT_FIRST, _MOST_AT_ONCE = 32, 512
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
@@ -30,7 +30,7 @@ _PREPARED = 512
 """Maximum number of groups whose micro-batches are priced at the beginning of a pass, as many as most passes expand."""
 _EXACT_ROWS = 3_000
 """Number of layouts that the closed equations price in the time of one exact price."""
-_MOST_WORK = 3_000_000
+_MOST_ROWS = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
 _HURRIED = 500
 """Maximum number of queued layouts that are tried when the user has stopped a search that has found none."""
@@ -69,7 +69,7 @@ class SearchResult:
     too_large: int = 0
     """Number of layouts in groups whose bound of memory is too large even with everything recomputed and offloaded."""
     complete: bool = True
-    """False if the search ended at its limit of work: layouts that the search did not reach may be faster."""
+    """False if the search ended at its limit of rows: layouts that the search did not reach may be faster."""
 
 
 class Search(Prices):
@@ -94,13 +94,13 @@ class Search(Prices):
         super().__init__(problem, space, groups, policies, None if shared is None else shared.seen)
         self._shared = shared
         self._searched = searched
-        self.found = SearchResult(None)
+        self.result = SearchResult(None)
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: SecondBounds = SecondBounds() if shared is None else shared._second
         self._left_out = np.zeros(space.size, dtype=bool)
         """Mask of groups that are too large under every policy."""
-        self._settled: list[Priced] = []
+        self._tied: list[Priced] = []
         self.bound_s: NDArray[np.float64] = np.zeros(0)
         """Lower bound of each group's step time in seconds."""
         self.least_bytes: NDArray[np.float64] = np.zeros(0)
@@ -110,27 +110,27 @@ class Search(Prices):
         self._limit_s = limit_s
         self._queue = Queue(problem, space, self._second)
 
-    def run(self, *, only_sure: bool = False) -> SearchResult:
+    def run(self, *, only_green: bool = False) -> SearchResult:
         """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit.
 
-        With ``only_sure``, layouts that may fit are not looked for. Raises :class:`~partool.planner.problem.Stopped` if
-        the search was stopped before any layout was found.
+        With ``only_green``, layouts that may fit are not looked for. Raises :class:`~partool.planner.problem.Stopped`
+        if the search was stopped before any layout was found.
         """
         if self._shared is not None and self._start_s < float("inf"):
             # The bounds of the shared search hold under all policies, and so under fewer.
             near = self._shared.bounds_of(self.groups) <= self._start_s * (1.0 + TIE)
             self.groups = self.groups[near]
         if len(self.groups) and len(self.policies):
-            self.least_bytes, likely = self.least_memory(self.groups)
+            self.least_bytes, fit_probability = self.least_memory(self.groups)
             self.bound_s = self.group_bounds(self.groups)
-            for sure in (True,) if only_sure else (True, False):
-                self._pass(likely, sure=sure)
-                if self.found.best is not None:
+            for require_green in (True,) if only_green else (True, False):
+                self._pass(fit_probability, require_green=require_green)
+                if self.result.best is not None:
                     break
-        if self.problem.work.stopped and not self.problem.work.settled:
+        if self.problem.budget.stopped and not self.problem.budget.has_best:
             raise Stopped
-        self.found.leaves = Leaves.join(self._parts)
-        return self.found
+        self.result.leaves = Leaves.join(self._parts)
+        return self.result
 
     def bound(self) -> None:
         """Bound the least memory and the least time of every group, and count the groups that are too large.
@@ -139,9 +139,9 @@ class Search(Prices):
         """
         if len(self.groups) and len(self.policies):
             self.least_bytes = self.bounded_memory(self.groups)
-            may = self.least_bytes <= self.problem.capacity_bytes * self.slack(self.groups)
-            self._count_too_large(may)
-            timed = may if may.any() else np.ones_like(may)
+            may_fit = self.least_bytes <= self.problem.capacity_bytes * self.slack(self.groups)
+            self._count_too_large(may_fit)
+            timed = may_fit if may_fit.any() else np.ones_like(may_fit)
             self.bound_s = np.full(len(self.groups), np.inf)
             self.bound_s[timed] = self.group_bounds(self.groups[timed])
 
@@ -154,9 +154,9 @@ class Search(Prices):
             raise ValueError("only a search of all groups, whose bounds are known, can be shared")
         return self.bound_s[groups]
 
-    def _count_too_large(self, may: NDArray[np.bool_]) -> None:
-        self._left_out[self.groups[~may]] = True
-        self.found.too_large = self.space.count(self._left_out, self.policies)
+    def _count_too_large(self, may_fit: NDArray[np.bool_]) -> None:
+        self._left_out[self.groups[~may_fit]] = True
+        self.result.too_large = self.space.count(self._left_out, self.policies)
 
     def second_s(self, key: Key) -> float:
         """Return the second bound of a layout's step time; 0 if the search has not needed it."""
@@ -175,7 +175,7 @@ class Search(Prices):
         """Return the exact price of one layout."""
         key = (int(group), int(policy))
         if key not in self.exact:
-            self.problem.work.rows += _EXACT_ROWS
+            self.problem.budget.rows += _EXACT_ROWS
             self.exact[key] = Priced(self.problem, layout_of(self.problem, self.space.rows(*key)))
         return self.exact[key]
 
@@ -185,8 +185,8 @@ class Search(Prices):
         This search has bounds of all groups. ``slack`` is the share by which memory may be exceeded.
         """
         capacity = self.problem.capacity_bytes * (1.0 + slack)
-        may = groups[self.least_bytes[groups] <= capacity]
-        order = may[np.argsort(self.bound_s[may], kind="stable")]
+        may_fit = groups[self.least_bytes[groups] <= capacity]
+        order = may_fit[np.argsort(self.bound_s[may_fit], kind="stable")]
         start, count = 0, _AT_FIRST  # one of the first fits as a rule
         while start < len(order):
             near = order[start : start + count]
@@ -196,70 +196,70 @@ class Search(Prices):
             start, count = start + count, min(8 * count, PRICED_AT_ONCE)
         return None
 
-    def _pass(self, likely: Any, *, sure: bool) -> None:
-        """Search the layouts that are sure to fit if ``sure``, else the layouts that are predicted to fit."""
+    def _pass(self, fit_probability: Any, *, require_green: bool) -> None:
+        """Search the layouts that are sure to fit if ``require_green``, else the layouts that are predicted to fit."""
         bound = self.bound_s
         slack = self.slack(self.groups)
-        may = self.least_bytes <= self.problem.capacity_bytes * slack
-        if sure:
-            self._count_too_large(may)
-            may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
-        order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
+        may_fit = self.least_bytes <= self.problem.capacity_bytes * slack
+        if require_green:
+            self._count_too_large(may_fit)
+            may_fit &= (fit_probability >= LEAST_FIT_PROBABILITY) | (slack > 1.0 + SLACK)
+        order = np.flatnonzero(may_fit)[np.argsort(bound[may_fit], kind="stable")]
         self._limit_s = self._start_s
         self._queue = Queue(self.problem, self.space, self._second)
         self.prepare(self.groups[order[bound[order] <= self._limit_s * (1.0 + TIE)][:_PREPARED]])
         position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _MOST_AT_ONCE
-        start = self.problem.work.rows
-        while not self._worked_enough(start):
+        start = self.problem.budget.rows
+        while not self._reached_limit(start):
             following = bound[order[position]] if position < len(order) else float("inf")
             if self._queue.least_s <= following:
                 if self._queue.least_s > self._limit_s * (1.0 + TIE) or not self._queue:
                     break
-                found = self._queue.pop(self._limit_s * (1.0 + TIE))
-                if found is not None and not (sure and found in self._second.unsafe):
-                    self._settle(self.price(*found), sure=sure)
+                key = self._queue.pop(self._limit_s * (1.0 + TIE))
+                if key is not None and not (require_green and key in self._second.unsafe):
+                    self._settle(self.price(*key), require_green=require_green)
             elif following <= self._limit_s * (1.0 + TIE):
-                self._expand(self.groups[order[position : position + batch]], sure=sure)
+                self._expand(self.groups[order[position : position + batch]], require_green=require_green)
                 position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
-        if self.problem.work.stopped:
-            self._hurry(sure=sure)
+        if self.problem.budget.stopped:
+            self._hurry(require_green=require_green)
 
-    def _hurry(self, *, sure: bool) -> None:
+    def _hurry(self, *, require_green: bool) -> None:
         """Take the first layout of the queue that fits, if none has been taken before the user stopped the search."""
         for _ in range(_HURRIED):
-            if self.found.best is not None or not self._queue:
+            if self.result.best is not None or not self._queue:
                 break
-            found = self._queue.pop(float("inf"))
-            if found is not None:
-                self._settle(self.price(*found), sure=sure)
+            key = self._queue.pop(float("inf"))
+            if key is not None:
+                self._settle(self.price(*key), require_green=require_green)
 
-    def _worked_enough(self, start: int) -> bool:
-        """Return True if a pass that began after ``start`` rows of work has reached its limit.
+    def _reached_limit(self, start_rows: int) -> bool:
+        """Return True if a pass that began after ``start`` rows has reached its limit.
 
         The limit is twice as high while no layout has been found, as the plan would otherwise report that nothing fits.
         """
-        work = self.problem.work
-        most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
-        if work.rows <= min(most, work.until):
+        budget = self.problem.budget
+        limit_rows = start_rows + (_MOST_ROWS if self._tied else 2 * _MOST_ROWS)
+        if budget.rows <= min(limit_rows, budget.limit_rows):
             return False
-        self.found.complete, work.cut = False, True
+        self.result.complete, budget.reached_limit = False, True
         return True
 
-    def _settle(self, priced: Priced, *, sure: bool) -> None:
+    def _settle(self, priced: Priced, *, require_green: bool) -> None:
         """Take a layout as the best so far if it fits and is faster than the best, or as fast and simpler."""
-        if not (priced.safe if sure else priced.fits):
+        if not (priced.safe if require_green else priced.fits):
             return
         time_s = priced.step_time_s
         if time_s > self._limit_s * (1.0 + TIE):
             return
         self._limit_s = min(self._limit_s, time_s)
-        self.problem.work.settled, self.problem.work.best_s = True, self._limit_s
-        self._settled = [p for p in [*self._settled, priced] if p.step_time_s <= self._limit_s * (1.0 + TIE)]
-        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.step_time_s))
+        self.problem.budget.has_best, self.problem.budget.best_s = True, self._limit_s
+        self._tied = [p for p in [*self._tied, priced] if p.step_time_s <= self._limit_s * (1.0 + TIE)]
+        self.result.best = min(self._tied, key=lambda p: (simplicity(self.problem, p.layout), p.step_time_s))
 
-    def _expand(self, groups: Any, *, sure: bool) -> None:
+    def _expand(self, groups: Any, *, require_green: bool) -> None:
         """Price the layouts of ``groups`` that may still be the fastest, and queue those that fit."""
         least = self.policy_bounds(groups)
         open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
@@ -268,16 +268,16 @@ class Search(Prices):
             open_ &= ~(old_groups[groups][:, None] & old_policies[self.policies][None, :])
         which, column = np.nonzero(open_)
         group, policy = groups[which], self.policies[column]
-        total, likely, host = self.memory(group, policy, host_too=True)
+        total, fit_probability, host = self.memory(group, policy, host_too=True)
         fits = (total <= self.problem.capacity_bytes * self.slack(group)) & (host <= host_limit(self.problem))
         group, policy = group[fits], policy[fits]
-        leaves = Leaves(group, policy, self.bounds(group, policy), total[fits], likely[fits], host[fits])
+        leaves = Leaves(group, policy, self.bounds(group, policy), total[fits], fit_probability[fits], host[fits])
         self._parts.append(leaves)
         queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
-        if sure:
-            queued &= (leaves.probability >= LIKELY) | (self.slack(group) > 1.0 + SLACK)
+        if require_green:
+            queued &= (leaves.probability >= LEAST_FIT_PROBABILITY) | (self.slack(group) > 1.0 + SLACK)
         queued &= ~self._dominated(leaves, queued)
-        self.problem.work.likely |= bool(queued.any())
+        self.problem.budget.has_fitting |= bool(queued.any())
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
@@ -290,8 +290,8 @@ class Search(Prices):
         out = np.zeros(len(leaves), dtype=bool)
         # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
         fits = leaves.memory_bytes <= self.problem.capacity_bytes
-        known = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
-        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits & known)
+        comparable = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
+        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits & comparable)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
             if len(start) == 0:
                 continue

@@ -131,10 +131,10 @@ class _Builder:
         asked = self.problem.spec.parallel.sequence
         if self.problem.one_bit and asked.degree == "auto":
             return [1]
-        found = self._axis(asked.degree, self.problem.spec.training.sequence_length)
+        degrees = self._axis(asked.degree, self.problem.spec.training.sequence_length)
         # A spec that pins a sequence method gets sequence parallelism, even if it is slower.
-        several = [ranks for ranks in found if ranks > 1] if asked.method != "auto" else []
-        return several or found
+        several = [ranks for ranks in degrees if ranks > 1] if asked.method != "auto" else []
+        return several or degrees
 
     @cached_property
     def _divided(self) -> bool:
@@ -181,11 +181,11 @@ class _Builder:
             (training.global_batch % dp != 0, "global_batch does not divide by the data-parallel ranks"),
             (self._least % (tp * pp * cp) != 0, "min_nodes: fewer nodes could not hold as many model-parallel ranks"),
         )
-        found = next((reason for broken, reason in rules if broken), None)
-        if found is None and open_tensor and not cuttable(problem, tp):
+        broken_rule = next((reason for broken, reason in rules if broken), None)
+        if broken_rule is None and open_tensor and not cuttable(problem, tp):
             # Checked last, as it is slow for large models.
             return "modules that so many tensor ranks cannot share"
-        return found
+        return broken_rule
 
     @cached_property
     def _least(self) -> int:
@@ -238,19 +238,19 @@ class _Builder:
         )
         # ZeRO-3 helps even a single rank: compute-precision copies exist for one layer at a time.
         alone = self.problem.world_size == 1 and self.problem.host_link
-        found = []
+        pairs = []
         for zero in zeros:
             if zero == 0 or dp * cp == 1:
                 least = zero in (0, 3 * alone) or (zero == 1 and experts_on_tensor_ranks(self.problem, tp))
                 if data.zero != "auto" or to_host or (least and data.shard in ("auto", 1)):
-                    found.append((zero, 1))
+                    pairs.append((zero, 1))
             elif data.shard != "auto":
-                found += [(zero, data.shard)] if dp % data.shard == 0 else []
+                pairs += [(zero, data.shard)] if dp % data.shard == 0 else []
             else:
-                found.append((zero, dp))
+                pairs.append((zero, dp))
                 if 1 < inside * cp <= self.problem.domain and inside < dp and dp % inside == 0:
-                    found.append((zero, inside))
-        return found
+                    pairs.append((zero, inside))
+        return pairs
 
     @cached_property
     def _schedules(self) -> Callable[[int], tuple[Scheduled, ...]]:
@@ -258,9 +258,9 @@ class _Builder:
 
     def _experts(self, tp: int, ranks: int) -> list[Form]:
         """Return the forms of expert parallelism to try; the ranks of each divide ``ranks``, the ranks of a stage."""
-        found = expert_forms(self.problem, tp, ranks)
+        forms = expert_forms(self.problem, tp, ranks)
         pinned = self.problem.spec.parallel.expert != "auto"
-        return [form for form in found if pinned or all(map(_power, form))] if self.coarse else found
+        return [form for form in forms if pinned or all(map(_power, form))] if self.coarse else forms
 
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with one row for each name in :data:`GROUP_COLUMNS`."""
@@ -284,18 +284,18 @@ class _Builder:
         moving = np.isin([one[0] for one in schedules], RING)[index[3]]
         # Interleaved schedules run micro-batches in groups of as many as ranks (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
-        whole = takes[index[3], index[4]]
+        accepted = takes[index[3], index[4]]
         # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.
-        whole &= ((zero == 0) & (tp == 1) & (cp == 1)) | ~moving | (pp == 1)
+        accepted &= ((zero == 0) & (tp == 1) & (cp == 1)) | ~moving | (pp == 1)
         # Without ranks that share anything, stage 1 is stage 0 by another name.
-        whole &= (data_zero != "auto") | (zero != 1) | (shards * cp > 1) | (degrees > 1)
+        accepted &= (data_zero != "auto") | (zero != 1) | (shards * cp > 1) | (degrees > 1)
         fits = can_share(shards * cp * tp, zero, degrees)
         self._count_out("experts do not divide over the ranks of a copy of the state", zero[~fits])
         self._count_out(
             "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor or sequence parallelism",
-            zero[fits & ~whole],
+            zero[fits & ~accepted],
         )
-        yield self._block((tp, pp, cp, dp), lists, index[:, whole & fits])
+        yield self._block((tp, pp, cp, dp), lists, index[:, accepted & fits])
 
     def _block(self, mesh: tuple[int, int, int, int], lists: tuple[Any, ...], index: NDArray[np.intp]) -> Any:
         """Return the groups of a mesh (tensor, pipeline, sequence, data) whose choices are at ``index`` in the lists.

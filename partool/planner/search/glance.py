@@ -41,10 +41,10 @@ def glance(search: Search, shared: Search, wanted: NDArray[np.bool_], few: NDArr
 def _first(search: Search, shared: Search) -> NDArray[np.int64]:
     """Return the first groups that may fit, by their bounds in ``shared``."""
     order = search.groups[np.argsort(shared.bounds_of(search.groups), kind="stable")][:_MOST]
-    found = order[:0]
+    groups = order[:0]
     for start in range(0, len(order), _TOGETHER):
         near = order[start : start + _TOGETHER]
-        found = np.concatenate([found, near[search.least_memory(near)[0] <= search.problem.capacity_bytes]])
-        if len(found) >= _GROUPS:
+        groups = np.concatenate([groups, near[search.least_memory(near)[0] <= search.problem.capacity_bytes]])
+        if len(groups) >= _GROUPS:
             break
-    return found[:_GROUPS]
+    return groups[:_GROUPS]

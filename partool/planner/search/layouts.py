@@ -76,14 +76,16 @@ def _ranks_of_stages(problem: Problem, row: Layouts, stages: int) -> tuple[int, 
 @lru_cache(maxsize=4096)
 def _spread(policy: Recompute, share: float, bounds: Bounds, ranks: tuple[int, ...]) -> tuple[Recompute, ...]:
     sizes = [stop - start for start, stop in bounds]
-    held = [sum(size for size, at in zip(sizes, ranks, strict=True) if at == rank) for rank in range(max(ranks) + 1)]
-    left = [ceil(share * layers - 1e-9) for layers in held]
-    found: list[Recompute] = []
+    layers_of_rank = [
+        sum(size for size, at in zip(sizes, ranks, strict=True) if at == rank) for rank in range(max(ranks) + 1)
+    ]
+    still_to_apply = [ceil(share * layers - 1e-9) for layers in layers_of_rank]
+    policies: list[Recompute] = []
     for size, rank in zip(sizes, ranks, strict=True):
-        some = min(size, left[rank])
-        left[rank] -= some
-        found += [policy] * some + ["none"] * (size - some)
-    return tuple(found)
+        some = min(size, still_to_apply[rank])
+        still_to_apply[rank] -= some
+        policies += [policy] * some + ["none"] * (size - some)
+    return tuple(policies)
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:

@@ -33,32 +33,32 @@ _SHARES = (0.75, 0.5, 0.25)
 def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
     """Return what a single layout (one row) offloads, and the settings of the optimizer's update on the host."""
     stays, asked = round(float(row.gpu_fraction), 6), problem.offload
-    left = OffloadLayout(
+    offload = OffloadLayout(
         optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",
         gpu_fraction=stays,
         parameters="none" if not row.offload_parameters else "nvme" if asked.parameters == "nvme" else "cpu",
         activations="cpu" if row.offload_activations else "none",
         pinned_gib=None if asked.pinned_gib == "auto" else asked.pinned_gib,
     )
-    if "nvme" in (left.optimizer, left.parameters):
+    if "nvme" in (offload.optimizer, offload.parameters):
         buffers = host_state.buffers(cost_job(problem))
-        left = left.model_copy(update={"dir": asked.dir, "buffers": buffers})
-    if left.optimizer != "none":
-        return _with_work(problem, row, left)
-    return left if left.active else OffloadLayout()
+        offload = offload.model_copy(update={"dir": asked.dir, "buffers": buffers})
+    if offload.optimizer != "none":
+        return _with_host_optimizer(problem, row, offload)
+    return offload if offload.active else OffloadLayout()
 
 
-def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLayout:
-    """Return ``left`` with the settings of the host's optimizer."""
+def _with_host_optimizer(problem: Problem, row: Layouts, offload: OffloadLayout) -> OffloadLayout:
+    """Return ``offload`` with the settings of the host's optimizer."""
     asked, job = problem.offload, cost_job(problem)
-    elements = owned(problem, row) * (1.0 - left.gpu_fraction)
+    elements = owned(problem, row) * (1.0 - offload.gpu_fraction)
     wire = int(host_state.wire_bytes(job, row))
     if asked.bucket_mib == "auto":
         fitting = int(wire * float(host_state.bucket_elements(job, row, elements)))
         bucket_bytes = max(host_state.smallest_bucket(job), fitting)
     else:
         bucket_bytes = int(asked.bucket_mib * MIB)
-    return left.model_copy(
+    return offload.model_copy(
         update={
             "speculate": True if asked.speculate == "auto" else asked.speculate,
             "undo_gib": int(host_state.undo_bytes(job, row, elements)) / GIB,
@@ -100,16 +100,16 @@ def in_parts(problem: Problem) -> Problem | None:
     An offloaded optimizer state may then be split between device and host.
     """
     offload = problem.spec.parallel.offload
-    may = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
-    return problem.relax("split") if may and "split" not in problem.relaxed else None
+    can_split = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
+    return problem.relax("split") if can_split and "split" not in problem.relaxed else None
 
 
 def to_disks(problem: Problem) -> Problem | None:
     """Return the problem with the optimizer's state in files; None if the state is or must not be in files."""
     offload = problem.spec.parallel.offload
-    may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
-    may = may and OPTIMIZERS[problem.spec.optimizer.name].host
-    return problem.relax("disks") if may and "disks" not in problem.relaxed else None
+    can_use_disks = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
+    can_use_disks = can_use_disks and OPTIMIZERS[problem.spec.optimizer.name].host
+    return problem.relax("disks") if can_use_disks and "disks" not in problem.relaxed else None
 
 
 def refined(priced: Priced) -> Priced:
@@ -152,8 +152,8 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
         where = "files" if layout.offload.parameters == "nvme" else "host memory"
         yield f"Parameters in {where}: {why}; each layer's come to the device before its two passes."
     if layout.offload.activations != "none":
-        told = ", as the spec asks" if asked.activations == "cpu" else ""
-        yield f"Activations in host memory{told}: {waits:.1%} of the step waits for what goes there and back."
+        as_asked = ", as the spec asks" if asked.activations == "cpu" else ""
+        yield f"Activations in host memory{as_asked}: {waits:.1%} of the step waits for what goes there and back."
     if memory.pinned_bytes and problem.host_link:
         yield f"Pinned memory: {memory.pinned_bytes / GIB:.1f} GiB of each rank, taken before the first step."
 
@@ -171,15 +171,15 @@ def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
 
 
 def _update(priced: Priced) -> str:
-    work = priced.layout.offload
+    offload = priced.layout.offload
     when = "after the norm of the gradients is known"
-    if work.speculate == "undo":
-        when = f"as gradients arrive, with {work.undo_gib:.2g} GiB of copies to go back to"
-    elif work.speculate:
+    if offload.speculate == "undo":
+        when = f"as gradients arrive, with {offload.undo_gib:.2g} GiB of copies to go back to"
+    elif offload.speculate:
         when = "as gradients arrive; masters and moments change once their norm is known"
-    wide = "as they are computed" if work.gradients == "bf16" else "as wide as masters"
-    cores = f"{work.threads} core{'s' * (work.threads > 1)}"
-    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {work.bucket_mib:.3g} MiB at a time."
+    wide = "as they are computed" if offload.gradients == "bf16" else "as wide as masters"
+    cores = f"{offload.threads} core{'s' * (offload.threads > 1)}"
+    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {offload.bucket_mib:.3g} MiB at a time."
     paused_s = _paused_s(priced)
     if paused_s <= priced.step_time_s * (1.0 + TIE):
         return said

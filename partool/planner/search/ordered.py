@@ -20,17 +20,17 @@ def fastest_of_kinds(
     of their kind are not simulated.
     """
     every = list(search.exact.values())
-    found: set[Hashable] = set()
+    yielded_kinds: set[Hashable] = set()
     heap = [(bound, index, False) for index, bound in enumerate(_bounds(search))]
     heapq.heapify(heap)
     while heap:
         _, index, exact = heapq.heappop(heap)
         one = every[index]
         of_kind = kind(one)
-        if of_kind in found or not wanted(one):
+        if of_kind in yielded_kinds or not wanted(one):
             continue
         if exact:
-            found.add(of_kind)
+            yielded_kinds.add(of_kind)
             yield one
         else:
             heapq.heappush(heap, (one.step_time_s, index, True))

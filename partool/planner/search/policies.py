@@ -64,20 +64,20 @@ def policies_of(problem: Problem) -> Policies:
     else:
         shares = (1.0,) if problem.engine.uniform else SHARES
         recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in shares)]
-    may = problem.host_link
-    state_may = may and OPTIMIZERS[problem.spec.optimizer.name].host
+    has_host_link = problem.host_link
+    can_offload_state = has_host_link and OPTIMIZERS[problem.spec.optimizer.name].host
     # A pinned offload moves all of the state, except for a share that `offload.refined` may keep on the device later,
     # and unless host memory has no room ("split").
-    parts = state_may and not problem.engine.uniform
+    parts = can_offload_state and not problem.engine.uniform
     several = GPU_FRACTIONS if parts and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     # Pinned offload of parameters implies offload of the optimizer's state.
     follows = offload.parameters in ("cpu", "nvme") and offload.optimizer == "auto"
     stays = sorted((round(float(fraction), 6) for fraction in fractions), reverse=True)
-    optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, may=state_may)
-    activations = _open(offload.activations, 0, [1], may=may)
-    parameters = _open(offload.parameters, 0, [1], may=state_may and parallel.data.zero in ("auto", 3))
+    optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, allowed=can_offload_state)
+    activations = _open(offload.activations, 0, [1], allowed=has_host_link)
+    parameters = _open(offload.parameters, 0, [1], allowed=can_offload_state and parallel.data.zero in ("auto", 3))
     rows = [
         (policy, share, kept, stored, saved)
         for stored in parameters
@@ -87,9 +87,9 @@ def policies_of(problem: Problem) -> Policies:
         for policy, share in recompute
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]
-    found = Policies(columns[0], *(column.astype(float) for column in columns[1:3]), *columns[3:])
-    kept = within(problem.engine, found.rows)
-    return found if kept.all() else Policies(*(getattr(found, column.name)[kept] for column in fields(found)))
+    table = Policies(columns[0], *(column.astype(float) for column in columns[1:3]), *columns[3:])
+    kept = within(problem.engine, table.rows)
+    return table if kept.all() else Policies(*(getattr(table, column.name)[kept] for column in fields(table)))
 
 
 def _open_policies(problem: Problem) -> list[int]:
@@ -107,8 +107,8 @@ def _mildest(policies: list[Recompute]) -> Recompute:
     return min(policies, key=RECOMPUTE.index)
 
 
-def _open(pinned: str, stays: float, leaves: list[Any], *, may: bool) -> list[Any]:
+def _open(pinned: str, stays: float, leaves: list[Any], *, allowed: bool) -> list[Any]:
     """Return the values to try for one kind of offload; ``stays`` offloads nothing, ``leaves`` offload something."""
-    if pinned == "none" or (pinned == "auto" and not may):
+    if pinned == "none" or (pinned == "auto" and not allowed):
         return [stays]
     return [stays, *leaves] if pinned == "auto" else list(leaves)

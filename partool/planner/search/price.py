@@ -112,12 +112,12 @@ def room_below(
     node's memory get infinite host bytes.
     """
     least, rows = _bounded(problem, layouts, most_bytes, most_host_bytes)
-    found = MemoryNeed(least, np.zeros(layouts.shape), np.full(layouts.shape, np.inf))
+    need = MemoryNeed(least, np.zeros(layouts.shape), np.full(layouts.shape, np.inf))
     if len(rows):
         one = room(problem, layouts.take(rows))
         for name in ("total_bytes", "probability", "host_bytes"):
-            getattr(found, name)[rows] = getattr(one, name)
-    return found
+            getattr(need, name)[rows] = getattr(one, name)
+    return need
 
 
 def least_room(problem: Problem, layouts: Layouts, most_bytes: Column) -> NDArray[np.float64]:
@@ -167,8 +167,8 @@ def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
 def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
     memory = peak_memory(cost_job(problem), layouts)
     total = memory.total_bytes
-    likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
-    return MemoryNeed(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
+    probability = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
+    return MemoryNeed(total, probability, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
@@ -202,17 +202,17 @@ def pinned_limit(problem: Problem) -> float:
     return PINNED_SHARE * devices.host_memory_bytes / devices.per_node
 
 
-def bounds_s(problem: Problem, layouts: Layouts, left: Open | None = None) -> NDArray[np.float64]:
+def bounds_s(problem: Problem, layouts: Layouts, open_choices: Open | None = None) -> NDArray[np.float64]:
     """Return a lower bound of the step time of each layout; see :func:`partool.cost.training.bound.bound_s`."""
     shape = np.shape(layouts.pp)
     compiled = np.broadcast_to(layouts.compiled == 1, shape)
     if compiled.all() or not compiled.any():
         job = cost_job(problem, "block" if compiled.all() else "none")
-        return np.broadcast_to(bound_s(job, layouts, left), shape)
-    found = np.zeros(shape)
+        return np.broadcast_to(bound_s(job, layouts, open_choices), shape)
+    bound_of_row_s = np.zeros(shape)
     for choice, rows in (("block", compiled), ("none", ~compiled)):
-        found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows), left)  # type: ignore[arg-type]
-    return found
+        bound_of_row_s[rows] = bound_s(cost_job(problem, choice), layouts.take(rows), open_choices)  # type: ignore[arg-type]
+    return bound_of_row_s
 
 
 def prepare(problem: Problem, layouts: Layouts) -> None:

@@ -60,12 +60,12 @@ class Prices:
 
     def least_memory(self, groups: Any) -> tuple[Any, Any]:
         """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
-        total, likely, _ = self.memory(groups, self._sparing(groups))
-        return total, likely
+        total, fit_probability, _ = self.memory(groups, self._sparing(groups))
+        return total, fit_probability
 
     def bounded_memory(self, groups: Any) -> NDArray[np.float64]:
         """Return bytes of device memory that each group exceeds under every policy."""
-        self.problem.work.rows += len(groups)
+        self.problem.budget.rows += len(groups)
         most, sparing, parts = self.problem.capacity_bytes * self.slack(groups), self._sparing(groups), []
         for start in range(0, len(groups), _MORE):
             part = slice(start, start + _MORE)
@@ -100,14 +100,14 @@ class Prices:
 
         If a layout exceeds host memory, the host memory that it needs is added to its device memory.
         """
-        found = []
+        candidates = []
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
             total, _, host = self.memory(groups, np.full(len(groups), policy), exact=True)
             if len(groups):
                 worst = np.where(host <= host_limit(self.problem), total, total + host)
-                found.append((float(worst.min()), int(groups[np.argmin(worst)]), policy))
-        return min(found)[1:]
+                candidates.append((float(worst.min()), int(groups[np.argmin(worst)]), policy))
+        return min(candidates)[1:]
 
     def extremes(self) -> list[int]:
         """Return the indices of policies that save most device memory, sorted by their use of host memory."""
@@ -118,13 +118,18 @@ class Prices:
         parts = [stays[table.gpu_fraction[stays] == part] for part in sorted(set(table.gpu_fraction[stays].tolist()))]
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
-    def columns(self, group: Any, policy: Any, least_likely: float = 0.0) -> tuple[Any, Any]:
+    def columns(self, group: Any, policy: Any, least_probability: float = 0.0) -> tuple[Any, Any]:
         """Return the layouts' lower bounds of time and device memory.
 
-        Both are infinite where device or host memory is exceeded, or fitting is less probable than ``least_likely``.
+        Both are infinite where device or host memory is exceeded, or the probability of fitting is below
+        ``least_probability``.
         """
-        total, likely, host = self.memory(group, policy, host_too=True)
-        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem)) & (likely >= least_likely)
+        total, probability, host = self.memory(group, policy, host_too=True)
+        fits = (
+            (total <= self.problem.capacity_bytes)
+            & (host <= host_limit(self.problem))
+            & (probability >= least_probability)
+        )
         bound = np.full(len(group), np.inf)
         bound[fits] = self.bounds(group[fits], policy[fits])
         return bound, np.where(fits, total, np.inf)
@@ -148,8 +153,8 @@ class Prices:
         if self.problem.mlp_tile:
             # A tiled network recomputes in any case, and may take longer than a whole one.
             bases = self.policies[firsts(self._recompute)]
-        found = [self._bare(groups, np.full(len(groups), policy), recompute=True) for policy in bases]
-        return np.min(found, axis=0)
+        bounds_by_base_s = [self._bare(groups, np.full(len(groups), policy), recompute=True) for policy in bases]
+        return np.min(bounds_by_base_s, axis=0)
 
     @property
     def _recompute(self) -> Any:
@@ -188,18 +193,18 @@ class Prices:
         allowed = self.space.allowed(group, policy)
         prepare(self.problem, replace(self.space.rows(group[allowed], policy[allowed]), **_ON_DEVICE))
 
-    def bounds(self, group: Any, policy: Any, left: Open | None = None) -> Any:
-        """Return lower bounds of the step time; ``left`` names choices that the bounds leave open."""
+    def bounds(self, group: Any, policy: Any, open_choices: Open | None = None) -> Any:
+        """Return lower bounds of the step time; ``open_choices`` are those that the bounds leave open."""
         self.seen.append(group * len(self.space.policies) + policy)
-        self.problem.work.rows += len(group)
+        self.problem.budget.rows += len(group)
         if len(group) > PRICED_AT_ONCE:
             rows = self.space.rows(group, policy)
-            prepare(self.problem, rows if left is None else replace(rows, **_ON_DEVICE))
+            prepare(self.problem, rows if open_choices is None else replace(rows, **_ON_DEVICE))
         parts = []
         for i in range(0, len(group), PRICED_AT_ONCE):
             rows = self.space.rows(group[i : i + PRICED_AT_ONCE], policy[i : i + PRICED_AT_ONCE])
-            rows = rows if left is None else replace(rows, **_ON_DEVICE)
-            parts.append(bounds_s(self.problem, rows, left))
+            rows = rows if open_choices is None else replace(rows, **_ON_DEVICE)
+            parts.append(bounds_s(self.problem, rows, open_choices))
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def memory(self, group: Any, policy: Any, *, exact: bool = False, host_too: bool = False) -> tuple[Any, Any, Any]:
@@ -208,7 +213,7 @@ class Prices:
         Unless all are to be ``exact``, layouts that are too large by far may get fewer bytes, by which they still are
         too large. With ``host_too``, layouts that are too large for the host may get infinite bytes of it.
         """
-        self.problem.work.rows += len(group)
+        self.problem.budget.rows += len(group)
         most = self.problem.capacity_bytes * np.broadcast_to(self.slack(group), len(group))
         most_host = host_limit(self.problem) if host_too else float("inf")
         parts = []

@@ -90,15 +90,15 @@ class Queue:
             if self._settled[key] > first:
                 heapq.heappush(self._heap, (self._settled[key], *key))
             del waiting[key]
-        own = (group, policy)
-        return own if self._settled[own] <= bound else None
+        popped = (group, policy)
+        return popped if self._settled[popped] <= bound else None
 
     def _refine(self, keys: list[Key], limit_s: float) -> None:
         if keys:
             groups, policies = (np.array(part) for part in zip(*keys, strict=True))
-            found = refined(self._problem, self._space.rows(groups, policies), limit_s)
-            self._second.bound_s.update(zip(keys, found.bound_s.tolist(), strict=True))
-            self._second.unsafe.update(keys[at] for at in np.flatnonzero(~found.may_be_safe))
+            second = refined(self._problem, self._space.rows(groups, policies), limit_s)
+            self._second.bound_s.update(zip(keys, second.bound_s.tolist(), strict=True))
+            self._second.unsafe.update(keys[at] for at in np.flatnonzero(~second.may_be_safe))
 
     def _structure(self, group: int) -> Any:
         if group not in self._structures:

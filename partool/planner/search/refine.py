@@ -45,8 +45,8 @@ def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> R
     first = rows.take(0)
     pp, chunks, schedule = int(first.pp), int(first.chunks), SCHEDULES[int(first.schedule)]
     if schedule == "file" or KNOWN[schedule].moves == "weights":
-        found = np.asarray(bound_s(job, rows))
-        return Refined(found, np.ones(found.shape, dtype=bool))
+        closed_bound_s = np.asarray(bound_s(job, rows))
+        return Refined(closed_bound_s, np.ones(closed_bound_s.shape, dtype=bool))
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
         [
@@ -75,10 +75,10 @@ def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> R
     units[:, 0] += 1
     units[:, -1] += 1
     passes = PassSeconds(stages.of_ranks(forward), stages.of_ranks(backward))
-    held = RankParameters(dense, expert, stages.of_ranks(units))
-    late = slowest(job, exact, base, RankWork(held, passes, summed))
+    rank_parameters = RankParameters(dense, expert, stages.of_ranks(units))
+    slowest_rank = slowest(job, exact, base, RankWork(rank_parameters, passes, summed))
     waits = pipeline_wait(job, rows) * busy
-    bound = job.time_scalar * (DATA_S + span + waits + late.total_s + job.stack.overhead_s)
+    bound = job.time_scalar * (DATA_S + span + waits + slowest_rank.total_s + job.stack.overhead_s)
     near, safe = np.flatnonzero(bound <= limit_s), np.ones(count, dtype=bool)
     if len(near):
         safe[near] = may_be_safe(problem, exact.take(near), counts[near], place)

@@ -54,9 +54,9 @@ def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
     """Return the schedules to try for a pipeline of ``ranks`` ranks, with the sizes that the spec allows."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
-        found = problem.lists
-        one = Scheduled(SCHEDULES.index("file"), found.chunks, 0, found.micro_batches)
-        return (one,) if found.ranks == ranks else ()
+        lists = problem.lists
+        one = Scheduled(SCHEDULES.index("file"), lists.chunks, 0, lists.micro_batches)
+        return (one,) if lists.ranks == ranks else ()
     if ranks == 1:
         alone = pipeline.chunks in ("auto", 1) and pipeline.waves == "auto" and pipeline.in_flight == "auto"
         return (Scheduled(SCHEDULES.index("1f1b"), 1, 0),) if alone and _layers(problem, 1) else ()

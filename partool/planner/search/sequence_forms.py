@@ -32,23 +32,23 @@ def best_forms(problem: Problem, every: Forms) -> Forms:
     A form replaces another form if it needs no more memory and is faster, or as fast and preferred. All forms are
     priced at once. Costs that are equal for all forms of a mesh are left out.
     """
-    several = {mesh: found for mesh, found in every.items() if len(found) > 1}
+    several = {mesh: forms for mesh, forms in every.items() if len(forms) > 1}
     if not several:
         return every
-    rows = [(*mesh, *form) for mesh, found in several.items() for form in found]
+    rows = [(*mesh, *form) for mesh, forms in several.items() for form in forms]
     kept = np.zeros(len(rows), dtype=bool)
     columns = np.array(rows).T
-    ends = np.cumsum([len(found) for found in several.values()])
+    ends = np.cumsum([len(forms) for forms in several.values()])
     for micro_batch in MICRO_BATCHES:
         layouts = _layouts(columns, micro_batch)
         times, sizes = bounds_s(problem, layouts), np.asarray(room(problem, layouts).total_bytes)
         for start, stop in zip([0, *ends[:-1]], ends, strict=True):
             kept[start:stop] |= _front(times[start:stop], sizes[start:stop])
-    found = dict(every)
+    remaining = dict(every)
     for (mesh, forms), stop in zip(several.items(), ends, strict=True):
         mask = kept[stop - len(forms) : stop]
-        found[mesh] = tuple(form for form, keep in zip(forms, mask, strict=True) if keep)
-    return found
+        remaining[mesh] = tuple(form for form, keep in zip(forms, mask, strict=True) if keep)
+    return remaining
 
 
 def seconds(problem: Problem, rows: list[tuple[int, ...]], micro_batch: int) -> Any:

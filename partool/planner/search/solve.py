@@ -65,18 +65,18 @@ class Solution:
         if not len(near):
             return None
         needed = room(self.problem, self.space.rows(near, np.zeros(len(near), dtype=int))).total_bytes
-        may = np.flatnonzero(np.asarray(needed) <= 2.0 * self.problem.devices.memory_bytes)
-        return self.search.price(int(near[may[0]]), 0) if len(may) else None
+        may_fit = np.flatnonzero(np.asarray(needed) <= 2.0 * self.problem.devices.memory_bytes)
+        return self.search.price(int(near[may_fit[0]]), 0) if len(may_fit) else None
 
     def summary(self) -> SearchSummary:
         """Return the numbers of layouts that were enumerated, pruned, evaluated and simulated, for the plan."""
-        founds = [self.overall, *([self.able] if self.able is not None else [])]
+        results = [self.overall, *([self.able] if self.able is not None else [])]
         pruned = dict(self.space.pruned)
         if self.overall.too_large:
             pruned[TOO_LARGE] = self.overall.too_large
         pruned = dict(sorted(pruned.items(), key=lambda item: (-item[1], item[0])))
         policies = len(self.space.policies)
-        keys = [found.leaves.group * policies + found.leaves.policy for found in founds]
+        keys = [result.leaves.group * policies + result.leaves.policy for result in results]
         return SearchSummary(
             enumerated=self.space.enumerated,
             pruned=pruned,
@@ -105,8 +105,8 @@ def _solved(problem: Problem) -> Solution:
     for harder in harder_ones(problem):
         if solution.chosen is not None and solution.chosen.safe:
             break
-        again = _solve(harder)
-        solution = again if _rank(again.chosen) > _rank(solution.chosen) else solution
+        relaxed = _solve(harder)
+        solution = relaxed if _rank(relaxed.chosen) > _rank(solution.chosen) else solution
     return solution
 
 
@@ -114,8 +114,8 @@ def harder_ones(problem: Problem) -> Iterator[Problem]:
     """Yield the problem with more and more constraints relaxed to save memory at the cost of time."""
     parts = in_parts(problem)
     last = parts or problem
-    found = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
-    yield from (one for at, one in enumerate(found) if one is not None and one not in found[:at])
+    problems = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
+    yield from (one for at, one in enumerate(problems) if one is not None and one not in problems[:at])
 
 
 def _smallest(problem: Problem) -> Problem:
@@ -128,7 +128,7 @@ def _rank(priced: Priced | None) -> int:
 
 
 def _solve(problem: Problem) -> Solution:
-    problem.work.subject = f"layouts on {problem.world_size:,} devices"
+    problem.budget.subject = f"layouts on {problem.world_size:,} devices"
     space = build(problem)
     search = Search(problem, space)
     search.bound()
@@ -137,12 +137,16 @@ def _solve(problem: Problem) -> Solution:
     if bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies)):
         best = overall.best
         if best is None or not runnable(problem, best.layout):
-            again = by_tier(problem, space, search, space.runnable, space.runnable_policies)
-            tiered, able = (again, again.taken) if again.taken.best is not None else (tiered, again.taken)
-    for found in (overall, able):
-        if found is not None and found.best is not None:
-            before, found.best = found.best, refined(found.best)
-            tiered = tiered.with_refined(before, found.best)
+            runnable_tiers = by_tier(problem, space, search, space.runnable, space.runnable_policies)
+            tiered, able = (
+                (runnable_tiers, runnable_tiers.taken)
+                if runnable_tiers.taken.best is not None
+                else (tiered, runnable_tiers.taken)
+            )
+    for result in (overall, able):
+        if result is not None and result.best is not None:
+            before, result.best = result.best, refined(result.best)
+            tiered = tiered.with_refined(before, result.best)
     return Solution(problem, space, search, overall, able, tiered)
 
 

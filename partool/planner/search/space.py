@@ -94,8 +94,8 @@ class Space:
 
     def counted(self, group: Any, policy: Any) -> NDArray[np.bool_]:
         """Return a mask of pairs (group, policy) that count as layouts: offload of parameters only with ZeRO-3."""
-        found: NDArray[np.bool_] = (self.policies.parameters[policy] == 0) | (np.asarray(self.groups.zero)[group] == 3)
-        return found
+        mask: NDArray[np.bool_] = (self.policies.parameters[policy] == 0) | (np.asarray(self.groups.zero)[group] == 3)
+        return mask
 
     def count(self, groups: Any, policies: Any) -> int:
         """Return the number of pairs of these groups and policies that count as layouts."""
@@ -108,8 +108,8 @@ class Space:
         """Mask of policies; True for the one policy that schedules that move weights have, if the spec allows it."""
         table = self.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
-        found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
-        return found
+        mask: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
+        return mask
 
     @cached_property
     def _differs(self) -> NDArray[np.bool_]:
@@ -120,8 +120,8 @@ class Space:
         share = self.policies.share
         less = np.array([0.0, *sorted(set(share.tolist()))])
         before = self._rounded(less[np.searchsorted(less, share) - 1])
-        found: NDArray[np.bool_] = (self.policies.recompute == 0) | (self._shares > before)
-        return found
+        mask: NDArray[np.bool_] = (self.policies.recompute == 0) | (self._shares > before)
+        return mask
 
     @cached_property
     def _shares(self) -> NDArray[np.float64]:

@@ -74,11 +74,11 @@ def least_span_s(sizes: Sizes, m: Any, stages: StagePasses, send_s: Any) -> Any:
         span = np.maximum(span, start)
         for stage, after in _after(*sizes)[rank]:
             times = {"F": forward, "I": backward, "W": weight}
-            later = sum(count * times[kind][:, there] for (kind, there), count in after)
+            later = sum(count * times[kind][:, other] for (kind, other), count in after)
             # The last micro-batch's weight gradients of the first stage follow, too.
             span = np.maximum(span, start - later + back[:, stage] + (weight[:, 0] if stage else 0.0))
-    known = {count: followed(name, ranks, count, chunks) for count in set(m.tolist())}
-    return np.where([known[count] for count in m.tolist()], span, 0.0)
+    is_followed = {count: followed(name, ranks, count, chunks) for count in set(m.tolist())}
+    return np.where([is_followed[count] for count in m.tolist()], span, 0.0)
 
 
 def _phases_s(m: Any, forward: Any, backward: Any, send_s: Any) -> Any:
@@ -91,13 +91,13 @@ def _phases_s(m: Any, forward: Any, backward: Any, send_s: Any) -> Any:
 @lru_cache(maxsize=512)
 def _after(name: str, ranks: int, chunks: int, cap: int, m: int) -> list[list[tuple[int, Any]]]:
     """Return by rank, for each of its stages, the actions that follow the stage's last gradient of inputs."""
-    found: list[list[tuple[int, Any]]] = []
+    following: list[list[tuple[int, Any]]] = []
     for actions in order(name, ranks, m, chunks, cap):
         last = {action.stage: at for at, action in enumerate(actions) if action.kind == "I"}
-        found.append(
+        following.append(
             [
                 (stage, tuple(Counter((one.kind, one.stage) for one in actions[at + 1 :]).items()))
                 for stage, at in last.items()
             ]
         )
-    return found
+    return following

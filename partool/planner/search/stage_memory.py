@@ -39,9 +39,9 @@ def may_be_safe(problem: Problem, rows: Layouts, counts: Any, place: Any) -> NDA
         for value in (memory.total_bytes, memory.needed_bytes, memory.sigma_bytes)
     )
     each, worst = np.arange(count), np.argmax(total, axis=1)
-    likely = fit_probability(needed[each, worst], sigma[each, worst], problem.devices.memory_bytes)
+    probability = fit_probability(needed[each, worst], sigma[each, worst], problem.devices.memory_bytes)
     fits: NDArray[np.bool_] = (total[each, worst] <= problem.capacity_bytes * (1.0 + _CLOSE)) & (
-        likely >= GREEN - _CLOSE
+        probability >= GREEN - _CLOSE
     )
     return fits
 
@@ -70,6 +70,6 @@ def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: A
     first, last = (np.tile(place[:, stage].astype(int), len(counts)) for stage in (0, -1))
     layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
     place_of: Any = np.tile(np.arange(len(place)), len(counts))
-    held = in_flight(wide, place_of)
-    own = handed_over(wide, place_of, held) if np.any(wide.folded) else None
-    return RankLoad(layers_of_ranks, first, last, held / wide.chunks, kept, own=own)
+    micro_batches = in_flight(wide, place_of)
+    handed_over_in_flight = handed_over(wide, place_of, micro_batches) if np.any(wide.folded) else None
+    return RankLoad(layers_of_ranks, first, last, micro_batches / wide.chunks, kept, own=handed_over_in_flight)

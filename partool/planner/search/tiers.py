@@ -79,8 +79,8 @@ def policy_tiers(problem: Problem, policies: Policies) -> NDArray[np.int64]:
 
 
 def _highest(parts: tuple[Any, ...], size: int) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = np.maximum.reduce([np.broadcast_to(part, size) for part in parts]).astype(np.int64)
-    return found
+    tiers: NDArray[np.int64] = np.maximum.reduce([np.broadcast_to(part, size) for part in parts]).astype(np.int64)
+    return tiers
 
 
 def least_margin() -> float:
@@ -112,8 +112,8 @@ def textbook_groups(problem: Problem, groups: Layouts, size: int) -> NDArray[np.
         & ((tp > 1) | (problem.model.moe is not None))
         & (tp <= problem.domain)
     )
-    found: NDArray[np.bool_] = (tp == 1) & (pp == 1) & ((cp == 1) | long) if is_small(problem) else large
-    return found
+    mask: NDArray[np.bool_] = (tp == 1) & (pp == 1) & ((cp == 1) | long) if is_small(problem) else large
+    return mask
 
 
 def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, policies: Any = None) -> Tiered:
@@ -121,11 +121,11 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
     everyone = np.ones(space.size, bool) if groups is None else np.asarray(groups)
     every = np.ones(len(space.policies), bool) if policies is None else np.asarray(policies)
     if problem.spec.limits.prefer == "fastest":
-        found = Search(problem, space, everyone, every, search).run()
-        return Tiered(found, (), None)
+        result = Search(problem, space, everyone, every, search).run()
+        return Tiered(result, (), None)
     of_group, of_policy = group_tiers(problem, space.groups, space.size), policy_tiers(problem, space.policies)
     taken: Priced | None = None
-    founds: list[SearchResult] = []
+    results: list[SearchResult] = []
     bests: list[Priced | None] = []
     textbook: Priced | None = None
     searched: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None
@@ -138,26 +138,26 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
             continue
         lower = [one for one in bests if one is not None]
         # Lower tiers' layouts that may not fit set no limit: a layout that is sure to fit is taken instead of them.
-        sure = [one for one in lower if one.safe]
-        limit_s = min((one.step_time_s for one in sure), default=float("inf")) / (1.0 + least_margin())
-        only_sure = bool(sure)
+        sure_to_fit = [one for one in lower if one.safe]
+        limit_s = min((one.step_time_s for one in sure_to_fit), default=float("inf")) / (1.0 + least_margin())
+        only_green = bool(sure_to_fit)
         near = some & (of_group == tier) if searched is not None and not new_policies else some
         one = Search(problem, space, near, few, search, limit_s=limit_s, searched=searched)
-        found, searched = one.run(only_sure=only_sure), (some, few)
-        founds.append(found)
-        best = found.best
+        result, searched = one.run(only_green=only_green), (some, few)
+        results.append(result)
+        best = result.best
         if best is None and lower:
             best = glance(Search(problem, space, some, few, search), search, of_group == tier, of_policy == tier)
         bests.append(best)
-        if best is not None and all(_clearly_faster(best, other) for other in (sure if best.safe else lower)):
+        if best is not None and all(_clearly_faster(best, other) for other in (sure_to_fit if best.safe else lower)):
             taken = best
         if tier == 0 and taken is not None:
             form = everyone & (of_group == 0) & textbook_groups(problem, space.groups, space.size)
             limit_s = (1.0 + MOST_MARGIN) * taken.step_time_s
-            textbook = Search(problem, space, form, few, search, limit_s=limit_s).run(only_sure=taken.safe).best
+            textbook = Search(problem, space, form, few, search, limit_s=limit_s).run(only_green=taken.safe).best
             if textbook is not None and not _clearly_faster(taken, textbook):
                 taken = textbook
-    return Tiered(_joined(founds, taken, search), tuple(bests), textbook)
+    return Tiered(_joined(results, taken, search), tuple(bests), textbook)
 
 
 def _clearly_faster(one: Priced, other: Priced) -> bool:
@@ -167,10 +167,10 @@ def _clearly_faster(one: Priced, other: Priced) -> bool:
     return one.step_time_s * (1.0 + margin(one.layout, other.layout)) < other.step_time_s
 
 
-def _joined(founds: list[SearchResult], taken: Priced | None, search: Search) -> SearchResult:
+def _joined(results: list[SearchResult], taken: Priced | None, search: Search) -> SearchResult:
     return SearchResult(
         taken,
-        Leaves.join([found.leaves for found in founds]),
-        search.found.too_large,
-        all(found.complete for found in founds),
+        Leaves.join([result.leaves for result in results]),
+        search.result.too_large,
+        all(result.complete for result in results),
     )

@@ -16,7 +16,7 @@ import pytest
 from partool.cli._watch import line, watched
 from partool.cli.main import run
 from partool.planner import make_plan
-from partool.planner.problem import Stopped, Work
+from partool.planner.problem import SearchBudget, Stopped
 from partool.planner.search.branch_and_bound import Search
 from partool.spec import load_text
 
@@ -47,38 +47,38 @@ def interrupt() -> None:
 
 
 def test_an_interrupt_before_a_layout_is_found_is_raised() -> None:
-    with pytest.raises(KeyboardInterrupt), watched(Work()):
+    with pytest.raises(KeyboardInterrupt), watched(SearchBudget()):
         interrupt()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_first_interrupt_stops_the_search_and_the_second_is_raised() -> None:
-    work = Work(settled=True)
-    with watched(work):
+    budget = SearchBudget(has_best=True)
+    with watched(budget):
         interrupt()
-        assert work.stopped
-        assert work.until == 0
+        assert budget.stopped
+        assert budget.limit_rows == 0
         with pytest.raises(KeyboardInterrupt):
             interrupt()
 
 
 def test_a_stopped_search_without_a_layout_raises_an_exception_of_the_library() -> None:
-    work = Work()
-    work.stop()
+    budget = SearchBudget()
+    budget.stop()
     with pytest.raises(Stopped):
-        make_plan(load_text(SPEC).spec, base_dir=Path(), default_name="stopped", work=work)
-    with pytest.raises(KeyboardInterrupt), watched(Work(settled=True)):
+        make_plan(load_text(SPEC).spec, base_dir=Path(), default_name="stopped", budget=budget)
+    with pytest.raises(KeyboardInterrupt), watched(SearchBudget(has_best=True)):
         raise Stopped
 
 
 def test_ignored_interrupts_stay_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with watched(work := Work(settled=True)):
+        with watched(budget := SearchBudget(has_best=True)):
             interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not work.stopped
+    assert not budget.stopped
 
 
 def test_an_interrupted_search_gives_its_best_layout(
@@ -87,10 +87,10 @@ def test_an_interrupted_search_gives_its_best_layout(
     found: list[float] = []
     settle = Search._settle
 
-    def settled(self: Search, priced: Any, *, sure: bool) -> None:
-        settle(self, priced, sure=sure)
-        if self.found.best is not None and not found:
-            found.append(self.found.best.step_time_s)
+    def settled(self: Search, priced: Any, *, require_green: bool) -> None:
+        settle(self, priced, require_green=require_green)
+        if self.result.best is not None and not found:
+            found.append(self.result.best.step_time_s)
             interrupt()
 
     monkeypatch.setattr(Search, "_settle", settled)
@@ -111,11 +111,11 @@ def test_a_search_without_a_price_takes_a_layout_of_its_queue(
 ) -> None:
     expand = Search._expand
 
-    def expanded(self: Search, groups: Any, *, sure: bool) -> None:
-        expand(self, groups, sure=sure)
-        if not self.problem.work.stopped:
-            assert self.problem.work.likely
-            assert not self.problem.work.settled
+    def expanded(self: Search, groups: Any, *, require_green: bool) -> None:
+        expand(self, groups, require_green=require_green)
+        if not self.problem.budget.stopped:
+            assert self.problem.budget.has_fitting
+            assert not self.problem.budget.has_best
             interrupt()
 
     monkeypatch.setattr(Search, "_expand", expanded)
@@ -131,7 +131,7 @@ def test_a_search_without_a_price_takes_a_layout_of_its_queue(
 
 def test_a_terminal_is_told_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with watched(Work(rows=1234, subject="layouts on 8 devices"), after_s=0.0):
+    with watched(SearchBudget(rows=1234, subject="layouts on 8 devices"), after_s=0.0):
         deadline = time.monotonic() + 30.0
         while not terminal.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -142,19 +142,19 @@ def test_a_terminal_is_told_after_a_while(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_quick_search_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with watched(Work(), after_s=30.0):
+    with watched(SearchBudget(), after_s=30.0):
         pass
     assert not terminal.getvalue()
 
 
 def test_a_pipe_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
-    with watched(Work(), after_s=0.0):
+    with watched(SearchBudget(), after_s=0.0):
         time.sleep(0.05)
     assert not pipe.getvalue()
 
 
 def test_the_line_names_the_best_step() -> None:
-    assert line(Work(rows=5, settled=True, best_s=1.25), 2.0) == (
+    assert line(SearchBudget(rows=5, has_best=True, best_s=1.25), 2.0) == (
         "partool: 2 s, searching layouts: 5 prices; best 1.25 s per step, Ctrl-C takes it"
     )

@@ -18,7 +18,7 @@ from partool.catalog.models import resolve_model
 from partool.planner.explain import changes
 from partool.planner.explain import reasons as explain
 from partool.planner.forms.runnable import runnable
-from partool.planner.problem import Problem, Work, divisors
+from partool.planner.problem import Problem, SearchBudget, divisors
 from partool.planner.rules.table import check
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
@@ -311,11 +311,11 @@ def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.Monk
     problem = problem_of({**case(DENSE, 1, 4, memory_gib=8, batch=16), "limits": {"prefer": "fastest"}})
     whole = solve(problem)
     assert whole.overall.complete
-    monkeypatch.setattr("partool.planner.search.branch_and_bound._MOST_WORK", whole.problem.work.rows // 3)
-    short = solve(replace(problem, work=Work()))
+    monkeypatch.setattr("partool.planner.search.branch_and_bound._MOST_ROWS", whole.problem.budget.rows // 3)
+    short = solve(replace(problem, budget=SearchBudget()))
     assert not short.overall.complete
     assert short.chosen is not None
-    assert short.problem.work.rows < whole.problem.work.rows
+    assert short.problem.budget.rows < whole.problem.budget.rows
     assert "before its limit of work" in explain.reasons(short, short.chosen)[0]
     assert "before its limit of work" not in explain.reasons(whole, whole.chosen)[0]
 
@@ -325,8 +325,8 @@ def test_proposals_end_at_their_limit_of_work(monkeypatch: pytest.MonkeyPatch) -
     problem = problem_of(case(DENSE, 1, 1, memory_gib=0.5, batch=4, offload=ON_DEVICE, tensor=1))
     tried = [text for text, _ in changes.single_changes(problem)]
     assert len(tried) > 1
-    monkeypatch.setattr("partool.planner.explain.changes._MOST_WORK", 0)
-    assert list(changes.single_changes(replace(problem, work=Work()))) == []
+    monkeypatch.setattr("partool.planner.explain.changes._MOST_ROWS", 0)
+    assert list(changes.single_changes(replace(problem, budget=SearchBudget()))) == []
 
 
 def test_a_share_of_layers_recomputes_on_each_rank_in_its_first_stages() -> None:
