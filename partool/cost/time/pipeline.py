@@ -70,7 +70,7 @@ def span_s(layout: Layout, times: StageTimes) -> float:
     )
 
 
-def held_by_ranks(layout: Layout) -> tuple[int, ...]:
+def activations_by_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the maximum number of activations (of one micro-batch and stage) that each pipeline rank holds at once."""
     if layout.mesh.pp == 1:
         return (1,)
@@ -163,9 +163,14 @@ def ring_by_ranks(job: Workload, layout: Layout) -> list[WeightRing]:
     largest = max(stage_elements(job, layout))
     return [
         WeightRing(
-            there=True, inputs=held, rebuilt=rebuilt, weights=one.weights, gradients=one.gradients, elements=largest
+            passes_weights=True,
+            inputs=held,
+            rebuilt=rebuilt,
+            weights=one.weights,
+            gradients=one.gradients,
+            elements=largest,
         )
-        for one, held in zip(rooms, held_by_ranks(layout), strict=True)
+        for one, held in zip(rooms, activations_by_ranks(layout), strict=True)
     ]
 
 

@@ -70,6 +70,6 @@ def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: A
     first, last = (np.tile(place[:, stage].astype(int), len(counts)) for stage in (0, -1))
     layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
     place_of: Any = np.tile(np.arange(len(place)), len(counts))
-    held = in_flight(wide, place_of)
-    own = handed_over(wide, place_of, held) if np.any(wide.folded) else None
-    return RankLoad(layers_of_ranks, first, last, held / wide.chunks, kept, own=own)
+    activations = in_flight(wide, place_of)
+    local_inputs = handed_over(wide, place_of, activations) if np.any(wide.folded) else None
+    return RankLoad(layers_of_ranks, first, last, activations / wide.chunks, kept, local_inputs=local_inputs)

@@ -16,13 +16,13 @@ from partool.cost.memory.activations import NONE, saved_by_layer
 from partool.cost.memory.backward import BackwardBytes, dense_backward
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.memory.in_flight import in_flight as closed
-from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.training.moments import Moment
 from partool.cost.training.peak import rank_moments
 from partool.cost.training.runtime_moments import _later
 from partool.cost.training.states import states
-from partool.cost.training.work import PassBytes, bytes_of_layers, work
+from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of
@@ -54,8 +54,8 @@ def pipelined(schedule: str, *, ranks: int, chunks: int, micro_batches: int) -> 
 
 def done(layout: Layout) -> PassBytes:
     case, layouts, stack = job(), encode(layout), memory_stack("partool")
-    held = held_by_layout(case, layout)
-    return work(case, layouts, stack, held, bytes_of_layers(case, layouts, stack, [held]))
+    held = loads_of_layout(case, layout)
+    return pass_bytes(case, layouts, stack, held, bytes_of_layers(case, layouts, stack, [held]))
 
 
 def actions(text: str) -> list[Action]:
@@ -149,14 +149,14 @@ def test_the_loss_of_later_micro_batches_is_as_large_where_the_last_stage_holds_
 
 def test_ranks_that_pass_weights_on_hold_their_own_stages_and_no_messages_of_fsdp() -> None:
     case, layout = job("fp32"), pipelined("weipipe", ranks=2, chunks=1, micro_batches=4)
-    ring = held_by_layout(case, layout).ring
+    ring = loads_of_layout(case, layout).ring
     assert ring is not None
     stage = 4 * float(ring.elements)
     copies = (np.asarray(ring.weights) + ring.gradients) * stage
     for rank, moments in enumerate(rank_moments(case, layout)):
         assert {each.gathered for each in moments} == {stage}
         assert {each.communication for each in moments} == {copies[rank]}
-    held = held_by_layout(case, layout)
+    held = loads_of_layout(case, layout)
     assert not np.any(states(case, encode(layout), memory_stack("partool"), held).buffers)
 
 
@@ -258,8 +258,8 @@ def exchanging(monkeypatch: pytest.MonkeyPatch, size: float) -> BackwardBytes:
 def test_attention_of_layers_with_experts_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come after the experts, when attention's gradients exist."""
     large, larger = (exchanging(monkeypatch, size) for size in (2.0**30, 2.0**31))
-    assert larger.after - large.after == 2.0**30
-    assert larger.working == large.working
+    assert larger.after_experts_bytes - large.after_experts_bytes == 2.0**30
+    assert larger.backward_peak_bytes == large.backward_peak_bytes
 
 
 def test_dense_layers_hold_no_rows_of_experts() -> None:
@@ -269,7 +269,7 @@ def test_dense_layers_hold_no_rows_of_experts() -> None:
         layouts = Layouts(ep=np.array([ep]), shards=np.array([8]))
         found = dense_backward(job("bf16", model), layouts, np.array([2.0**24]))
         assert found is not None
-        return float(np.asarray(found.working).flat[0])
+        return float(np.asarray(found.backward_peak_bytes).flat[0])
 
     assert dense(8) == dense(1)
 
