@@ -82,7 +82,7 @@ def _pipelined(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> 
         through = np.where(phased, np.maximum(through, total + (m - 1.0) * busiest), through)
     if np.any(layouts.ring):
         # Every rank runs all stages on its own micro-batches; the last stage is not recomputed.
-        slowest = np.maximum.reduce([np.asarray(unit.again_s) for unit in costs.layers.values()])
+        slowest = np.maximum.reduce([np.asarray(unit.recompute_s) for unit in costs.layers.values()])
         given = job.stage_layers
         last_recompute_s = (limits.most_last if given is None else given[-1]) * slowest
         busiest = np.where(layouts.ring, (total - last_recompute_s) / layouts.pp, busiest)
@@ -150,7 +150,7 @@ def _offloaded(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, own
         most, longest = rows, backward
     else:
         most = replace(rows, recompute_share=shared_most(job, rows))
-        recompute_s = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items()) / pp
+        recompute_s = sum(count * costs.layers[kind].recompute_s for kind, count in costs.counts.items()) / pp
         longest = backward + recompute_s * (most.recompute_share / np.maximum(rows.recompute_share, 1e-9) - 1.0)
     saved = saved_bytes(job, most)
     offloaded = offload(job, most, owned, saved_bytes=saved, passes_s=m * (forward + longest), last_s=longest)

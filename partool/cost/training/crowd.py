@@ -72,8 +72,8 @@ def _passes_s(layouts: Layouts, pass_limits: PassLimits, kind: Kind, layers: Col
     The share of layers to recompute is rounded up to a rank's whole layers. The first recompute, which may be others.
     """
     share, units = np.asarray(layouts.recompute_share), pass_limits.costs.layers
-    recompute_s = {one: unit.again_s / np.maximum(share, 1e-9) for one, unit in units.items()}
-    bare = {one: unit.both_s - unit.again_s for one, unit in units.items()}
+    recompute_s = {one: unit.recompute_s / np.maximum(share, 1e-9) for one, unit in units.items()}
+    bare = {one: unit.both_s - unit.recompute_s for one, unit in units.items()}
     repeated = np.ceil(share * layers - 1e-9)
     added: Any = repeated * recompute_s[kind]
     for other in units:

@@ -44,7 +44,7 @@ class UnitSeconds:
     """Number of parameters in a rank's experts."""
     summed: Column = 0.0
     """Number of parameters whose gradients are partial sums on each tensor rank."""
-    again_s: Column = 0.0
+    recompute_s: Column = 0.0
     """Seconds of the backward pass that recompute parts of the forward pass."""
 
     @property
@@ -149,7 +149,7 @@ def _case(job: TrainingWork, layouts: Layouts) -> list[Any]:
     return [*pipeline, *(getattr(layouts, name) for name in _CASE)]
 
 
-_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "again_s")
+_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "recompute_s")
 
 
 def _columns(unit: UnitSeconds) -> list[Column]:
@@ -170,10 +170,10 @@ def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
 
 
 def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> UnitSeconds:
-    recompute_s = costs.again.total_s(job)
+    recompute_s = costs.recompute.total_s(job)
     backward = costs.backward.total_s(job) + recompute_s
     exposed = {
-        name: costs.forward.exposed[name] + costs.backward.exposed[name] + costs.again.exposed[name]
+        name: costs.forward.exposed[name] + costs.backward.exposed[name] + costs.recompute.exposed[name]
         for name in COMMUNICATION
     }
     shares = share_columns(job, layouts)
@@ -187,7 +187,7 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
         dense=dense,
         expert=expert,
         summed=shares.summed[1][int(kind.moe)],
-        again_s=recompute_s,
+        recompute_s=recompute_s,
     )
 
 

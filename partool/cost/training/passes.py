@@ -52,16 +52,16 @@ def passes(job: TrainingWork, layouts: Layouts) -> PassLimits:
     costs, units = (priced := micro(job, layouts)), priced.layers.values()
     forward, backward = costs.total("forward_s"), costs.total("backward_s")
     path = forward + backward - costs.total("weight_s")
-    least_layer = _least([unit.both_s - unit.again_s for unit in units])
+    least_layer = _least([unit.both_s - unit.recompute_s for unit in units])
     more = shared_most(job, layouts) / np.maximum(layouts.recompute_share, 1e-9)
     # Of a tiled network, layers that do not follow the policy recompute no more than the mean of all layers.
     more = more + ((np.asarray(layouts.mlp_tile_tokens) > 0) & (np.asarray(layouts.recompute_share) < 1.0))
     if len(units) == 1:
-        recompute_s = job.model.layers * next(iter(units)).again_s
-        alone = least_layer + next(iter(units)).again_s
+        recompute_s = job.model.layers * next(iter(units)).recompute_s
+        alone = least_layer + next(iter(units)).recompute_s
         most = backward + (more - 1.0) * recompute_s
         return PassLimits(costs, forward, backward, path, most, alone, least_layer, alike=True)
-    same = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items())
+    same = sum(count * costs.layers[kind].recompute_s for kind, count in costs.counts.items())
     least, most = _recompute_limits(job, layouts, costs, same, more)
     # Recomputation lengthens what is not weight gradients by half or more, as those take at most half of a pass.
     path = path - same + 0.5 * least
@@ -106,14 +106,14 @@ def _recompute_limits(
     of these layers takes as long as the quickest kind or longer. Where networks are tiled, all layers recompute, and
     the quickest kind is not known.
     """
-    each, layers = [unit.again_s for unit in costs.layers.values()], job.model.layers
+    each, layers = [unit.recompute_s for unit in costs.layers.values()], job.model.layers
     tiled = np.asarray(layouts.mlp_tile_tokens) > 0
     least = np.where(tiled, 0.0, layers * _least(each))
     most = layers * more * -_least([-1.0 * one for one in each])
     count = np.rint(layouts.recompute_share * layers).astype(int)
     first = _first_layers(job.model)
     share = np.maximum(layouts.recompute_share, 1e-9)
-    exact_s = sum(np.asarray(first[kind])[count] * unit.again_s / share for kind, unit in costs.layers.items())
+    exact_s = sum(np.asarray(first[kind])[count] * unit.recompute_s / share for kind, unit in costs.layers.items())
     everywhere = np.asarray(layouts.recompute_share) == 1.0
     alone = (layouts.pp == 1) & ~tiled
     least = np.where(everywhere, same, np.where(alone, exact_s, least))

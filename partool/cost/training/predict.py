@@ -273,8 +273,8 @@ def _add_layer(parts: dict[str, float], job: TrainingWork, costs: Layer, share: 
         parts[f"matmul_{suffix}"] += share * float(one.matmul_s)
         parts[f"attention_{suffix}"] += share * float(one.attention_s)
         parts[f"elementwise_{suffix}"] += share * float(one.elementwise_s)
-    parts["recompute"] += share * float(costs.again.total_s(job))
-    for one in (costs.forward, costs.backward, costs.again):
+    parts["recompute"] += share * float(costs.recompute.total_s(job))
+    for one in (costs.forward, costs.backward, costs.recompute):
         parts["launch"] += share * _launch_s(job, one)
         parts["tensor_parallel"] += share * float(one.tensor_s)
         parts["sequence_parallel"] += share * float(one.sequence_s)

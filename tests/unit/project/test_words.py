@@ -18,8 +18,6 @@ LEFT: dict[str, int] = {
     "partool.cost.repeats": 2,
     "partool.cost.sequence": 17,
     "partool.cost.tensor_shares": 7,
-    "partool.cost.time": 31,
-    "partool.cost.traffic": 11,
     "partool.diagnostics": 8,
     "partool.engines": 141,
     "partool.launch": 4,
