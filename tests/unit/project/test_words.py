@@ -16,7 +16,6 @@ LEFT: dict[str, int] = {
     "partool.cost.collective": 1,
     "partool.cost.evidence": 13,
     "partool.cost.repeats": 2,
-    "partool.cost.sequence": 17,
     "partool.cost.tensor_shares": 7,
     "partool.diagnostics": 8,
     "partool.engines": 141,
