@@ -11,12 +11,6 @@ ROOT = Path(__file__).parents[3]
 LEFT: dict[str, int] = {
     "partool.api": 1,
     "partool.cli": 57,
-    "partool.cost.case": 2,
-    "partool.cost.codec": 1,
-    "partool.cost.collective": 1,
-    "partool.cost.evidence": 13,
-    "partool.cost.repeats": 2,
-    "partool.cost.tensor_shares": 7,
     "partool.diagnostics": 8,
     "partool.engines": 141,
     "partool.launch": 4,
