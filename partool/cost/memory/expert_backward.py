@@ -57,7 +57,7 @@ def experts_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> Ba
     )
     stream = small * sizes.hidden * tokens
     reduction_bytes = stream - rows.sent - rows.kept
-    after_experts_bytes = reduction_bytes - rows.arrived + _after(job, layouts, rows, sizes, saved_bytes)
+    after_experts_bytes = reduction_bytes - rows.arrived + _after_experts(job, layouts, rows, sizes, saved_bytes)
     peak_bytes = stream - rows.sent + experts_bytes
     # The experts' results in two orders, those of attention's last matrix, and the norm's of their sum.
     results = np.where(parallel, 2.0 * rows.arrived - rows.sent, 0.0) + 2.0 * stream
@@ -78,7 +78,7 @@ def _rows(job: Workload, layouts: Layouts, saved: float) -> _Rows:
     return _Rows(sent_bytes * load, sent_bytes, small * inner, saved * inner, small * experts)
 
 
-def _after(job: Workload, layouts: Layouts, rows: _Rows, sizes: LayerWidths, saved_bytes: Column) -> Column:
+def _after_experts(job: Workload, layouts: Layouts, rows: _Rows, sizes: LayerWidths, saved_bytes: Column) -> Column:
     """Return the most bytes of what follows the experts: rows on their way back, shared experts, router, attention.
 
     They come on top of what the layer saves outside of the experts, and of the stream's gradient; ``saved_bytes`` are

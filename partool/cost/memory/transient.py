@@ -42,7 +42,7 @@ def loss_bytes(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: C
     ``in_flight`` is the number of micro-batches that are between the last stage's forward and backward passes.
     """
     if stack.traced:
-        early, deferred = _early_loss(job, layouts), _late_loss(job, layouts, stack, in_flight)
+        early, deferred = _early_loss(job, layouts), _deferred_loss(job, layouts, stack, in_flight)
         first = early_loss(job, layouts)
         both = (np.where(first, *each) for each in zip(early, deferred, strict=True))
         return LossBytes(*both)
@@ -99,7 +99,7 @@ def _early_loss(job: Workload, layouts: Layouts) -> tuple[Column, ...]:
     return kept + logits, kept + state + head * small, head * small, 0.0 * head, within, 0.0 * head
 
 
-def _late_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
+def _deferred_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
     """Return the fields of :class:`LossBytes` for a loss whose backward pass computes its gradients.
 
     Logits that are held whole last until their backward pass, with a fused kernel in the compute type: the gradient

@@ -80,7 +80,7 @@ def micro(job: TrainingWork, layouts: Layouts) -> Micro:
     Layouts that differ only in fields that do not affect a micro-batch are computed once per job. Results for columns
     of layouts have no ``passes``.
     """
-    shape, memo = layouts.shape, job.memo.setdefault("micro", _KnownMicros())
+    shape, memo = layouts.shape, job.memo.setdefault("micro", _PricedMicros())
     if not shape:
         key = tuple(float(column) for column in _case(job, layouts))
         if key not in memo.single:
@@ -111,7 +111,7 @@ def _repeated(job: TrainingWork, layouts: Layouts, memo: Memo, where: Any = slic
 
 def prepare(job: TrainingWork, layouts: Layouts) -> None:
     """Compute the costs of a micro-batch under many layouts at once, for later calls of :func:`micro`."""
-    memo: Memo = job.memo.setdefault("micro", _KnownMicros()).many
+    memo: Memo = job.memo.setdefault("micro", _PricedMicros()).many
     memo.learn(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
 
 
@@ -122,7 +122,7 @@ def _computed(job: TrainingWork, layouts: Layouts, rows: Any) -> list[Column]:
     return [column for unit in units for column in _columns(unit)]
 
 
-class _KnownMicros:
+class _PricedMicros:
     """Costs of the cases that one job has priced so far."""
 
     def __init__(self) -> None:

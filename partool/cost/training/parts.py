@@ -38,7 +38,7 @@ _OF_WORK = (
 """Columns that affect the work of passes, besides those of :func:`_work_case`."""
 
 
-class _KnownParts:
+class _PricedParts:
     """State and work of the cases that one job has priced so far."""
 
     def __init__(self) -> None:
@@ -156,8 +156,8 @@ def _work_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> li
     return [PassBytes(*(next(columns) for _ in _WORK)) for _ in places]
 
 
-def _memo_of(job: TrainingWork, places: Sequence[Place]) -> _KnownParts:
-    memo: _KnownParts = job.memo.setdefault(f"memory of {', '.join(places)}", _KnownParts())
+def _memo_of(job: TrainingWork, places: Sequence[Place]) -> _PricedParts:
+    memo: _PricedParts = job.memo.setdefault(f"memory of {', '.join(places)}", _PricedParts())
     return memo
 
 

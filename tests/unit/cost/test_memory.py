@@ -86,8 +86,8 @@ def test_parameters_that_layers_share_are_gathered_with_the_head() -> None:
 
 def state(job: TrainingWork, stack: str = "partool", **columns: Any) -> States:
     layouts = Layouts(**columns)
-    held = load_of_rank(job, layouts, 0, closed(layouts, 0))
-    return states(job, layouts, memory_stack(stack), held)
+    load = load_of_rank(job, layouts, 0, closed(layouts, 0))
+    return states(job, layouts, memory_stack(stack), load)
 
 
 @pytest.mark.parametrize(
