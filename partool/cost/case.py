@@ -61,10 +61,10 @@ OVERLAPS = ("none", "backward", "symmetric")
 
 def among(column: Column, values: tuple[int, ...]) -> Mask:
     """Return True where a column has one of ``values``; faster than ``numpy.isin``, which sorts."""
-    found: Mask = np.asarray(column) == values[0]
+    matches: Mask = np.asarray(column) == values[0]
     for value in values[1:]:
-        found = found | (column == value)
-    return found
+        matches = matches | (column == value)
+    return matches
 
 
 @dataclass(frozen=True)

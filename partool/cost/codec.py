@@ -125,7 +125,7 @@ def decode(row: Layouts, rest: LayoutLists) -> Layout:
         tiles=TilesLayout(mlp=int(row.mlp_tile_tokens), loss=int(row.loss_tile_tokens)),
         expert=int(row.ep),
         expert_tensor=int(row.etp),
-        offload=rest.offload.model_copy(update=_left(row, rest.offload)),
+        offload=rest.offload.model_copy(update=_offload_fields(row, rest.offload)),
         recompute=rest.recompute,
         compile=compile,
         micro_batch=int(row.micro_batch),
@@ -151,7 +151,7 @@ def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
     )
 
 
-def _left(row: Layouts, offload: OffloadLayout) -> dict[str, object]:
+def _offload_fields(row: Layouts, offload: OffloadLayout) -> dict[str, object]:
     """Return the offload fields that follow from ``row``, by name; ``offload`` says where offloaded state is kept."""
     stays = float(row.gpu_fraction)
     return {

@@ -78,8 +78,8 @@ def inside_rate(job: Workload, members: Column) -> Column:
     """
     devices = job.devices
     pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
-    own = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
-    return _LINK_SHARE[devices.backend] * np.minimum(own, devices.link_bytes_per_s)
+    ring_bytes_per_s = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
+    return _LINK_SHARE[devices.backend] * np.minimum(ring_bytes_per_s, devices.link_bytes_per_s)
 
 
 def latency(job: Workload, ranks: RankGroup) -> Column:

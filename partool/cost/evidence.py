@@ -55,8 +55,8 @@ class Evidence:
 @cache
 def shipped() -> Mapping[str, Any]:
     """Return the table that comes with partool."""
-    found: dict[str, Any] = json.loads((Path(__file__).parent / "evidence.json").read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = json.loads((Path(__file__).parent / "evidence.json").read_text(encoding="utf-8"))
+    return table
 
 
 class DeviceClass(NamedTuple):
@@ -81,11 +81,11 @@ def step_error(
     family has the stated floor, or the error over all code bases where that is larger.
     """
     table = shipped() if table is None else table
-    found = (
+    errors = (
         _of_mechanism(name, family, table, device, OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR)
         for name in mechanisms(layout)
     )
-    return max(found, key=lambda one: (one.error, -one.runs))
+    return max(errors, key=lambda one: (one.error, -one.runs))
 
 
 def memory_error(
@@ -97,8 +97,8 @@ def memory_error(
     family has the floor, as each code base has buffers of its own.
     """
     table = (shipped() if table is None else table).get("memory", {})
-    found = (_of_memory(name, family, table, device) for name in mechanisms(layout))
-    return max(found, key=lambda one: (one.error, -one.runs))
+    errors = (_of_memory(name, family, table, device) for name in mechanisms(layout))
+    return max(errors, key=lambda one: (one.error, -one.runs))
 
 
 def mechanism_error(name: str, family: str, *, memory: bool = False, device: DeviceClass = ANY) -> Evidence:
@@ -110,10 +110,10 @@ def mechanism_error(name: str, family: str, *, memory: bool = False, device: Dev
 
 def memory_excess(family: str, architecture: str, layouts: Layouts, *, least: float = 0.0) -> Column:
     """Return the column of :func:`memory_error`'s errors, none of them below ``least``."""
-    found: Column = least
-    for name, there in uses(layouts).items():
-        found = np.where(there, np.maximum(found, _excess(name, family, architecture)), found)
-    return found
+    excess: Column = least
+    for name, mask in uses(layouts).items():
+        excess = np.where(mask, np.maximum(excess, _excess(name, family, architecture)), excess)
+    return excess
 
 
 @cache
@@ -122,9 +122,9 @@ def _excess(name: str, family: str, architecture: str) -> float:
 
 
 def _of_memory(name: str, family: str, table: Mapping[str, Any], device: DeviceClass) -> Evidence:
-    found = _of_mechanism(name, family, table, device, MEMORY_FLOOR, figure="{spread:.1%} more")
-    own = table.get(family, {}).get(name)
-    return found if own is not None and enough(own) else replace(found, error=MEMORY_FLOOR)
+    evidence = _of_mechanism(name, family, table, device, MEMORY_FLOOR, figure="{spread:.1%} more")
+    of_family = table.get(family, {}).get(name)
+    return evidence if of_family is not None and enough(of_family) else replace(evidence, error=MEMORY_FLOOR)
 
 
 def _of_mechanism(
@@ -137,10 +137,10 @@ def _of_mechanism(
     figure: str = "{median:.1%} median",
 ) -> Evidence:
     """Return the evidence on one mechanism; ``figure`` is the text of the figure that the words show."""
-    own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
+    of_family, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
     accelerator, architecture = device.accelerator, device.architecture
-    if own is not None and enough(own):
-        alike = {**own, **own.get("architectures", {}).get(architecture, {})}
+    if of_family is not None and enough(of_family):
+        alike = {**of_family, **of_family.get("architectures", {}).get(architecture, {})}
         words = f"{_counted(alike, accelerator, figure)} of {WORDS[name]} with such code"
         return Evidence(alike["spread"], words, alike["runs"])
     if everyone is None:
@@ -173,26 +173,26 @@ def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:
 
 def own_runs(accelerator: str) -> int:
     """Return the number of runs of partool's own runtime on an accelerator that were compared with predictions."""
-    found: int = shipped()["own"].get(accelerator, 0)
-    return found
+    runs: int = shipped()["own"].get(accelerator, 0)
+    return runs
 
 
 def paired_error(names: Iterable[str], table: Mapping[str, Any] | None = None) -> float:
     """Return the largest median error of predicted ratios of layouts with and without each of some mechanisms."""
     paired = (shipped() if table is None else table).get("paired", {})
-    known = (paired.get(name) for name in names)
-    return max((one["median"] if one and enough(one) else PAIRED_FLOOR for one in known), default=PAIRED_FLOOR)
+    figures = (paired.get(name) for name in names)
+    return max((one["median"] if one and enough(one) else PAIRED_FLOOR for one in figures), default=PAIRED_FLOOR)
 
 
 def mechanisms(layout: Layout) -> tuple[str, ...]:
     """Return the names of the mechanisms that a layout uses, as in the table of evidence."""
-    return tuple(name for name, there in uses(encode(layout)).items() if there)
+    return tuple(name for name, used in uses(encode(layout)).items() if used)
 
 
 def uses(layouts: Layouts) -> dict[str, Mask]:
     """Return a mask of the layouts that use each mechanism, by its name in :data:`WORDS`."""
     several = np.asarray(layouts.pp) > 1
-    found = {
+    masks = {
         "data": np.asarray(layouts.zero) < 3,
         "zero3": np.asarray(layouts.zero) == 3,
         "tensor": np.asarray(layouts.tp) > 1,
@@ -205,5 +205,5 @@ def uses(layouts: Layouts) -> dict[str, Mask]:
         "offload_parameters": np.asarray(layouts.offload_parameters) > 0,
         "offload_activations": np.asarray(layouts.offload_activations) > 0,
     }
-    assert found.keys() == WORDS.keys()
-    return found
+    assert masks.keys() == WORDS.keys()
+    return masks

@@ -27,15 +27,17 @@ def kinds(model: ModelConfig) -> tuple[Kind, ...]:
     """Return the kind of every layer."""
     axes = [axis_of(model, layer) for layer in range(model.layers)]
     if all(axes):
-        turned = [(turn.before is not None) + (turn.after is not None) for turn in turns([one for one in axes if one])]
+        axis_changes = [
+            (turn.before is not None) + (turn.after is not None) for turn in turns([one for one in axes if one])
+        ]
     else:
-        turned = [0] * model.layers
+        axis_changes = [0] * model.layers
     return tuple(
         Kind(
             model.window if model.attention_kind(layer) == "sliding" else None,
             model.is_moe_layer(layer),
             axes[layer],
-            turned[layer],
+            axis_changes[layer],
         )
         for layer in range(model.layers)
     )

@@ -71,8 +71,8 @@ class Memo:
         first, where = distinct(code)
         self._learn(code, first, compute)
         at, _ = self._find(code[first])
-        found: NDArray[np.float64] = np.take(self._results[which], self._places[at][where], axis=1)
-        return found
+        columns: NDArray[np.float64] = np.take(self._results[which], self._places[at][where], axis=1)
+        return columns
 
     def learn(self, code: NDArray[np.int64], compute: Callable[[NDArray[np.intp]], Sequence[Column]]) -> None:
         """Compute the results of rows whose codes are not known yet, all at once."""
@@ -85,9 +85,9 @@ class Memo:
         compute: Callable[[NDArray[np.intp]], Sequence[Column]],
     ) -> None:
         """Compute those of the rows ``first``, one of each case, that are not known yet."""
-        _, there = self._find(code[first])
-        if not there.all():
-            new = first[~there]
+        _, learned = self._find(code[first])
+        if not learned.all():
+            new = first[~learned]
             self._add(code[new], compute(new))
 
     def _find(self, code: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:

@@ -84,14 +84,14 @@ def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int
     changes: dict[str, object] = {"layers": 1 + max(at for at in first if at is not None)}
     changes |= {} if padded_vocab is None else {"vocab": padded_vocab}
     model = model.model_copy(update=changes)
-    found = groups(model)
+    by_group = groups(model)
     partition = own_partition(model, tensor, inner, sequence_norms)
 
     def share(infos: list[ParameterInfo]) -> Share:
         return _share(infos, by_name(partition, [info.name for info in infos]), tensor)
 
-    layers = [Share(0, 0, 0, 0) if at is None else share(found[1 + at]) for at in first]
-    return Shares(share(found[0]), (layers[0], layers[1]), share(found[-1]))
+    layers = [Share(0, 0, 0, 0) if at is None else share(by_group[1 + at]) for at in first]
+    return Shares(share(by_group[0]), (layers[0], layers[1]), share(by_group[-1]))
 
 
 def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int) -> Share:
@@ -100,15 +100,15 @@ def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int) 
         row = rows.get(info.name)
         target = expert if info.kind == "expert" else common
         for rank in range(tensor):
-            held = info.elements if row is None else _held(row, rank)
-            target[rank] += held
-            matrices[rank] += held * (target is common and takes_whole_matrices(info))
-            summed[rank] += held * (row is not None and row.gradients == "summed")
-    whole = sum(info.elements for info in infos if info.kind == "expert")
-    return Share(max(common), max(expert), whole, max(summed), max(matrices))
+            elements = info.elements if row is None else _elements_of_rank(row, rank)
+            target[rank] += elements
+            matrices[rank] += elements * (target is common and takes_whole_matrices(info))
+            summed[rank] += elements * (row is not None and row.gradients == "summed")
+    expert_elements = sum(info.elements for info in infos if info.kind == "expert")
+    return Share(max(common), max(expert), expert_elements, max(summed), max(matrices))
 
 
-def _held(row: Partition, rank: int) -> int:
+def _elements_of_rank(row: Partition, rank: int) -> int:
     return prod(sum(stop - start for start, stop in ranges) for ranges in row.spans(rank))
 
 
@@ -131,9 +131,9 @@ def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
     """Return the numbers of elements of each group on the fullest tensor rank, under each layout."""
     tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
     code = (tp * 4096 + inner) * 2 + norms
-    known = sorted(set(code.ravel().tolist()))
-    table = [shares(job.model, job.padded_vocab, one // 8192, one // 2 % 4096, bool(one % 2)) for one in known]
-    index = np.searchsorted(np.array(known), code)
+    cases = sorted(set(code.ravel().tolist()))
+    table = [shares(job.model, job.padded_vocab, one // 8192, one // 2 % 4096, bool(one % 2)) for one in cases]
+    index = np.searchsorted(np.array(cases), code)
 
     def column(values: list[int]) -> Column:
         return values[0] if len(values) == 1 else np.array(values)[index]
@@ -144,14 +144,14 @@ def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
 
     layers = []
     for kind in (0, 1):
-        own = [one.layers[kind] for one in table]
-        whole = own[0].whole_expert
+        of_kind = [one.layers[kind] for one in table]
+        expert_elements = of_kind[0].whole_expert
         expert: Column = 0.0
-        if whole and job.model.moe is not None:
+        if expert_elements and job.model.moe is not None:
             size, parts = job.model.moe.ffn_hidden, np.asarray(layouts.etp)
-            shared = whole // size * width(size, parts) / layouts.ep
-            expert = np.where(layouts.ep > 1, shared, column([share.expert for share in own]))
-        layers.append((column([share.common for share in own]), expert))
+            shared = expert_elements // size * width(size, parts) / layouts.ep
+            expert = np.where(layouts.ep > 1, shared, column([share.expert for share in of_kind]))
+        layers.append((column([share.common for share in of_kind]), expert))
     summed = (
         column([one.embedding.summed for one in table]),
         (column([one.layers[0].summed for one in table]), column([one.layers[1].summed for one in table])),

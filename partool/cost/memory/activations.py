@@ -111,10 +111,10 @@ def saved_by_layer(job: Workload, layouts: Layouts, stack: MemoryStack, kind: in
     """Return the bytes that a layer of ``kind`` saves per micro-batch under ``policy`` (index in :data:`RECOMPUTE`)."""
     tokens = micro_batch_tokens(job, layouts)
     if stack.traced:
-        known = _traced(job, layouts, policy, tokens, kind)
-        if known is not None:
-            own = _routed(job, layouts, policy) if kind == MOE else 0.0
-            return known + (_gathered(job, layouts, policy) + own) * tokens
+        traced_bytes = _traced(job, layouts, policy, tokens, kind)
+        if traced_bytes is not None:
+            routed_per_token = _routed(job, layouts, policy) if kind == MOE else 0.0
+            return traced_bytes + (_gathered(job, layouts, policy) + routed_per_token) * tokens
     sizes = widths(job, layouts, kind)
     small = job.compute_bytes
     if policy == FULL:
@@ -124,8 +124,8 @@ def saved_by_layer(job: Workload, layouts: Layouts, stack: MemoryStack, kind: in
     compiled = 1 if stack.recompiles else 0 if stack.traced and kind == MOE else layouts.compiled
     if policy == SELECTIVE and stack.selective != "attention":
         return _matmuls(job, stack, sizes, compiled) * tokens
-    whole: Column = np.where(compiled == 1, _compiled(job, stack, sizes), _eager(job, stack, sizes))
-    return (whole + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
+    per_token: Column = np.where(compiled == 1, _compiled(job, stack, sizes), _eager(job, stack, sizes))
+    return (per_token + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
 
 
 def _routed(job: Workload, layouts: Layouts, policy: int) -> Column:
@@ -138,20 +138,20 @@ def _routed(job: Workload, layouts: Layouts, policy: int) -> Column:
     moe, hidden = job.model.moe, job.model.hidden
     assert moe is not None, "a dense model"
     shared = np.asarray(layouts.ep) > 1
-    own: Column = moe.top_k * np.asarray(layouts.etp, dtype=float)
-    arrived: Column = own * np.where(shared, job.load, 1.0)
-    rows = {
-        NONE: arrived + own,
-        ATTENTION: arrived + own,
-        SELECTIVE: np.where(shared, 2 * arrived + own, arrived),
-        KEEP_ATTENTION: np.where(shared, arrived + own, 0.0),
+    sent_rows: Column = moe.top_k * np.asarray(layouts.etp, dtype=float)
+    arrived_rows: Column = sent_rows * np.where(shared, job.load, 1.0)
+    rows_of_policy = {
+        NONE: arrived_rows + sent_rows,
+        ATTENTION: arrived_rows + sent_rows,
+        SELECTIVE: np.where(shared, 2 * arrived_rows + sent_rows, arrived_rows),
+        KEEP_ATTENTION: np.where(shared, arrived_rows + sent_rows, 0.0),
     }.get(policy, 0.0)
-    found = job.compute_bytes * hidden * rows / np.where(shared, layouts.tp, 1)
+    row_bytes = job.compute_bytes * hidden * rows_of_policy / np.where(shared, layouts.tp, 1)
     if policy not in (NONE, ATTENTION):
-        return found
+        return row_bytes
     kept = moe.shared_experts > 0 or job.compute_bytes >= 4  # by shared experts, or by a router that needs no copy
     norm = 0.0 if kept else job.compute_bytes * hidden / tensor_shares.stream(job, layouts)
-    return found + router_per_token(job, layouts) - norm
+    return row_bytes + router_per_token(job, layouts) - norm
 
 
 def router_per_token(job: Workload, layouts: Layouts) -> Column:
@@ -162,9 +162,9 @@ def router_per_token(job: Workload, layouts: Layouts) -> Column:
     """
     moe, wide = job.model.moe, max(job.compute_bytes, 4)
     assert moe is not None, "a dense model"
-    copy = wide * job.model.hidden if wide > job.compute_bytes else 0
-    found = copy + wide * moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0))
-    return found / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
+    copied_bytes = wide * job.model.hidden if wide > job.compute_bytes else 0
+    saved_bytes = copied_bytes + wide * moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0))
+    return saved_bytes / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
 
 
 def _traced(job: Workload, layouts: Layouts, policy: int, tokens: Column, kind: int = 0) -> Column | None:
@@ -185,31 +185,31 @@ def _traced(job: Workload, layouts: Layouts, policy: int, tokens: Column, kind: 
         key = key + copied * (sizes.query - key)
 
     # Results of attention along columns are reordered to the sequence's order for the output matrix.
-    turned = m.layer_types.count("column") / m.layers if policy == NONE else 0.0
+    column_share = m.layer_types.count("column") / m.layers if policy == NONE else 0.0
     # A tiled network keeps only its input; the result of its last product is kept only by selective recomputation.
     tiled = in_tiles(job, layouts)
     dropped = np.where(tiled, job.compute_bytes * sizes.hidden, 0.0) if policy == SELECTIVE else 0.0
 
-    def total(known: Coefficients) -> Column:
+    def total(traced: Coefficients) -> Column:
         per_token = (
-            known.token["hidden"] * sizes.hidden
-            + (known.token["query"] + turned * job.compute_bytes) * sizes.query
-            + known.token["key"] * key
-            + known.token["inner"] * np.where(tiled, 0.0, sizes.inner)
-            + known.token["heads"] * sizes.heads
-            + known.token["kv_heads"] * sizes.kv_heads
-            + known.token["scores"] * sizes.scores
-            + known.token["one"]
-            + _latent(job, layouts, known, sizes)
+            traced.token["hidden"] * sizes.hidden
+            + (traced.token["query"] + column_share * job.compute_bytes) * sizes.query
+            + traced.token["key"] * key
+            + traced.token["inner"] * np.where(tiled, 0.0, sizes.inner)
+            + traced.token["heads"] * sizes.heads
+            + traced.token["kv_heads"] * sizes.kv_heads
+            + traced.token["scores"] * sizes.scores
+            + traced.token["one"]
+            + _latent(job, layouts, traced, sizes)
         )
-        return (per_token - dropped) * tokens + known.layer
+        return (per_token - dropped) * tokens + traced.layer
 
     if kind == MOE:
         return total(eager)  # the runtime compiles layers without experts only
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 
-def _latent(job: Workload, layouts: Layouts, known: Coefficients, sizes: LayerWidths) -> Column:
+def _latent(job: Workload, layouts: Layouts, traced: Coefficients, sizes: LayerWidths) -> Column:
     """Return the traced bytes per token of tensors that only latent attention has.
 
     Down-projections and norms of latents work on the same tokens as norms of the residual stream.
@@ -217,24 +217,24 @@ def _latent(job: Workload, layouts: Layouts, known: Coefficients, sizes: LayerWi
     mla = job.model.mla
     if mla is None:
         return 0.0
-    whole = (
-        known.token["q_rank"] * (mla.q_rank or 0)
-        + known.token["kv_rank"] * mla.kv_rank
-        + known.token["latent"] * (mla.kv_rank + mla.rope_head_dim)
-        + known.token["rotary"] * mla.rope_head_dim
+    latent_bytes = (
+        traced.token["q_rank"] * (mla.q_rank or 0)
+        + traced.token["kv_rank"] * mla.kv_rank
+        + traced.token["latent"] * (mla.kv_rank + mla.rope_head_dim)
+        + traced.token["rotary"] * mla.rope_head_dim
     )
     expanded = sizes.heads * (mla.nope_head_dim + mla.v_head_dim)
-    heads = known.token["value"] * sizes.value + known.token["expanded"] * expanded
-    return heads + whole / tensor_shares.stream(job, layouts)
+    heads = traced.token["value"] * sizes.value + traced.token["expanded"] * expanded
+    return heads + latent_bytes / tensor_shares.stream(job, layouts)
 
 
 def tile_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of tensors that a backward pass rebuilds per tile of tokens, plus those of weight gradients."""
-    known = coefficients(job.trace, job.model, job.precision, Traced(0, "none", job.stack.fused))
-    if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
+    traced = coefficients(job.trace, job.model, job.precision, Traced(0, "none", job.stack.fused))
+    if traced is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
         return 0.0
     sizes, small = widths(job, layouts, 0), job.compute_bytes
-    rebuilt = known.token["inner"] * sizes.inner * layouts.mlp_tile_tokens * layouts.micro_batch
+    rebuilt = traced.token["inner"] * sizes.inner * layouts.mlp_tile_tokens * layouts.micro_batch
     weights = (2 + job.model.gated) * job.model.hidden * sizes.inner * (small + max(small, 4))
     return np.where(in_tiles(job, layouts), rebuilt + weights, 0.0)
 
@@ -324,11 +324,11 @@ def norm_per_token(job: Workload, layouts: Layouts, stack: MemoryStack) -> Colum
     head's gradient already.
     """
     sizes, small = widths(job, layouts, 0), job.compute_bytes
-    whole = _norm(job, stack, sizes)
+    unfused_bytes = _norm(job, stack, sizes)
     if not stack.traced:
-        return whole
+        return unfused_bytes
     result = sizes.hidden * small
-    kept = np.where("norm" in job.stack.fused, 2 * result + max(small, 4), whole)
+    kept = np.where("norm" in job.stack.fused, 2 * result + max(small, 4), unfused_bytes)
     return kept - np.where(early_loss(job, layouts), result, 0.0)
 
 
@@ -336,5 +336,5 @@ def early_loss(job: Workload, layouts: Layouts) -> Mask:
     """Return True where the loss computes its gradients in the forward pass (``LossKernels.early`` of the runtime)."""
     if "loss" not in job.stack.fused:
         return False
-    found: Mask = (np.asarray(layouts.pp) == 1) | among(layouts.schedule, ONE_AT_THE_END)
-    return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
+    backward_follows: Mask = (np.asarray(layouts.pp) == 1) | among(layouts.schedule, ONE_AT_THE_END)
+    return backward_follows & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))

@@ -18,24 +18,24 @@ from partool.work.traced import TracedKind, coefficients
 class BackwardBytes(NamedTuple):
     """Bytes beside what the layer saves without recomputation; each field is a column."""
 
-    working: Column
+    backward_peak_bytes: Column
     """At the fullest moment; where ranks share the layer's experts, while the experts' gradients are computed."""
-    reducing: Column = 0.0
+    expert_reduction_bytes: Column = 0.0
     """When nothing but their gradients is left of experts that ranks share; without these gradients."""
-    after: Column = 0.0
+    after_experts_bytes: Column = 0.0
     """While the backward pass of the rest of the layer follows theirs, without their gradients."""
-    recomputing: Column = 0.0
+    recompute_end_bytes: Column = 0.0
     """At the end of the forward pass, if it is run again."""
 
 
-def dense_backward(job: Workload, layouts: Layouts, whole: Column) -> BackwardBytes | None:
+def dense_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> BackwardBytes | None:
     """Return what a dense layer's backward pass takes; None if what the layer saves is not traced.
 
     The fullest moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist,
     the product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's
     backward pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
-    the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole`` are the bytes
-    that the layer saves without recomputation.
+    the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``saved_bytes`` is what
+    the layer saves without recomputation.
     """
     m, small = job.model, job.compute_bytes
     fused = job.stack.fused
@@ -44,25 +44,25 @@ def dense_backward(job: Workload, layouts: Layouts, whole: Column) -> BackwardBy
         return None
     sizes, tokens = widths(job, layouts, 0), micro_batch_tokens(job, layouts)
     saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
-    there = inner_tensors(job, saved)
+    inner_count = inner_tensors(job, saved)
     matrix = m.hidden * sizes.inner
     share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
-    network = small * there * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
+    network = small * inner_count * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
     gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
     gradients = small * (sizes.attention - sizes.latent)
     freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
     attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix
     attention = attention + attention_exchange_bytes(job, layouts)
-    found = np.maximum(gate, attention)
+    peak_bytes = np.maximum(gate, attention)
     if "norm" in fused or m.norm != "rmsnorm":
-        return BackwardBytes(found)
+        return BackwardBytes(peak_bytes)
     # A norm of several operators has five wide tensors of the model's width at once; the wide input still exists.
     wide = max(small, 4)
     matrices = small * m.hidden * (sizes.inner * (2 + m.gated))
     second = tokens * (sizes.hidden * (5 * wide - small) - np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner)
-    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - whole
+    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - saved_bytes
     norms = matrices + np.maximum(second, first)
-    return BackwardBytes(np.where(layouts.compiled == 1, found, np.maximum(found, norms)))
+    return BackwardBytes(np.where(layouts.compiled == 1, peak_bytes, np.maximum(peak_bytes, norms)))
 
 
 def inner_tensors(job: Workload, saved: Column) -> Column:

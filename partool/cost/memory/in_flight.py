@@ -24,27 +24,27 @@ def in_flight(layouts: Layouts, rank: Column) -> Column:
     warm_up = 2 * (pp - rank - 1) + (chunks - 1) * pp + 1
     interleaved = np.minimum(m * chunks, warm_up)
     schedule = layouts.schedule
-    found = np.where(schedule == SCHEDULES.index("interleaved"), interleaved, one * chunks)
-    found = np.where(schedule == SCHEDULES.index("zb-h1"), np.minimum(m, pp) * chunks, found)
-    found = np.where(schedule == SCHEDULES.index("gpipe"), m * chunks, found)
+    activations = np.where(schedule == SCHEDULES.index("interleaved"), interleaved, one * chunks)
+    activations = np.where(schedule == SCHEDULES.index("zb-h1"), np.minimum(m, pp) * chunks, activations)
+    activations = np.where(schedule == SCHEDULES.index("gpipe"), m * chunks, activations)
     under_way = np.minimum(np.minimum(m, pp), np.where(layouts.in_flight > 0, layouts.in_flight, pp))
-    found = np.where(schedule == SCHEDULES.index("zb-v"), under_way * chunks, found)
+    activations = np.where(schedule == SCHEDULES.index("zb-v"), under_way * chunks, activations)
     folded = np.where(rank == pp - 1, under_way * chunks, under_way * (chunks - 1) + 1)
-    found = np.where(schedule == SCHEDULES.index("hanayo"), folded, found)
-    return np.where(pp == 1, chunks, found)
+    activations = np.where(schedule == SCHEDULES.index("hanayo"), folded, activations)
+    return np.where(pp == 1, chunks, activations)
 
 
-def own_inputs(layouts: Layouts, held: Column) -> Column:
-    """Return how many of the ``held`` activations of the first rank belong to the first stage, if none is folded.
+def first_stage_inputs(layouts: Layouts, activations: Column) -> Column:
+    """Return how many of the first rank's ``activations`` belong to the first stage, if none is folded.
 
     Passes of a rank's stages take turns in groups of as many as ranks.
     """
-    turns, rest = np.divmod(held, layouts.pp * layouts.chunks)
+    turns, rest = np.divmod(activations, layouts.pp * layouts.chunks)
     return turns * layouts.pp + np.minimum(rest, layouts.pp)
 
 
-def handed_over(layouts: Layouts, rank: Column, held: Column) -> Column:
-    """Return how many of the ``held`` activations on ``rank`` have inputs that are no messages.
+def handed_over(layouts: Layouts, rank: Column, activations: Column) -> Column:
+    """Return how many of the ``activations`` in flight on ``rank`` have inputs that are no messages.
 
     Where stages are folded, the rank at either end runs two stages in succession: every second one of the first rank,
     from the first on, and of the last rank, from its second on, takes the place of a message. The last stage holds one
@@ -52,6 +52,6 @@ def handed_over(layouts: Layouts, rank: Column, held: Column) -> Column:
     """
     chunks = np.asarray(layouts.chunks)
     one = among(layouts.schedule, ONE_AT_THE_END)
-    first = np.where(one, (held - 1) * chunks / np.maximum(2 * (chunks - 1), 1), held / 2)
-    folded = np.where(rank == 0, first, np.where(rank == layouts.pp - 1, held / 2, 0.0))
-    return np.where(layouts.folded, folded, np.where(rank == 0, own_inputs(layouts, held), 0.0))
+    first = np.where(one, (activations - 1) * chunks / np.maximum(2 * (chunks - 1), 1), activations / 2)
+    folded = np.where(rank == 0, first, np.where(rank == layouts.pp - 1, activations / 2, 0.0))
+    return np.where(layouts.folded, folded, np.where(rank == 0, first_stage_inputs(layouts, activations), 0.0))

@@ -26,7 +26,7 @@ class Elements(NamedTuple):
 
     cut: int
     """Number of elements sharded by tensor parallelism."""
-    whole: int
+    replicated: int
     """Number of elements of norms and routers; every tensor rank has all of them."""
     expert: int
     """Number of elements sharded by both expert and tensor parallelism."""
@@ -54,7 +54,7 @@ class GatherGroups:
 class WeightRing:
     """Tensors that a rank holds in a pipeline that passes weights from rank to rank; every field is a column."""
 
-    there: Mask
+    passes_weights: Mask
     """True where weights are passed from rank to rank; elsewhere the other fields have no meaning."""
     inputs: Column
     """Number of stage inputs kept at the peak, counted per micro-batch."""
@@ -99,7 +99,7 @@ class RankLoad:
     """Tensors held to pass weights from rank to rank; None if no layout passes weights."""
     larger: Column = 1.0
     """Ratio of the layers whose activations exist at the peak to the layers of as many activations of mean stages."""
-    own: Column | None = None
+    local_inputs: Column | None = None
     """Number of stage inputs in flight that are no messages; None stands for a closed form."""
     ending: Column | None = None
     """Micro-batches at the peak between the last stage's passes; None stands for a closed form."""
@@ -121,14 +121,14 @@ def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str
         layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
         kinds.append(_elements([] if layer is None else layer_parameters(model, layer)))
     outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
-    found = GatherGroups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
-    return replace(found, **_trained(model, frozen)) if frozen else found
+    all_trained = GatherGroups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
+    return replace(all_trained, **_trained(model, frozen)) if frozen else all_trained
 
 
 def _elements(infos: Sequence[ParameterInfo]) -> Elements:
-    whole = sum(info.elements for info in infos if info.kind in ("norm", "router", "position"))
+    replicated = sum(info.elements for info in infos if info.kind in ("norm", "router", "position"))
     expert = sum(info.elements for info in infos if info.kind == "expert")
-    return Elements(sum(info.elements for info in infos) - whole - expert, whole, expert)
+    return Elements(sum(info.elements for info in infos) - replicated - expert, replicated, expert)
 
 
 def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
-    held = sum(info.elements for info in infos)
-    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(held, 1)
+    elements = sum(info.elements for info in infos)
+    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(elements, 1)
 
 
-def held_by_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
+def load_of_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
     """Return the load of the pipeline rank ``rank`` (a column) if layers are split as evenly as possible.
 
     ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.memory.in_flight.in_flight` does.
@@ -163,7 +163,7 @@ def held_by_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Colum
     each, odd = np.divmod(layers, pp * chunks)
     extra = np.clip(np.ceil((odd - rank) / pp), 0, chunks)
     if np.any(layouts.folded):
-        folded = sum((stage < odd) & there for stage, there in _stages_of_rank(layouts, rank))
+        folded = sum((stage < odd) & exists for stage, exists in _stages_of_rank(layouts, rank))
         extra = np.where(layouts.folded, folded, extra)
     count = each * chunks + extra
     moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
@@ -182,8 +182,8 @@ def held_by_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Colum
     # With an even number of chunks, folded stages end on the rank where they began.
     last = np.where((rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1)) | layouts.ring, 1, 0)
     ring = _ring(job, layouts, each + (odd > 0)) if np.any(layouts.ring) else None
-    own = handed_over(layouts, rank, in_flight) if np.any(layouts.folded) else None
-    return RankLoad(kinds, first, last, in_flight / chunks, kept, ring, own=own)
+    local_inputs = handed_over(layouts, rank, in_flight) if np.any(layouts.folded) else None
+    return RankLoad(kinds, first, last, in_flight / chunks, kept, ring, local_inputs=local_inputs)
 
 
 def _ring(job: Workload, layouts: Layouts, most: Column) -> WeightRing:
@@ -200,11 +200,11 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
     """Return the number of layers with experts on pipeline rank ``rank``."""
     running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
     total: Column = 0
-    for stage, there in _stages_of_rank(layouts, rank):
+    for stage, exists in _stages_of_rank(layouts, rank):
         start = stage * each + np.minimum(stage, odd)
         stop = start + each + (stage < odd)
-        found = running[np.clip(stop, 0, model.layers)] - running[np.clip(start, 0, model.layers)]
-        total = total + np.where(there, found, 0)
+        expert_layers = running[np.clip(stop, 0, model.layers)] - running[np.clip(start, 0, model.layers)]
+        total = total + np.where(exists, expert_layers, 0)
     return total
 
 
@@ -212,5 +212,5 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
     """Yield, for each chunk of a rank, the chunk's stage and a mask of the layouts that have this chunk."""
     pp = layouts.pp
     for chunk in range(int(np.max(layouts.chunks))):
-        turned = pp - 1 - rank if chunk % 2 else rank
-        yield chunk * pp + np.where(layouts.folded, turned, rank), chunk < layouts.chunks
+        mirrored_rank = pp - 1 - rank if chunk % 2 else rank
+        yield chunk * pp + np.where(layouts.folded, mirrored_rank, rank), chunk < layouts.chunks

@@ -33,8 +33,8 @@ def saved_bytes(job: Workload, layouts: Layouts, policy: int) -> Column:
     if policy != ATTENTION:
         more = more + inside.result
     sums = 0.0 if policy == ATTENTION else inside.sums - outside.sums
-    found = more * job.compute_bytes + sums * max(job.compute_bytes, 4)
-    return np.where(trades, _rows(job, layouts) * found, 0.0)
+    per_token = more * job.compute_bytes + sums * max(job.compute_bytes, 4)
+    return np.where(trades, _rows(job, layouts) * per_token, 0.0)
 
 
 def buffer_bytes(job: Workload, layouts: Layouts) -> Column:
@@ -46,12 +46,12 @@ def buffer_bytes(job: Workload, layouts: Layouts) -> Column:
     narrow = [window for window in windows if window is not None and window < job.sequence_length]
     widest = max(narrow) if len(narrow) == len(windows) else None
     one = AttentionBuffers(job, layouts, _inside(job, layouts, _outside(job, layouts)), widest)
-    found, method = np.zeros(np.shape(several)), np.asarray(layouts.sequence_method)
+    per_token, method = np.zeros(np.shape(several)), np.asarray(layouts.sequence_method)
     for index, name in PRICED:
-        there = several & (method == index)
-        if np.any(there):
-            found = np.where(there, price_of(name).buffers(one), found)
-    return _rows(job, layouts) * found
+        uses_method = several & (method == index)
+        if np.any(uses_method):
+            per_token = np.where(uses_method, price_of(name).buffers(one), per_token)
+    return _rows(job, layouts) * per_token
 
 
 def _outside(job: Workload, layouts: Layouts) -> AttentionElements:
@@ -62,8 +62,8 @@ def _outside(job: Workload, layouts: Layouts) -> AttentionElements:
 
 def _inside(job: Workload, layouts: Layouts, outside: AttentionElements) -> AttentionElements:
     heads, keys = tensor_shares.heads(job.model, layouts.tp)
-    ranks, found = sequence_shares.trading(layouts), sequence_shares.heads(job, layouts)
-    share, shared = ranks * found.queries / heads, ranks * found.keys / keys
+    ranks, rank_heads = sequence_shares.trading(layouts), sequence_shares.heads(job, layouts)
+    share, shared = ranks * rank_heads.queries / heads, ranks * rank_heads.keys / keys
     return AttentionElements(outside.query * share, outside.keys * shared, outside.result * share, outside.sums * share)
 
 

@@ -25,9 +25,9 @@ class LossBytes:
     """At the fullest moment of the forward pass."""
     backward: Column
     """At the fullest moment of the loss's backward pass."""
-    after: Column
+    beside_layers: Column
     """While the layers' backward passes run."""
-    held: Column
+    per_micro_batch: Column
     """Part of ``forward`` and ``backward`` that each further micro-batch in flight adds."""
     within: Column
     """Part of ``forward`` that exists only inside of a kernel."""
@@ -42,9 +42,9 @@ def loss_bytes(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: C
     ``in_flight`` is the number of micro-batches that are between the last stage's forward and backward passes.
     """
     if stack.traced:
-        early, late = _early_loss(job, layouts), _late_loss(job, layouts, stack, in_flight)
+        early, deferred = _early_loss(job, layouts), _deferred_loss(job, layouts, stack, in_flight)
         first = early_loss(job, layouts)
-        both = (np.where(first, *each) for each in zip(early, late, strict=True))
+        both = (np.where(first, *each) for each in zip(early, deferred, strict=True))
         return LossBytes(*both)
     spike, freed = _spike(job, layouts, stack)
     return LossBytes(spike, 0.0, 0.0, 0.0, 0.0, freed)
@@ -99,7 +99,7 @@ def _early_loss(job: Workload, layouts: Layouts) -> tuple[Column, ...]:
     return kept + logits, kept + state + head * small, head * small, 0.0 * head, within, 0.0 * head
 
 
-def _late_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
+def _deferred_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
     """Return the fields of :class:`LossBytes` for a loss whose backward pass computes its gradients.
 
     Logits that are held whole last until their backward pass, with a fused kernel in the compute type: the gradient
@@ -144,6 +144,6 @@ def exchange_bytes(job: Workload, layouts: Layouts) -> Column:
 def attention_exchange_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor and sequence parallelism, which attention's backward pass has."""
     # Sharded residual streams are all-gathered for each pair of matrices, forward and backward.
-    whole = (layouts.tp > 1) & (tensor_shares.stream(job, layouts) > 1)
-    tensor = np.where(whole, 2.0 * job.model.hidden, 0.0)
+    gathers_stream = (layouts.tp > 1) & (tensor_shares.stream(job, layouts) > 1)
+    tensor = np.where(gathers_stream, 2.0 * job.model.hidden, 0.0)
     return job.compute_bytes * micro_batch_tokens(job, layouts) * tensor + buffer_bytes(job, layouts)

@@ -46,14 +46,14 @@ def exchange(one: SequencePass) -> ExchangeTime:
     if one.windowed:
         return sequence_halo.exchange(one)
     group = one.group(one.layouts.cp, 1)
-    whole = one.rows * one.layouts.cp * one.key_width
-    found = ExchangeTime(
-        steps=[AttentionTransfer(1, collective.gather_s(one.job, whole * one.small, group), 1.0 / one.layouts.cp)],
+    elements = one.rows * one.layouts.cp * one.key_width
+    seconds = ExchangeTime(
+        steps=[AttentionTransfer(1, collective.gather_s(one.job, elements * one.small, group), 1.0 / one.layouts.cp)],
         operators=GATHER_OPERATORS * (2.0 if one.backward else 1.0),
     )
     if one.backward:
-        found.inside = collective.reduce_scatter_s(one.job, whole * one.wide, group)
-    return found
+        seconds.inside = collective.reduce_scatter_s(one.job, elements * one.wide, group)
+    return seconds
 
 
 def buffers(one: AttentionBuffers) -> Column:

@@ -54,11 +54,13 @@ def exchange(one: SequencePass) -> ExchangeTime:
     window, near = one.kind.window or 1, np.where(ranks > 1, np.minimum(rows, 1), 0)
     # Gradients return while the rank attends to its own tokens.
     piece = share / stretches
-    own = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
+    local_share = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
     narrow, wide = (hop_s(one, elements * width, group) for width in (one.small, one.wide))
     if not one.backward:
-        return ExchangeTime(steps=[AttentionTransfer(near, narrow, own)], operators=BLOCK_OPERATORS)
-    return ExchangeTime(inside=near * narrow, steps=[AttentionTransfer(near, wide, own)], operators=2 * BLOCK_OPERATORS)
+        return ExchangeTime(steps=[AttentionTransfer(near, narrow, local_share)], operators=BLOCK_OPERATORS)
+    return ExchangeTime(
+        inside=near * narrow, steps=[AttentionTransfer(near, wide, local_share)], operators=2 * BLOCK_OPERATORS
+    )
 
 
 def buffers(one: AttentionBuffers) -> Column:

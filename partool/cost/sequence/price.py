@@ -51,12 +51,12 @@ PRICED = tuple(enumerate(SEQUENCE_METHODS))
 
 def exchange(job: Workload, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
     """Return the seconds of one layer's exchanges among ranks that share a sequence."""
-    found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
+    seconds, several = ExchangeTime(), np.asarray(layouts.cp) > 1
     if not np.any(several):
-        return found
+        return seconds
     one, method = SequencePass(job, layouts, kind, backward), np.asarray(layouts.sequence_method)
     for index, name in PRICED:
-        there = several & (method == index)
-        if np.any(there):
-            found.add(there, price_of(name).exchange(one))
-    return found
+        uses_method = several & (method == index)
+        if np.any(uses_method):
+            seconds.add(uses_method, price_of(name).exchange(one))
+    return seconds

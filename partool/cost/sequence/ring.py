@@ -58,10 +58,10 @@ def exchange(one: SequencePass) -> ExchangeTime:
         return sequence_halo.exchange(one)
     ranks, inner = sequence_shares.ring(one.layouts), sequence_shares.trading(one.layouts)
     block, group = one.rows * inner * one.key_width, one.group(ranks, inner)
-    found = steps_of(one, ranks, block, group, alone=2)
+    seconds = steps_of(one, ranks, block, group, alone=2)
     if one.backward:
-        found.inside = np.minimum(np.maximum(ranks - 1, 0), 1) * hop_s(one, block * one.wide, group)
-    return found
+        seconds.inside = np.minimum(np.maximum(ranks - 1, 0), 1) * hop_s(one, block * one.wide, group)
+    return seconds
 
 
 def buffers(one: AttentionBuffers) -> Column:

@@ -36,11 +36,13 @@ ON_GRIDS = _where(lambda record: record.on_grids)
 
 def tokens(job: Workload, layouts: Layouts) -> Column:
     """Return the number of tokens of one sequence that the fullest rank holds."""
-    found = tensor_shares.width(job.sequence_length, layouts.cp)
+    even_share = tensor_shares.width(job.sequence_length, layouts.cp)
     if not job.model.grid or not np.any(np.asarray(layouts.sequence_order) == _GRID):
-        return found
+        return even_share
     rows, columns = job.model.grid
-    return np.where(np.asarray(layouts.sequence_order) == _GRID, rows * tensor_shares.width(columns, layouts.cp), found)
+    return np.where(
+        np.asarray(layouts.sequence_order) == _GRID, rows * tensor_shares.width(columns, layouts.cp), even_share
+    )
 
 
 def trading(layouts: Layouts) -> Column:
@@ -78,11 +80,11 @@ def heads(job: Workload, layouts: Layouts) -> HeadShares:
     ranks = trading(layouts)
     if not np.any(ranks > 1):
         return HeadShares(queries, keys, keys)
-    whole = [np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks)]
-    code = np.asarray((whole[0] * 8192 + whole[1]) * 1048576 + whole[2])
-    known = np.array(sorted(set(code.ravel().tolist())))
-    table = np.array([_dealt(one // 1048576 // 8192, one // 1048576 % 8192, one % 1048576) for one in known.tolist()])
-    most, needed, sent = table[np.searchsorted(known, code)].T if code.ndim else table[0]
+    counts = [np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks)]
+    code = np.asarray((counts[0] * 8192 + counts[1]) * 1048576 + counts[2])
+    cases = np.array(sorted(set(code.ravel().tolist())))
+    table = np.array([_dealt(one // 1048576 // 8192, one // 1048576 % 8192, one % 1048576) for one in cases.tolist()])
+    most, needed, sent = table[np.searchsorted(cases, code)].T if code.ndim else table[0]
     return HeadShares(most, needed, sent)
 
 

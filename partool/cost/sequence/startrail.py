@@ -87,13 +87,13 @@ def exchange(one: SequencePass) -> ExchangeTime:
     result = values / keys * heads
     block = one.rows * members * one.key_width
     within = one.rows * members
-    found = steps_of(one, ranks, block, circle, alone=1)
+    seconds = steps_of(one, ranks, block, circle, alone=1)
     if one.backward:
-        there = within * ((query + 2.0 * result) * one.small + heads * one.wide)
-        back = within * query * one.small
+        out_bytes = within * ((query + 2.0 * result) * one.small + heads * one.wide)
+        back_bytes = within * query * one.small
     else:
-        there, back = within * query * one.small, within * (result * one.small + heads * one.wide)
-    sent = collective.all_to_all_s(job, there, team) + collective.all_to_all_s(job, back, team)
+        out_bytes, back_bytes = within * query * one.small, within * (result * one.small + heads * one.wide)
+    sent = collective.all_to_all_s(job, out_bytes, team) + collective.all_to_all_s(job, back_bytes, team)
     near = one.group(ranks * members, 1)
 
     def placed(width: int) -> Column:
@@ -101,9 +101,9 @@ def exchange(one: SequencePass) -> ExchangeTime:
         others = collective.all_to_all_s(job, block * width, across)
         return others + np.where(members > 1, hop_s(one, block / members * width, near), 0.0)
 
-    found.inside = found.inside + sent + placed(one.small) + (placed(one.wide) if one.backward else 0.0)
-    found.operators = found.operators + 4 * TRADE_OPERATORS
-    return found
+    seconds.inside = seconds.inside + sent + placed(one.small) + (placed(one.wide) if one.backward else 0.0)
+    seconds.operators = seconds.operators + 4 * TRADE_OPERATORS
+    return seconds
 
 
 def buffers(one: AttentionBuffers) -> Column:

@@ -101,8 +101,8 @@ class SequenceTeams(NamedTuple):
     @property
     def shares(self) -> tuple[Spans, ...]:
         """Tokens of each rank."""
-        found = shares(self.length, self.ranks, self.order, inner=self.inner, columns=self.columns)
-        return self.trails.by_rank(found) if METHODS[self.method].keys == "teams" else found
+        spans = shares(self.length, self.ranks, self.order, inner=self.inner, columns=self.columns)
+        return self.trails.by_rank(spans) if METHODS[self.method].keys == "teams" else spans
 
 
 class AttentionTransfer(NamedTuple):
@@ -146,19 +146,19 @@ class ExchangeTime:
         """Return the exposed seconds within the core: the part of the transfers that attention does not hide."""
         stack, shown = job.stack, self.inside
         for times, seconds, share in self.steps:
-            left = np.maximum(seconds - stack.overlap_blocks * share * attention_s, 0.0)
-            shown = shown + times * (left + (stack.contention - 1.0) * (seconds - left))
+            exposed_s = np.maximum(seconds - stack.overlap_blocks * share * attention_s, 0.0)
+            shown = shown + times * (exposed_s + (stack.contention - 1.0) * (seconds - exposed_s))
         return shown
 
     def exposed(self, job: Workload, attention_s: Column) -> Column:
         """Return the exposed seconds of all exchanges."""
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
-    def add(self, there: Column, other: ExchangeTime) -> None:
-        """Add the seconds of ``other``, the exchanges of another method, in the layouts where ``there`` is true."""
+    def add(self, mask: Column, other: ExchangeTime) -> None:
+        """Add the seconds of ``other``, the exchanges of another method, in the layouts where ``mask`` is true."""
 
         def where(value: Column) -> Column:
-            return np.where(there, value, 0.0)
+            return np.where(mask, value, 0.0)
 
         self.outside = self.outside + where(other.outside)
         self.inside = self.inside + where(other.inside)

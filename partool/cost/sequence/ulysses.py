@@ -79,16 +79,16 @@ def exchange(one: SequencePass) -> ExchangeTime:
     group = one.group(ranks, 1)
     query, key, value = widths(job, layouts)
     _, keys = tensor_shares.heads(job.model, layouts.tp)
-    found = sequence_shares.heads(job, layouts)
+    rank_heads = sequence_shares.heads(job, layouts)
     rows = one.rows * small
     # Each rank sends all heads of its tokens; for the result it sends all tokens of its heads.
     key_s, query_s, value_s, result_s = (
         collective.all_to_all_s(job, rows * width, group)
         for width in (
-            key / keys * found.all_keys,
+            key / keys * rank_heads.all_keys,
             query,
-            value / keys * found.all_keys,
-            ranks * found.queries * (value / keys if job.model.mla else job.model.head_dim),
+            value / keys * rank_heads.all_keys,
+            ranks * rank_heads.queries * (value / keys if job.model.mla else job.model.head_dim),
         )
     )
     passes = 2.0 if one.backward else 1.0

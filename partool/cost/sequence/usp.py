@@ -44,9 +44,9 @@ def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, ra
 
 def exchange(one: SequencePass) -> ExchangeTime:
     """Return the seconds of exchanging heads within groups, and of the steps of the ring of groups."""
-    found = sequence_ulysses.exchange(one)
-    found.add(True, sequence_ring.exchange(one))
-    return found
+    seconds = sequence_ulysses.exchange(one)
+    seconds.add(True, sequence_ring.exchange(one))
+    return seconds
 
 
 def buffers(one: AttentionBuffers) -> Column:

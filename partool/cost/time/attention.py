@@ -79,16 +79,16 @@ def pairs(job: Workload, layouts: Layouts, kind: Kind) -> Column:
     keys: Column = np.where(uneven & (share < length), keys_between(length - share, length, window), mean)
     # The last team computes the scores of all its queries together, each member for a part of the keys.
     team = np.minimum(tensor_shares.width(length, ranks) * layouts.sequence_teams, length)
-    late = (order == 0) & (ranks > 1) & among(method, sequence_shares.TEAMS)
-    keys = np.where(late, keys_between(length - team, length, window), keys)
+    last_team = (order == 0) & (ranks > 1) & among(method, sequence_shares.TEAMS)
+    keys = np.where(last_team, keys_between(length - team, length, window), keys)
     return share * keys * heads
 
 
 def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
     """Return the number of query-key pairs along one axis of a grid; DSP shards the other axis, Ulysses no axis."""
     line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
-    turned = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
-    return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
+    on_grids = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
+    return line * line / 2.0 * np.where(on_grids, tensor_shares.width(lines, layouts.cp), lines)
 
 
 def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:

@@ -89,10 +89,10 @@ def streamed_s(job: Workload, moved_bytes: Column) -> Column:
 
 def misaligned(width: Column) -> Column:
     """Return the slowdown of a product whose inner or outer width is not a multiple of 64 elements."""
-    (whole, _), (eight, some), (_, none) = _MISALIGNED
+    (widest, _), (eight, some), (_, none) = _MISALIGNED
     if not hasattr(width, "shape") or width.shape == ():
-        return 1.0 if width % whole == 0 else some if width % eight == 0 else none
-    return np.where(np.mod(width, whole) == 0, 1.0, np.where(np.mod(width, eight) == 0, some, none))
+        return 1.0 if width % widest == 0 else some if width % eight == 0 else none
+    return np.where(np.mod(width, widest) == 0, 1.0, np.where(np.mod(width, eight) == 0, some, none))
 
 
 def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:

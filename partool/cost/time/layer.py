@@ -94,11 +94,11 @@ def blended_s(job: Workload, device_s: Column, host_s: Column) -> Column:
 
 @dataclass
 class Layer:
-    """Passes of a layer; ``again`` is the work that the backward pass recomputes under the recompute policy."""
+    """Passes of a layer; ``recompute`` is the work that the backward pass recomputes under the recompute policy."""
 
     forward: LayerPass
     backward: LayerPass
-    again: LayerPass
+    recompute: LayerPass
 
 
 def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -> Layer:
@@ -113,17 +113,19 @@ def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -
     tiled = in_tiles(job, layouts)
     # The weighted sum of experts, and tiles, read the results of their last products.
     kept = np.where(tiled, 0.0, _last_product_share(job.model)) if job.stack.stops_early and not kind.moe else 0.0
-    again = _again(job, layouts, forward, sent.again, kept)
+    recompute = _recompute(job, layouts, forward, sent.recompute_s, kept)
     if not kind.moe and np.any(tiled):
         # Policies that recompute everything include tiled networks; under other policies tiles add their recomputation.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
-        again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
+        recompute.matmul_s = recompute.matmul_s + np.where(
+            tiled, rest * job.stack.derate * products_s(job, layouts), 0.0
+        )
     if perturbed:
         sent = tensor_time.layer_seconds(job, layouts, kind, weights=False)
         inputs = _pass(job, layouts, kind, sent, backward=True, weights=False)
-        more = ((forward, forward), (backward, inputs), (again, again))
+        more = ((forward, forward), (backward, inputs), (recompute, recompute))
         return Layer(*(one.plus(other, perturbed) for one, other in more))
-    return Layer(forward, backward, again)
+    return Layer(forward, backward, recompute)
 
 
 def tokens(job: Workload, layouts: Layouts) -> Column:
@@ -162,7 +164,7 @@ def _pass(
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
     shared = exchange(job, layouts, kind, backward=backward)
     operators = operators + shared.operators
-    done = LayerPass(
+    layer_pass = LayerPass(
         matmul_s=matmul,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
         elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
@@ -172,17 +174,17 @@ def _pass(
         expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
         host_s=operators * job.devices.operator_s * stack.host_slowdown * attention.extra_operators(job, layouts),
     )
-    computed = done.matmul_s + done.attention_s + done.elementwise_s
+    computed = layer_pass.matmul_s + layer_pass.attention_s + layer_pass.elementwise_s
     waits = np.where(np.asarray(layouts.tp) > 1, stack.tensor_wait_share * computed, 0.0)
-    done.exposed = {
+    layer_pass.exposed = {
         "tensor_parallel": (1.0 - stack.overlap_tensor) * exposed + waits,
-        "sequence_parallel": shared.exposed(job, done.attention_s),
-        "expert_parallel": (1.0 - stack.overlap_expert) * done.expert_s,
+        "sequence_parallel": shared.exposed(job, layer_pass.attention_s),
+        "expert_parallel": (1.0 - stack.overlap_expert) * layer_pass.expert_s,
     }
-    return done
+    return layer_pass
 
 
-def _again(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Column, kept: Column) -> LayerPass:
+def _recompute(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Column, kept: Column) -> LayerPass:
     """Return the part of the forward pass that each layout's recompute policy repeats.
 
     ``sent_s`` are the seconds of collectives that full recomputation repeats; ``kept`` is the share of the products
@@ -191,12 +193,12 @@ def _again(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Column, 
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
     light = np.where(policy >= SELECTIVE, share, 0.0)
-    whole = np.where(policy >= KEEP_ATTENTION, share, 0.0)
+    layer_share = np.where(policy >= KEEP_ATTENTION, share, 0.0)
     flash = job.stack.attention != "unfused"
     # Selective recomputation keeps the result of fused attention; without fusion it recomputes the scores.
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
-    matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole * (1.0 - kept))
-    shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
+    matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, layer_share * (1.0 - kept))
+    shown: dict[str, Column] = {name: layer_share * value for name, value in forward.exposed.items()}
     # Recomputing attention sends keys again; only recomputing whole layers exchanges heads and sharded axes again.
     shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
     traded = everything * (shared.outside - shared.hidden)
@@ -211,11 +213,11 @@ def _again(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Column, 
         matmul_s=matmuls * forward.matmul_s,
         attention_s=attends * forward.attention_s,
         elementwise_s=light * forward.elementwise_s,
-        tensor_s=whole * sent_s,
+        tensor_s=layer_share * sent_s,
         sequence_s=core * shared.rings + everything * shared.outside,
-        expert_s=whole * forward.expert_s,
+        expert_s=layer_share * forward.expert_s,
         host_s=job.stack.host_again
-        * (0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole)
+        * (0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * layer_share)
         * forward.host_s,
         exposed=shown,
     )
@@ -249,26 +251,26 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
     mla = model.mla
     if mla:
         query = queries * (mla.nope_head_dim + mla.rope_head_dim)
-        found: list[Product] = []
+        layer_products: list[Product] = []
         if mla.q_rank is None:
-            found.append(Product(query, hidden, "first"))
+            layer_products.append(Product(query, hidden, "first"))
         else:
-            found += [Product(mla.q_rank, hidden, "down"), Product(query, mla.q_rank, "first")]
-        found.append(Product(mla.kv_rank + mla.rope_head_dim, hidden, "down"))
-        found.append(Product(queries * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, "first"))
-        found.append(Product(hidden, queries * mla.v_head_dim, "second"))
+            layer_products += [Product(mla.q_rank, hidden, "down"), Product(query, mla.q_rank, "first")]
+        layer_products.append(Product(mla.kv_rank + mla.rope_head_dim, hidden, "down"))
+        layer_products.append(Product(queries * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, "first"))
+        layer_products.append(Product(hidden, queries * mla.v_head_dim, "second"))
     else:
         query, key = queries * model.head_dim, keys * model.head_dim
-        found = [Product(query + 2 * key, hidden, "first", 3), Product(hidden, query, "second")]
+        layer_products = [Product(query + 2 * key, hidden, "first", 3), Product(hidden, query, "second")]
     width = model.ffn_hidden
     if moe and model.moe:
-        found.append(Product(model.moe.experts, hidden, "whole"))
+        layer_products.append(Product(model.moe.experts, hidden, "whole"))
         width = model.moe.shared_experts * model.moe.ffn_hidden
     if width:
         inner = tensor_shares.width(width, ranks)
         gates = 1 + model.gated
-        found += [Product(gates * inner, hidden, "first", gates), Product(hidden, inner, "second")]
-    return found
+        layer_products += [Product(gates * inner, hidden, "first", gates), Product(hidden, inner, "second")]
+    return layer_products
 
 
 def expert_products(job: Workload, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
@@ -295,8 +297,8 @@ def _matmul_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Column, Colu
             each = pieces * matmul_s(job, rows / pieces, n, k)
             total, second = total + each, second + each
         else:
-            held = rows / _sharers(layouts, place)
-            total = total + matmul_s(job, held, n, k) + _read_again_s(job, layouts, parts, held * k)
+            local_rows = rows / _sharers(layouts, place)
+            total = total + matmul_s(job, local_rows, n, k) + _read_again_s(job, layouts, parts, local_rows * k)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):
             total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
@@ -328,10 +330,10 @@ def _matmul_backward_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Col
     weights: Column = 0.0
     first: Column = 0.0
     for n, k, place, parts in products(job.model, layouts, kind.moe):
-        held = rows / _sharers(layouts, place)
-        again = _read_again_s(job, layouts, parts, held * k)
-        weight = matmul_s(job, n, k, held) + again
-        inputs, weights = inputs + matmul_s(job, held, k, n) + again, weights + weight
+        local_rows = rows / _sharers(layouts, place)
+        read_s = _read_again_s(job, layouts, parts, local_rows * k)
+        weight = matmul_s(job, n, k, local_rows) + read_s
+        inputs, weights = inputs + matmul_s(job, local_rows, k, n) + read_s, weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):
@@ -360,7 +362,7 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     model, stack, ranks = job.model, job.stack, tensor_shares.outer(layouts)
     stream = 10.0 * model.hidden / tensor_shares.stream(job, layouts)
     queries, keys = tensor_shares.heads(model, layouts.tp)
-    turned = 2.0 * (queries + keys) * model.head_dim if model.position == "rope" else 0.0
+    rotated = 2.0 * (queries + keys) * model.head_dim if model.position == "rope" else 0.0
     gates = (3.0 if model.gated else 2.0) * stack.activation_passes
     if kind.moe and model.moe:
         inner = (model.moe.top_k + model.moe.shared_experts) * tensor_shares.width(model.moe.ffn_hidden, ranks)
@@ -368,7 +370,7 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
         stream = stream + 7.0 * model.moe.top_k * layouts.etp * model.hidden / layouts.tp
     else:
         inner = tensor_shares.width(model.ffn_hidden, ranks)
-    parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
+    parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (rotated, "rope"), (gates * inner, "glu"))
     moves = sum(width * _traffic(job, part, backward=backward) for width, part in parts)
     elements = moves * (1.7 if backward and job.devices.backend != "cpu" else 1.0)
     if job.precision == "fp8":
@@ -417,8 +419,8 @@ def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = T
     vocab = tensor_shares.width(job.padded_vocab or model.vocab, layouts.tp if stack.vocab_parallel else 1)
     product = matmul_s(job, rows, vocab, model.hidden, wide=True)
     if backward:
-        again = _logits_again(stack, layouts, rows, vocab) * product
-        product = again + matmul_s(job, rows, model.hidden, vocab, wide=True)
+        recompute_s = _logits_again(stack, layouts, rows, vocab) * product
+        product = recompute_s + matmul_s(job, rows, model.hidden, vocab, wide=True)
         product = product + (matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
     moved = rows * vocab * stack.logit_bytes / _stream(job)
     device = stack.derate * (product + 0.5 * moved + _mapped_logits_s(job, layouts, rows, vocab, backward=backward))
@@ -448,14 +450,14 @@ def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -
     if not stack.logits_again:
         return 0.0
     tile = np.asarray(layouts.loss_tile_tokens)
-    again = np.where(tile > 0, tile < rows, rows * vocab > stack.logits_again)
-    return np.where(computes_late(layouts) | ("loss" not in stack.fused), again, 0.0)
+    recomputed = np.where(tile > 0, tile < rows, rows * vocab > stack.logits_again)
+    return np.where(computes_late(layouts) | ("loss" not in stack.fused), recomputed, 0.0)
 
 
 def computes_late(layouts: Layouts) -> Mask:
     """Return True where the last stage's gradients wait for other micro-batches, which rules out a fused loss."""
-    late: Mask = (np.asarray(layouts.pp) > 1) & np.logical_not(among(layouts.schedule, ONE_AT_THE_END))
-    return late
+    waits: Mask = (np.asarray(layouts.pp) > 1) & np.logical_not(among(layouts.schedule, ONE_AT_THE_END))
+    return waits
 
 
 def perturbation_s(job: Workload, layouts: Layouts) -> Column:

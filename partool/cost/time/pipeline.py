@@ -30,16 +30,16 @@ from partool.work.base import Workload
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
     """Return the stages that each pipeline rank runs, or if ranks pass weights on, the stages whose state it owns."""
-    found: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
+    stages: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
     for stage, rank in enumerate(placement_of(layout)):
-        found[rank].append(stage)
-    return found
+        stages[rank].append(stage)
+    return stages
 
 
 def moves_weights(layout: Layout) -> bool:
     """Return True if weights are passed around the ranks, and each micro-batch stays on one rank."""
-    known = SCHEDULES.get(layout.pipeline.schedule)
-    return layout.mesh.pp > 1 and known is not None and known.moves == "weights"
+    record = SCHEDULES.get(layout.pipeline.schedule)
+    return layout.mesh.pp > 1 and record is not None and record.moves == "weights"
 
 
 def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
@@ -70,12 +70,12 @@ def span_s(layout: Layout, times: StageTimes) -> float:
     )
 
 
-def held_by_ranks(layout: Layout) -> tuple[int, ...]:
+def activations_by_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the maximum number of activations (of one micro-batch and stage) that each pipeline rank holds at once."""
     if layout.mesh.pp == 1:
         return (1,)
     if layout.pipeline.schedule == "file":
-        return _held(layout.derived.schedule_text)
+        return _peak_activations(layout.derived.schedule_text)
     return in_flight(*sizes_of(layout))
 
 
@@ -90,7 +90,7 @@ def layers_by_ranks(layout: Layout) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4)
-def _held(text: str) -> tuple[int, ...]:
+def _peak_activations(text: str) -> tuple[int, ...]:
     return tuple(peak_held(actions) for actions in read(text).lists)
 
 
@@ -128,12 +128,12 @@ def _sent_weights_bytes(job: Workload, layout: Layout, gradient_bytes: int) -> i
     elements = stage_elements(job, layout)
     weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, gradient_bytes))
     rounds = layout.derived.accumulation // layout.mesh.pp
-    found = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
+    sent = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
     if rounds > _ROUNDS:
         # Each further round sends the same number of bytes.
         less = volume(_rounds(layout, _ROUNDS - 1), weights, gradients)
-        found = tuple(more + (rounds - _ROUNDS) * (more - one) for more, one in zip(found, less, strict=True))
-    return round(max(found))
+        sent = tuple(more + (rounds - _ROUNDS) * (more - one) for more, one in zip(sent, less, strict=True))
+    return round(max(sent))
 
 
 def boundary_bytes(job: Workload, layout: Layout) -> int:
@@ -163,9 +163,14 @@ def ring_by_ranks(job: Workload, layout: Layout) -> list[WeightRing]:
     largest = max(stage_elements(job, layout))
     return [
         WeightRing(
-            there=True, inputs=held, rebuilt=rebuilt, weights=one.weights, gradients=one.gradients, elements=largest
+            passes_weights=True,
+            inputs=activations,
+            rebuilt=rebuilt,
+            weights=one.weights,
+            gradients=one.gradients,
+            elements=largest,
         )
-        for one, held in zip(rooms, held_by_ranks(layout), strict=True)
+        for one, activations in zip(rooms, activations_by_ranks(layout), strict=True)
     ]
 
 

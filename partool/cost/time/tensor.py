@@ -53,7 +53,7 @@ class TensorSeconds(NamedTuple):
 
     forward: Seconds
     backward: Seconds
-    again: Column
+    recompute_s: Column
     """Seconds of collectives that full recomputation repeats."""
 
 
@@ -73,15 +73,15 @@ def tensor_group(job: Workload, layouts: Layouts, axis: Axis) -> RankGroup:
 def move_s(job: Workload, layouts: Layouts, move: Move) -> Column:
     """Return the seconds of a collective over all its calls and pieces; 0 where a layout has no such collective."""
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
-    whole = move.rows * move.width * each
+    payload_bytes = move.rows * move.width * each
     ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
     pieces = np.where(np.asarray(layouts.compiled) == 1, 1, np.maximum(move.pieces, 1))
-    found = pieces * cost(job, whole / pieces, ranks)
+    seconds = pieces * cost(job, payload_bytes / pieces, ranks)
     if job.stack.tensor_copies:
         # Other code bases' pairs of gathers and reduce-scatters are listed as all-reduces, which are as long.
         calls = 2.0 if move.kind == "all_reduce" else 1.0
-        found = found + calls * job.stack.tensor_copies * streamed_s(job, 2.0 * np.asarray(whole))
-    return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
+        seconds = seconds + calls * job.stack.tensor_copies * streamed_s(job, 2.0 * np.asarray(payload_bytes))
+    return np.where(np.asarray(payload_bytes) > 0, move.times * seconds, 0.0)
 
 
 def layer_seconds(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool = True) -> TensorSeconds:
@@ -111,9 +111,9 @@ def _passes(job: Workload, layouts: Layouts, one: Lister, two: Lister) -> Tensor
         lists.append(two(job, layouts))
     forward, backward = (_sum(job, layouts, [getattr(moves, name) for moves in lists]) for name in _PASSES)
     # Code bases that do not stop early recompute a layer to its end, its last sum included.
-    own = job.stack.sequence_parallel is None or job.stack.stops_early
-    again = _sum(job, layouts, [moves.again for moves in lists]).total if own else forward.total
-    return TensorSeconds(forward, backward, again)
+    stops_early = job.stack.sequence_parallel is None or job.stack.stops_early
+    recompute_s = _sum(job, layouts, [moves.recompute for moves in lists]).total if stops_early else forward.total
+    return TensorSeconds(forward, backward, recompute_s)
 
 
 def _sum(job: Workload, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
@@ -135,8 +135,8 @@ def exposed_forward_s(job: Workload, layouts: Layouts, sent: Seconds, second_s: 
     """
     pieces = pieces_sent(layouts)
     # The last piece's sum comes after all products.
-    plain = _left(job, sent.beside, second_s * (1.0 - 1.0 / pieces), sent.beside / pieces)
-    fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
+    plain = _exposed_s(job, sent.beside, second_s * (1.0 - 1.0 / pieces), sent.beside / pieces)
+    fused = _exposed_s(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
     return np.where((layouts.tensor_overlap == _SYMMETRIC) & _may_overlap(job, layouts), fused, sent.alone + plain)
 
 
@@ -148,8 +148,8 @@ def exposed_backward_s(job: Workload, layouts: Layouts, sent: Seconds, weights_s
     """
     able = _may_overlap(job, layouts)
     hidden = np.where((layouts.tensor_overlap == _BACKWARD) & able, weights_s, 0.0)
-    fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
-    plain = sent.alone + _left(job, sent.beside, hidden, 0.0)
+    fused = _exposed_s(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
+    plain = sent.alone + _exposed_s(job, sent.beside, hidden, 0.0)
     return np.where((layouts.tensor_overlap == _SYMMETRIC) & able, fused, plain)
 
 
@@ -160,11 +160,11 @@ def pieces_sent(layouts: Layouts) -> Column:
 
 def _may_overlap(job: Workload, layouts: Layouts) -> Mask:
     """Return True where products can hide sending input gradients: in passes that are neither split nor compiled."""
-    whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
-    return whole
+    unsplit: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
+    return unsplit
 
 
-def _left(job: Workload, sent_s: Column, products_s: Column, least_s: Column) -> Column:
+def _exposed_s(job: Workload, sent_s: Column, products_s: Column, least_s: Column) -> Column:
     """Return the exposed seconds of collectives, plus the slowdown of the products that run at the same time."""
     stack = job.stack
     shown = np.maximum(sent_s - stack.overlap_products * products_s, np.minimum(least_s, sent_s))

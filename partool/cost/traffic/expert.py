@@ -49,7 +49,7 @@ def _of_layer(job: Workload, layout: Layout, policy: str) -> int:
 def most_tokens(model: ModelConfig, layout: Layout, sequence_length: int) -> int:
     """Return the most tokens of a sequence that a rank routes: its share, of which tensor ranks route parts."""
     sequence, columns = layout.sequence, model.grid[1] if model.grid else 0
-    found = shares(sequence_length, sequence.degree, sequence.order, inner=sequence.ulysses, columns=columns)
-    most = max(tokens_of(spans) for spans in found)
+    spans_of_ranks = shares(sequence_length, sequence.degree, sequence.order, inner=sequence.ulysses, columns=columns)
+    most = max(tokens_of(spans) for spans in spans_of_ranks)
     first = shard_rows(most, layout.tensor.degree, 0)
     return first.stop - first.start

@@ -39,7 +39,7 @@ class Moves(NamedTuple):
 
     forward: list[Move]
     backward: list[Move]
-    again: list[Move]
+    recompute: list[Move]
     """Collectives of a fully recomputed layer. The layer's last sum is left out: no gradient needs it."""
 
 

@@ -48,9 +48,9 @@ def _busiest_bytes(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     for (window, policy), layers in counted.items():
         repeated = (policy in ("attention", "full"), policy == "full")
         for index, parts in enumerate(sent_by_rank(team, heads._replace(window=window))):
-            for part, again in zip(parts, repeated, strict=True):
+            for part, repeats in zip(parts, repeated, strict=True):
                 forward, backward = part.bytes(job.compute_bytes)
-                totals[index] += layers * ((1 + again) * forward + backward)
+                totals[index] += layers * ((1 + repeats) * forward + backward)
     return layout.micro_batch * max(totals)
 
 

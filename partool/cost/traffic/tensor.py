@@ -89,8 +89,8 @@ def _pair_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool) -
     mla = job.model.mla
     latents = Counter([] if mla is None else [*([mla.q_rank] if mla.q_rank else []), mla.kv_rank])
     shared = Counter([] if mla is None else [mla.rope_head_dim])
-    whole = network + (1 if mla is None or not mla.q_rank else 0)
-    entering = [(hidden, whole), *(latents + shared).items()]
+    hidden_inputs = network + (1 if mla is None or not mla.q_rank else 0)
+    entering = [(hidden, hidden_inputs), *(latents + shared).items()]
     forward = [
         Move("all_reduce", "tp", rows, hidden, 1 + network, pieces, beside="results"),
         *(Move("all_gather", "tp", padded, width, times) for width, times in entering),
@@ -98,13 +98,13 @@ def _pair_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool) -
     ]
     backward = [
         *(Move("all_reduce", "tp", rows, width, times, beside="weights") for width, times in entering),
-        Move("all_gather", "tp", padded, hidden, 1 + network + whole * twice),
+        Move("all_gather", "tp", padded, hidden, 1 + network + hidden_inputs * twice),
         *(Move("all_gather", "tp", padded, width, times * twice) for width, times in latents.items()),
         *(Move("reduce_scatter", "tp", padded, width, times, beside="weights") for width, times in entering),
     ]
     times = 1 + network if kind.moe else 1
-    again = [one._replace(times=times) if one.kind != "all_gather" else one for one in forward]
-    return Moves(forward, backward, again)
+    recompute = [one._replace(times=times) if one.kind != "all_gather" else one for one in forward]
+    return Moves(forward, backward, recompute)
 
 
 def _network_pairs(job: Workload, layouts: Layouts, kind: Kind) -> Column:
@@ -162,8 +162,8 @@ def keeps_gathered(job: Workload, layouts: Layouts) -> Column:
 
 def halves_passes(job: Workload, layouts: Layouts) -> Column:
     """Return 1 where backward passes are split: first the gradients of inputs, later the gradients of weights."""
-    own = job.lists is not None and splits_backward(job.lists)
-    names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
+    splits = job.lists is not None and splits_backward(job.lists)
+    names = (*HALVED, SCHEDULES.index("file")) if splits else HALVED
     return np.where(among(layouts.schedule, names) & (np.asarray(layouts.pp) > 1), 1, 0)
 
 
@@ -178,21 +178,21 @@ def pass_calls(
     job: Workload, layout: Layout, stages: Sequence[int], *, ascent: bool = False
 ) -> Iterator[CollectiveCall]:
     """Yield the collectives of all passes over all micro-batches, or those of the passes that find perturbations."""
-    held = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
     layouts, one = encode(layout), layout.tensor.inner == 1
-    for there, lister in (
+    for included, lister in (
         (0 in stages, embedding_moves if one else two_dim.embedding_moves),
         (len(layout.pipeline.bounds) - 1 in stages, head_moves if one else two_dim.head_moves),
     ):
-        moves = lister(job, layouts) if there else Moves([], [], [])
+        moves = lister(job, layouts) if included else Moves([], [], [])
         # The ascent's backward pass ends at the embeddings.
         ends = ascent and lister is not head_moves
         for move in (*moves.forward, *(() if ends else moves.backward)):
             yield from _counted(job, layout, move, 1)
-    found = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in held)
-    for (kind, again), times in found.items():
+    counts = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in layers)
+    for (kind, recomputes), times in counts.items():
         moves = layer_moves(job, layouts, kind, weights=not ascent) if one else two_dim.layer_moves(job, layouts)
-        for move in (*moves.forward, *moves.backward, *(moves.again if again else ())):
+        for move in (*moves.forward, *moves.backward, *(moves.recompute if recomputes else ())):
             yield from _counted(job, layout, move, times)
 
 

@@ -57,8 +57,8 @@ def layer_moves(job: Workload, layouts: Layouts) -> Moves:
         sums._replace(beside="weights"),
         statistics,
     ]
-    again = [one._replace(times=np.where(np.asarray(pieces) > 1, 2, 1)) if one is sums else one for one in forward]
-    return Moves(forward, backward, again)
+    recompute = [one._replace(times=np.where(np.asarray(pieces) > 1, 2, 1)) if one is sums else one for one in forward]
+    return Moves(forward, backward, recompute)
 
 
 def head_moves(job: Workload, layouts: Layouts) -> Moves:

@@ -40,41 +40,41 @@ class Open:
     """True if the bound also holds for recompute policies that take longer than that of the layouts."""
 
 
-def bound_s(job: TrainingWork, layouts: Layouts, left: Open | None = None) -> Column:
+def bound_s(job: TrainingWork, layouts: Layouts, open_choices: Open | None = None) -> Column:
     """Return a lower bound of the step time of each layout.
 
     The busiest rank processes all micro-batches. The last rank also waits until the first micro-batch has reached it,
     and the step ends only after the last gradients have returned (a zero-bubble schedule fills that time with weight
-    gradients). ``left`` names choices that the bound leaves open.
+    gradients). ``open_choices`` names choices that the bound leaves open.
     """
-    known = passes(job, layouts)
-    m, pp, total = layouts.accumulation, layouts.pp, known.both_s
-    busiest, through = _pipelined(job, layouts, known)
+    pass_limits = passes(job, layouts)
+    m, pp, total = layouts.accumulation, layouts.pp, pass_limits.both_s
+    busiest, through = _pipelined(job, layouts, pass_limits)
     through = np.where(_extrapolated(layouts), 0.0, through)
     bound = np.where(pp > 1, np.maximum(m * busiest, through), m * total)
     bound = bound + pipeline_wait(job, layouts) * m * busiest
-    return job.time_scalar * (bound + _outside_s(job, layouts, known, left))
+    return job.time_scalar * (bound + _outside_s(job, layouts, pass_limits, open_choices))
 
 
-def _pipelined(job: TrainingWork, layouts: Layouts, known: PassLimits) -> tuple[Column, Column]:
+def _pipelined(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> tuple[Column, Column]:
     """Return the least seconds of the busiest pipeline rank per micro-batch, and of a whole step's passes."""
-    costs, m, total = known.costs, layouts.accumulation, known.both_s
+    costs, m, total = pass_limits.costs, layouts.accumulation, pass_limits.both_s
     if job.stage_layers is not None and not np.any(layouts.ring):
-        return total / layouts.pp, known.path_s
-    limits = split(job, layouts, known)
+        return total / layouts.pp, pass_limits.path_s
+    limits = split(job, layouts, pass_limits)
     several = (layouts.chunks > 1) | (layouts.schedule == SCHEDULES.index("file"))
     busiest: Column = np.where(several, total / layouts.pp, limits.largest_s)
     # The last stage's passes follow each other; before and after them a micro-batch goes through all other stages.
     final, ahead = limits.final_s, limits.final_forward_s
-    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), known.forward_s - ahead, total - final)
-    through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, known, limits), m * final + fill)
+    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), pass_limits.forward_s - ahead, total - final)
+    through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, pass_limits, limits), m * final + fill)
     # In any order, a micro-batch passes all stages twice; only weight gradients need not be waited for.
-    path = known.path_s
+    path = pass_limits.path_s
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, path
     elif job.recompute is None:
-        for crowd in crowds(layouts, known):
+        for crowd in crowds(layouts, pass_limits):
             busiest = np.maximum(busiest, crowd.busiest_s)
             through = np.maximum(through, crowd.span_s(layouts, limits))
         # All forward passes end before the first backward pass. Of a tiled network the sum is no bound.
@@ -82,11 +82,11 @@ def _pipelined(job: TrainingWork, layouts: Layouts, known: PassLimits) -> tuple[
         through = np.where(phased, np.maximum(through, total + (m - 1.0) * busiest), through)
     if np.any(layouts.ring):
         # Every rank runs all stages on its own micro-batches; the last stage is not recomputed.
-        slowest = np.maximum.reduce([np.asarray(unit.again_s) for unit in costs.layers.values()])
+        slowest = np.maximum.reduce([np.asarray(unit.recompute_s) for unit in costs.layers.values()])
         given = job.stage_layers
-        again = (limits.most_last if given is None else given[-1]) * slowest
-        busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
-        through = np.where(layouts.ring, _travelling_s(job, layouts, known, limits), through)
+        last_recompute_s = (limits.most_last if given is None else given[-1]) * slowest
+        busiest = np.where(layouts.ring, (total - last_recompute_s) / layouts.pp, busiest)
+        through = np.where(layouts.ring, _travelling_s(job, layouts, pass_limits, limits), through)
     return busiest, through
 
 
@@ -102,12 +102,12 @@ def _extrapolated(layouts: Layouts) -> Mask:
     return long & np.logical_not(layouts.ring)
 
 
-def _outside_s(job: TrainingWork, layouts: Layouts, known: PassLimits, left: Open | None) -> Column:
+def _outside_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, open_choices: Open | None) -> Column:
     """Return the least seconds of a step outside of its micro-batches."""
-    costs, pp = known.costs, layouts.pp
+    costs, pp = pass_limits.costs, layouts.pp
     dense, expert = held_elements(job, layouts, costs)
     layers = job.model.layers
-    held = RankParameters(
+    parameters = RankParameters(
         dense,
         expert,
         np.maximum((layers + 2) / pp, 1.0),
@@ -117,26 +117,26 @@ def _outside_s(job: TrainingWork, layouts: Layouts, known: PassLimits, left: Ope
     )
     # Longer passes hide more, so the passes that collectives run beside are the longest possible ones. Where ranks
     # share cores nothing is hidden, and ranks wait for each other in proportion to the passes.
-    longest = known.most_backward_s
-    if left is not None and left.recompute:
+    longest = pass_limits.most_backward_s
+    if open_choices is not None and open_choices.recompute:
         # Recomputation may fill a rank's waits for others; it repeats forward passes at most.
-        longest = known.backward_s + known.forward_s
-    backward = known.backward_s if job.stack.wait_share else np.where(pp > 1, longest, known.backward_s)
-    shared = sync(job, layouts, held, PassSeconds(known.forward_s / pp, backward / pp))
+        longest = pass_limits.backward_s + pass_limits.forward_s
+    backward = pass_limits.backward_s if job.stack.wait_share else np.where(pp > 1, longest, pass_limits.backward_s)
+    shared = sync(job, layouts, parameters, PassSeconds(pass_limits.forward_s / pp, backward / pp))
     # The update of parameters that stay gathered is not convex; the slowest rank may hide nothing.
     exposed = shared.gradient_exposed_s + shared.gather_exposed_s - np.where(pp > 1, shared.refresh_s, 0.0)
     slowdown = np.where(pp > 1, 0.0, shared.slowdown_s)
     owned = owned_elements(job, layouts, dense, expert)
     tensor = tensor_sync_s(job, layouts, costs.total("summed") / pp)
-    if left is None:
-        late, slower = _offloaded(job, layouts, known, owned)
-        exposed, slowdown = np.maximum(exposed, late), slowdown + slower
-    share = layouts.gpu_fraction if left is None else left.updated
+    if open_choices is None:
+        offload_s, slower = _offloaded(job, layouts, pass_limits, owned)
+        exposed, slowdown = np.maximum(exposed, offload_s), slowdown + slower
+    share = layouts.gpu_fraction if open_choices is None else open_choices.updated
     optimizer = update_s(job, layouts, owned * share) + 50e-6
     return exposed + slowdown + tensor + optimizer + job.stack.overhead_s
 
 
-def _offloaded(job: TrainingWork, layouts: Layouts, known: PassLimits, owned: Column) -> tuple[Column, Column]:
+def _offloaded(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, owned: Column) -> tuple[Column, Column]:
     """Return the least exposed seconds of offloading, and the least seconds by which it slows down the passes.
 
     Longer passes hide more of the host's work, and layers that recompute leave fewer bytes to offload. The exact share
@@ -144,42 +144,42 @@ def _offloaded(job: TrainingWork, layouts: Layouts, known: PassLimits, owned: Co
     slows down passes in proportion to the time that both run, so the shortest passes count there.
     """
     rows = recorded(job, layouts)
-    pp, m, costs = layouts.pp, layouts.accumulation, known.costs
+    pp, m, costs = layouts.pp, layouts.accumulation, pass_limits.costs
     forward, backward = costs.total("forward_s") / pp, costs.total("backward_s") / pp
     if job.recompute is not None:
         most, longest = rows, backward
     else:
         most = replace(rows, recompute_share=shared_most(job, rows))
-        again = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items()) / pp
-        longest = backward + again * (most.recompute_share / np.maximum(rows.recompute_share, 1e-9) - 1.0)
+        recompute_s = sum(count * costs.layers[kind].recompute_s for kind, count in costs.counts.items()) / pp
+        longest = backward + recompute_s * (most.recompute_share / np.maximum(rows.recompute_share, 1e-9) - 1.0)
     saved = saved_bytes(job, most)
-    late = offload(job, most, owned, saved_bytes=saved, passes_s=m * (forward + longest), last_s=longest)
+    offloaded = offload(job, most, owned, saved_bytes=saved, passes_s=m * (forward + longest), last_s=longest)
     if np.all(np.asarray(longest) == backward):
-        return late.exposed_s, late.slowdown_s
+        return offloaded.exposed_s, offloaded.slowdown_s
     slower = offload(job, most, owned, saved_bytes=saved, passes_s=m * (forward + backward), last_s=backward)
-    return late.exposed_s, slower.slowdown_s
+    return offloaded.exposed_s, slower.slowdown_s
 
 
-def _travelling_s(job: TrainingWork, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
+def _travelling_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, limits: Split) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
     Per round of micro-batches, all gradients go around the ring once. Weights go around twice, or only once for the
     first and for the last stage if both passes of that stage follow each other directly. The owner of a stage does not
     receive the stage's weights.
     """
-    costs, pp = known.costs, layouts.pp
+    costs, pp = pass_limits.costs, layouts.pp
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
-    whole = sum(count * size for count, size in zip(costs.counts.values(), each, strict=True))
+    elements = sum(count * size for count, size in zip(costs.counts.values(), each, strict=True))
     fullest = np.maximum.reduce([np.asarray(0.0 * pp + size) for size in each])
     largest = limits.most_layers * fullest
-    moved = 2 * np.maximum(whole - largest, 0.0) * job.compute_bytes + whole * job.master_bytes
+    moved = 2 * np.maximum(elements - largest, 0.0) * job.compute_bytes + elements * job.master_bytes
     share = (pp - 2) / np.maximum(pp - 1, 1)
     sent = layouts.accumulation / pp * share * moved
     stride = layouts.tp * layouts.cp * layouts.dp
     return collective.send_s(job, sent, stride) - collective.send_s(job, 0.0, stride)
 
 
-def _interleaved_s(job: TrainingWork, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
+def _interleaved_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, limits: Split) -> Column:
     """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before rank r, and the ranks before
@@ -193,7 +193,7 @@ def _interleaved_s(job: TrainingWork, layouts: Layouts, known: PassLimits, limit
     some = np.maximum(np.minimum(more - 1, layouts.pp - 2), 0)
     longer = (some * before - 0.5 * some * (some + 1)) * limits.layer_s
     waits = before * limits.first_s + 0.5 * before * np.maximum(layouts.pp - 2, 0) * limits.inner_s + longer
-    bound: Column = (m * known.both_s + waits) / layouts.pp
+    bound: Column = (m * pass_limits.both_s + waits) / layouts.pp
     # The last rank's stages are pp - 1, 2 pp - 1, ... and the last.
     larger = np.clip(more // layouts.pp, 0, chunks - 1)
     work = (chunks - 1) * limits.inner_s + larger * limits.layer_s + limits.final_s

@@ -70,12 +70,12 @@ Axis = tuple[Column, Column]
 
 def _distinct(axes: Sequence[Axis], world: Column) -> Column:
     """Return how many groups of several ranks, but not all, there are along axes; equal groups are one."""
-    found: Column = 0
+    total: Column = 0
     for at, (ranks, apart) in enumerate(axes):
-        known = [(ranks == others) & (apart == distance) for others, distance in axes[:at]]
-        new = (ranks > 1) & (ranks < world) & ~np.any(np.array(np.broadcast_arrays(False, *known)), axis=0)
-        found = found + np.where(new, 1, 0)
-    return found
+        equal = [(ranks == others) & (apart == distance) for others, distance in axes[:at]]
+        new = (ranks > 1) & (ranks < world) & ~np.any(np.array(np.broadcast_arrays(False, *equal)), axis=0)
+        total = total + np.where(new, 1, 0)
+    return total
 
 
 def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
@@ -86,19 +86,19 @@ def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
     """
     tp, ep, cp = layouts.tp, layouts.expert_ranks, layouts.cp
     yield np.where(ep > 1, sharers * tp // ep, 1), ep
-    own = np.where(ep > 1, tp, 1)
+    counting_ranks = np.where(ep > 1, tp, 1)
     stride = np.where(ep > 1, 1, tp)
     if moe.capacity is not None or (moe.aux_loss and moe.aux_scope != "global_batch"):
-        yield cp * own, stride
-    yield layouts.dp * cp * own, stride
+        yield cp * counting_ranks, stride
+    yield layouts.dp * cp * counting_ranks, stride
 
 
 def _some_keys(job: TrainingWork, layouts: Layouts) -> Mask:
     """Return True where several tensor ranks, but not all, hold the same key head."""
     keys = job.model.heads if job.model.mla else job.model.kv_heads
     outer = layouts.tp // layouts.tensor_inner
-    found: Mask = outer > keys
-    return found if 1 < keys < job.model.heads else False
+    shared: Mask = outer > keys
+    return shared if 1 < keys < job.model.heads else False
 
 
 def _ends_apart(job: TrainingWork, layouts: Layouts) -> Mask:
@@ -107,15 +107,15 @@ def _ends_apart(job: TrainingWork, layouts: Layouts) -> Mask:
     if job.lists is None:
         return apart
     placement = job.lists.placement
-    found: Mask = np.where(layouts.schedule == SCHEDULES.index("file"), placement[0] != placement[-1], apart)
-    return found
+    differ: Mask = np.where(layouts.schedule == SCHEDULES.index("file"), placement[0] != placement[-1], apart)
+    return differ
 
 
 def _wires(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the most wires of a rank: one to and one from each rank that holds a stage next to one of its own."""
-    found = 2 * np.minimum(layouts.pp - 1, 2)
+    wires = 2 * np.minimum(layouts.pp - 1, 2)
     if job.lists is None or job.lists.moves != "activations":
-        return found
+        return wires
     pairs = connected(job.lists.placement)
     most = max(sum(rank in pair for pair in pairs) for rank in range(job.lists.ranks))
-    return np.where(layouts.schedule == SCHEDULES.index("file"), most, found)
+    return np.where(layouts.schedule == SCHEDULES.index("file"), most, wires)

@@ -40,44 +40,44 @@ class Crowd:
         """
         before, several = self.ranks - 1.0, layouts.chunks > 1
         # A rank with several stages waits only for the first stage of each rank before it.
-        whole = np.where(several, limits.first_s + (before - 1.0) * limits.inner_s, before * self.busiest_s)
+        unsplit_s = np.where(several, limits.first_s + (before - 1.0) * limits.inner_s, before * self.busiest_s)
         filled = np.where(several, 0.0, before * self.forward_s)
-        waits = np.where(among(layouts.schedule, HALVED), filled, whole)
+        waits = np.where(among(layouts.schedule, HALVED), filled, unsplit_s)
         waits = np.where((before > 0) & (self.busiest_s > 0), waits, 0.0)
         m = layouts.accumulation
         return np.minimum(m * self.busiest_s + waits, m * self.more_s)
 
 
-def crowds(layouts: Layouts, known: PassLimits) -> list[Crowd]:
+def crowds(layouts: Layouts, pass_limits: PassLimits) -> list[Crowd]:
     """Return the ranks with most layers, for each kind of layer, of layouts with several pipeline ranks."""
-    costs, pp = known.costs, layouts.pp
-    there = np.logical_not((layouts.schedule == _FILE) | (np.asarray(layouts.mlp_tile_tokens) > 0))
-    found = []
+    costs, pp = pass_limits.costs, layouts.pp
+    bounded = np.logical_not((layouts.schedule == _FILE) | (np.asarray(layouts.mlp_tile_tokens) > 0))
+    by_kind = []
     for kind, count in costs.counts.items():
         most = np.ceil(count / pp - 1e-9)
-        found.append(
+        by_kind.append(
             Crowd(
-                np.where(there, _passes_s(layouts, known, kind, most), 0.0),
-                np.where(there, _passes_s(layouts, known, kind, most + 1.0), 0.0),
+                np.where(bounded, _passes_s(layouts, pass_limits, kind, most), 0.0),
+                np.where(bounded, _passes_s(layouts, pass_limits, kind, most + 1.0), 0.0),
                 most * costs.layers[kind].forward_s,
                 count - pp * (most - 1.0),
             )
         )
-    return found
+    return by_kind
 
 
-def _passes_s(layouts: Layouts, known: PassLimits, kind: Kind, layers: Column) -> Column:
+def _passes_s(layouts: Layouts, pass_limits: PassLimits, kind: Kind, layers: Column) -> Column:
     """Return the least seconds of both passes of a rank with so many layers of a kind, and perhaps others.
 
     The share of layers to recompute is rounded up to a rank's whole layers. The first recompute, which may be others.
     """
-    share, units = np.asarray(layouts.recompute_share), known.costs.layers
-    again = {one: unit.again_s / np.maximum(share, 1e-9) for one, unit in units.items()}
-    bare = {one: unit.both_s - unit.again_s for one, unit in units.items()}
+    share, units = np.asarray(layouts.recompute_share), pass_limits.costs.layers
+    recompute_s = {one: unit.recompute_s / np.maximum(share, 1e-9) for one, unit in units.items()}
+    bare = {one: unit.both_s - unit.recompute_s for one, unit in units.items()}
     repeated = np.ceil(share * layers - 1e-9)
-    added: Any = repeated * again[kind]
+    added: Any = repeated * recompute_s[kind]
     for other in units:
         if other is not kind:
-            added = np.minimum(added, bare[other] + repeated * np.minimum(again[kind], again[other]))
-    found: Column = layers * bare[kind] + added
-    return found
+            added = np.minimum(added, bare[other] + repeated * np.minimum(recompute_s[kind], recompute_s[other]))
+    least_s: Column = layers * bare[kind] + added
+    return least_s

@@ -57,5 +57,5 @@ def controls_of_layout(data: DataLayout) -> Controls:
 
 def longest_vector(model: ModelConfig) -> int:
     """Return the number of elements of the largest norm or bias; parameters of at most this size are many and small."""
-    found = [*layer_parameters(model, 0), *layer_parameters(model, model.layers - 1)]
-    return max((info.elements for info in found if len(info.shape) == 1), default=0)
+    infos = [*layer_parameters(model, 0), *layer_parameters(model, model.layers - 1)]
+    return max((info.elements for info in infos if len(info.shape) == 1), default=0)

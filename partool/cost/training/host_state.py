@@ -31,8 +31,8 @@ SPARE, _WEIGHTS = 2, 2
 
 def pinned_terms(job: TrainingWork) -> tuple[str, ...]:
     """Return the keys of ``plan.terms.HOST_TERMS`` whose memory is pinned because devices read or write it directly."""
-    found = ("gradients", "weights", "activations")
-    return found if job.offload.parameters == "nvme" else (*found, "parameters")
+    terms = ("gradients", "weights", "activations")
+    return terms if job.offload.parameters == "nvme" else (*terms, "parameters")
 
 
 def wire_bytes(job: TrainingWork, layouts: Layouts) -> Column:
@@ -100,12 +100,12 @@ def undo_bytes(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
     """Return the host bytes of the copies with which updates are undone; ``auto`` gives at least one bucket's copy."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
-    whole = state_bytes(job) * elements
+    all_state_bytes = state_bytes(job) * elements
     if job.offload.undo_gib != "auto":
-        return 0.0 * whole + int(job.offload.undo_gib * GIB)
+        return 0.0 * all_state_bytes + int(job.offload.undo_gib * GIB)
     # Shards begin at page boundaries, so small shards take more bytes than their elements.
     bucket = np.ceil(1.125 * state_bytes(job) * bucket_elements(job, layouts, elements))
-    return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
+    return np.maximum(np.maximum(MIB, UNDO_SHARE * all_state_bytes), bucket)
 
 
 def host_terms(job: TrainingWork, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
@@ -115,7 +115,7 @@ def host_terms(job: TrainingWork, layouts: Layouts, frozen: Column, trained: Col
     masters, moments and gradients.
     """
     bucket = bucket_elements(job, layouts, trained)
-    there = np.asarray(trained) > 0
+    trains = np.asarray(trained) > 0
     adds = accumulates(layouts)
     masters, moments = job.master_bytes * trained, moment_bytes(job) * trained
     if job.offload.optimizer == "nvme":
@@ -129,8 +129,8 @@ def host_terms(job: TrainingWork, layouts: Layouts, frozen: Column, trained: Col
     return {
         "masters": masters,
         "moments": moments,
-        "gradients": np.where(there, wire, 0.0),
+        "gradients": np.where(trains, wire, 0.0),
         "totals": np.where(adds, job.master_bytes * trained, 0.0),
-        "weights": np.where(there, _WEIGHTS * bucket * job.compute_bytes, 0.0),
-        "copies": np.where(there, undo_bytes(job, layouts, trained), 0.0),
+        "weights": np.where(trains, _WEIGHTS * bucket * job.compute_bytes, 0.0),
+        "copies": np.where(trains, undo_bytes(job, layouts, trained), 0.0),
     }

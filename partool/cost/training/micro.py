@@ -44,7 +44,7 @@ class UnitSeconds:
     """Number of parameters in a rank's experts."""
     summed: Column = 0.0
     """Number of parameters whose gradients are partial sums on each tensor rank."""
-    again_s: Column = 0.0
+    recompute_s: Column = 0.0
     """Seconds of the backward pass that recompute parts of the forward pass."""
 
     @property
@@ -70,8 +70,8 @@ class Micro:
     def total(self, name: str) -> Column:
         """Return the sum of the field ``name`` over the whole model."""
         layers = [count * getattr(self.layers[kind], name) for kind, count in self.counts.items()]
-        found: Column = sum(layers) + getattr(self.first, name) + getattr(self.last, name)
-        return found
+        model_total: Column = sum(layers) + getattr(self.first, name) + getattr(self.last, name)
+        return model_total
 
 
 def micro(job: TrainingWork, layouts: Layouts) -> Micro:
@@ -80,13 +80,13 @@ def micro(job: TrainingWork, layouts: Layouts) -> Micro:
     Layouts that differ only in fields that do not affect a micro-batch are computed once per job. Results for columns
     of layouts have no ``passes``.
     """
-    shape, memo = layouts.shape, job.memo.setdefault("micro", _KnownMicros())
+    shape, memo = layouts.shape, job.memo.setdefault("micro", _PricedMicros())
     if not shape:
         key = tuple(float(column) for column in _case(job, layouts))
         if key not in memo.single:
             memo.single[key] = _micro(job, layouts)
-        found: Micro = memo.single[key]
-        return found
+        cached: Micro = memo.single[key]
+        return cached
     if shape[0] < _FEW:
         return _repeated(job, layouts, memo.many)
     columns = [layouts.pp, computes_late(layouts), *(getattr(layouts, name) for name in _CASE)]
@@ -103,26 +103,26 @@ _FEW = 512
 def _repeated(job: TrainingWork, layouts: Layouts, memo: Memo, where: Any = slice(None)) -> Micro:
     """Return the costs at the places ``where`` of layouts, computing only cases that are not in the memo."""
     counts = Counter(kinds(job.model))
-    found = memo.results(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
-    rows = iter(found[:, where])
+    columns = memo.results(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
+    rows = iter(columns[:, where])
     layers = {kind: _unit_of(rows) for kind in counts}
     return Micro(layers, dict(counts), _unit_of(rows), _unit_of(rows), {})
 
 
 def prepare(job: TrainingWork, layouts: Layouts) -> None:
     """Compute the costs of a micro-batch under many layouts at once, for later calls of :func:`micro`."""
-    memo: Memo = job.memo.setdefault("micro", _KnownMicros()).many
+    memo: Memo = job.memo.setdefault("micro", _PricedMicros()).many
     memo.learn(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
 
 
 def _computed(job: TrainingWork, layouts: Layouts, rows: Any) -> list[Column]:
     """Return the columns of all units of the layouts at the indices ``rows``."""
-    found = _micro(job, layouts.take(rows))
-    units = (*found.layers.values(), found.first, found.last)
+    costs = _micro(job, layouts.take(rows))
+    units = (*costs.layers.values(), costs.first, costs.last)
     return [column for unit in units for column in _columns(unit)]
 
 
-class _KnownMicros:
+class _PricedMicros:
     """Costs of the cases that one job has priced so far."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def _case(job: TrainingWork, layouts: Layouts) -> list[Any]:
     return [*pipeline, *(getattr(layouts, name) for name in _CASE)]
 
 
-_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "again_s")
+_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "recompute_s")
 
 
 def _columns(unit: UnitSeconds) -> list[Column]:
@@ -165,39 +165,41 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
 def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
     counts = Counter(kinds(job.model))
     passes = {kind: layer(job, layouts, kind, job.perturbed) for kind in counts}
-    units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
+    units = {kind: _unit(job, layouts, kind, costs) for kind, costs in passes.items()}
     return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
 
 
-def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
-    again = found.again.total_s(job)
-    backward = found.backward.total_s(job) + again
+def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> UnitSeconds:
+    recompute_s = costs.recompute.total_s(job)
+    backward = costs.backward.total_s(job) + recompute_s
     exposed = {
-        name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
+        name: costs.forward.exposed[name] + costs.backward.exposed[name] + costs.recompute.exposed[name]
         for name in COMMUNICATION
     }
     shares = share_columns(job, layouts)
     dense, expert = shares.layers[int(kind.moe)]
     return UnitSeconds(
-        forward_s=found.forward.total_s(job),
+        forward_s=costs.forward.total_s(job),
         backward_s=backward,
-        weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
+        weight_s=np.minimum(0.5 * costs.backward.matmul_s, 0.5 * backward),
         exposed=exposed,
-        exposed_forward_s=sum(found.forward.exposed.values()),
+        exposed_forward_s=sum(costs.forward.exposed.values()),
         dense=dense,
         expert=expert,
         summed=shares.summed[1][int(kind.moe)],
-        again_s=again,
+        recompute_s=recompute_s,
     )
 
 
 def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
     shares = share_columns(job, layouts)
-    found = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
+    unit = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
     # Embeddings are looked up again, but the pass that finds perturbations has no gradients of them.
     return (
-        _again(found, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed) if job.perturbed else found
+        _with_ascent(unit, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed)
+        if job.perturbed
+        else unit
     )
 
 
@@ -209,14 +211,14 @@ def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
         head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
         elements = elements + np.where(layouts.pp > 1, head, 0)
     sent = tensor_time.head_seconds(job, layouts)
-    found = replace(_end(job, layouts, head_s, sent, elements), summed=shares.summed[2])
+    unit = replace(_end(job, layouts, head_s, sent, elements), summed=shares.summed[2])
     if not job.perturbed:
-        return found
+        return unit
     backward = head_s(job, layouts, backward=True, weights=False) + sent.backward.total
-    return _again(found, 0.0, backward, sent.forward.total + sent.backward.total, job.perturbed)
+    return _with_ascent(unit, 0.0, backward, sent.forward.total + sent.backward.total, job.perturbed)
 
 
-def _again(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Column, share: float) -> UnitSeconds:
+def _with_ascent(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Column, share: float) -> UnitSeconds:
     """Return the embedding or the head with a second forward and backward pass in a share of the steps.
 
     ``more_s`` are further seconds of that forward pass, ``backward_s`` those of its backward pass, and ``exposed_s``

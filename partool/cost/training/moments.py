@@ -27,7 +27,7 @@ class Moment:
     """Part of ``activations`` that exists within one layer's backward pass only."""
     within: Column = 0.0
     """Part of ``loss`` that exists only inside of a kernel."""
-    leaving: Column = 0.0
+    grads_offloading: Column = 0.0
     """Part of ``gradients`` that waits for its transfer to the host."""
     freed: Column = 0.0
     """Bytes of blocks that stay empty at this moment, as the next tensor does not fit into them."""
@@ -41,9 +41,9 @@ class Moment:
         """Bytes of all terms of the moment."""
         return self.gathered + self.gradients + self.activations + self.loss + self.communication
 
-    def only(self, there: Mask) -> Moment:
-        """Return the moment as one that occurs only where ``there`` is true as well."""
-        return replace(self, occurs=np.logical_and(self.occurs, there))
+    def only(self, mask: Mask) -> Moment:
+        """Return the moment as one that occurs only where ``mask`` is true as well."""
+        return replace(self, occurs=np.logical_and(self.occurs, mask))
 
     def of_each(self, count: int) -> list[Moment]:
         """Return the moment at each of ``count`` places of the columns, as single numbers.
@@ -58,7 +58,7 @@ class Moment:
 
 VARYING = ("gathered", "gradients", "activations", "loss", "communication")
 """Memory terms that differ between moments of a step."""
-_PARTS = (*VARYING, "working", "within", "leaving", "freed", "idle")
+_PARTS = (*VARYING, "working", "within", "grads_offloading", "freed", "idle")
 assert set(VARYING) <= set(MEMORY_TERMS)
 
 
@@ -88,49 +88,49 @@ def either(condition: Mask, one: Moment, other: Moment) -> Moment:
     return Moment(one.name, **parts)
 
 
-def plain_moments(state: States, done: PassBytes) -> list[Moment]:
+def plain_moments(state: States, passes: PassBytes) -> list[Moment]:
     """Return the moments of a code base of which only sums are known.
 
     They are the loss, the first layer of the backward pass, the end of the backward pass and the optimizer's step.
     """
     # When one micro-batch's backward pass ends, the others in flight still have their activations.
-    others = done.saved * (1.0 - 1.0 / np.maximum(done.in_flight, 1.0))
-    lasting = {"gathered": state.gathered, "communication": state.buffers + done.exchanged + done.copies}
-    freed = np.where(done.loss > 0, done.freed, 0.0)
+    others = passes.saved * (1.0 - 1.0 / np.maximum(passes.in_flight, 1.0))
+    lasting = {"gathered": state.gathered, "communication": state.buffers + passes.exchanged + passes.copies}
+    freed, working = np.where(passes.loss > 0, passes.freed, 0.0), passes.backward_peak_bytes
     return [
         Moment(
-            "loss", gradients=state.gradients_before, activations=done.saved, loss=done.loss, freed=freed, **lasting
+            "loss", gradients=state.gradients_before, activations=passes.saved, loss=passes.loss, freed=freed, **lasting
         ),
-        Moment("first layer", gradients=state.gradients_before, activations=done.saved + done.at_work, **lasting),
-        Moment("last layer", gradients=state.gradients, activations=others + done.at_work, **lasting),
+        Moment("first layer", gradients=state.gradients_before, activations=passes.saved + working, **lasting),
+        Moment("last layer", gradients=state.gradients, activations=others + working, **lasting),
         Moment("update", gradients=state.gradients_at_step, **lasting),
     ]
 
 
-def ring_moments(state: States, done: PassBytes, cast_bytes: int, updating: Column) -> list[Moment]:
+def ring_moments(state: States, passes: PassBytes, cast_bytes: int, updating: Column) -> list[Moment]:
     """Return the moments of a rank that passes weights on.
 
     ``cast_bytes`` are those of a cast weight, 0 without casts; ``updating`` are those of the update's temporaries.
     A stage's backward pass runs its layers again, or follows its forward pass at once. The head's weights are cast for
     the loss, and its gradients are added up with those of the other parameters.
     """
-    others = done.saved * (1.0 - 1.0 / np.maximum(done.in_flight, 1.0)) + done.tables
-    lasting = {"gathered": state.gathered, "communication": done.exchanged + done.copies}
+    others = passes.saved * (1.0 - 1.0 / np.maximum(passes.in_flight, 1.0)) + passes.tables
+    lasting = {"gathered": state.gathered, "communication": passes.exchanged + passes.copies}
     with_head = lasting | {"gathered": state.gathered + cast_bytes * state.root_elements}
-    at_update = lasting | {"communication": done.exchanged + done.copies + updating}
-    before, saved = state.gradients_before, done.saved + done.tables
-    freed = np.where(done.loss > 0, done.freed, 0.0)
+    at_update = lasting | {"communication": passes.exchanged + passes.copies + updating}
+    before, saved = state.gradients_before, passes.saved + passes.tables
+    freed, working = np.where(passes.loss > 0, passes.freed, 0.0), passes.backward_peak_bytes
     return [
         Moment(
-            "loss", gradients=before, activations=saved + done.result, loss=done.loss, within=done.loss_within,
+            "loss", gradients=before, activations=saved + passes.result, loss=passes.loss, within=passes.loss_within,
             freed=freed, **with_head,
         ),
-        Moment("loss, backward", gradients=before, activations=saved, loss=done.loss_backward, freed=freed, **lasting),
         Moment(
-            "first layer", gradients=before, activations=saved - done.of_norm + done.at_work, working=done.at_work,
-            **lasting,
+            "loss, backward", gradients=before, activations=saved, loss=passes.loss_backward, freed=freed, **lasting
         ),
-        Moment("last layer", gradients=state.gradients, activations=others + done.at_work, working=done.at_work,
-               **lasting),
-        Moment("update", gradients=state.gradients_at_step, activations=done.tables, **at_update),
+        Moment(
+            "first layer", gradients=before, activations=saved - passes.of_norm + working, working=working, **lasting
+        ),
+        Moment("last layer", gradients=state.gradients, activations=others + working, working=working, **lasting),
+        Moment("update", gradients=state.gradients_at_step, activations=passes.tables, **at_update),
     ]  # fmt: skip

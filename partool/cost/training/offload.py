@@ -88,25 +88,25 @@ def offload(
     from_disk = (weights + written) / disk_rate(job) if job.offload.parameters == "nvme" else nothing
     early = np.maximum(early, from_disk)
     share = 1.0 - layouts.gpu_fraction
-    whole = chain(job, layouts, elements)
+    stages = chain(job, layouts, elements)
     moved = share > 0
-    down, adam, up, disk = (share * part for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
-    lag = np.where(moved, whole.lag_s, 0.0)
+    down, adam, up, disk = (share * part for part in (stages.down_s, stages.update_s, stages.up_s, stages.disk_s))
+    lag = np.where(moved, stages.lag_s, 0.0)
     # The device keeps the state whose gradients come last, so the host has the end of the backward pass to finish.
     arrives = np.maximum(share * last_s, down)
     worked = np.maximum(adam, np.maximum(up, disk))
-    ends = np.maximum(arrives, worked) + lag if whole.speculates else np.maximum(arrives, last_s) + worked + lag
-    before = share * (whole.early_s + whole.early_down_s) + early
-    late = np.where(moved, np.maximum(ends - last_s, 0.0), 0.0)
+    ends = np.maximum(arrives, worked) + lag if stages.speculates else np.maximum(arrives, last_s) + worked + lag
+    before = share * (stages.early_s + stages.early_down_s) + early
+    outlasting_s = np.where(moved, np.maximum(ends - last_s, 0.0), 0.0)
     crowded = before + np.maximum(down, worked) - _BESIDE * passes_s
-    waits = np.maximum(late, crowded)
-    worked_all = adam + share * (whole.early_s + whole.early_down_s)
+    waits = np.maximum(outlasting_s, crowded)
+    worked_all = adam + share * (stages.early_s + stages.early_down_s)
     slowdown = _START_SHARE * (early + np.minimum(worked_all, passes_s))
     if devices.host_link_bytes_per_s < FAST_LINK:
         # Over PCIe, the host's work has never been observed to cost less than the device update that it replaces.
         slowdown = np.maximum(slowdown, share * device_update_s(job, elements))
-    transfers = down + share * whole.early_down_s + up + early
-    return OffloadTime(transfers, adam + share * whole.early_s, np.maximum(waits, 0.0), slowdown, disk)
+    transfers = down + share * stages.early_down_s + up + early
+    return OffloadTime(transfers, adam + share * stages.early_s, np.maximum(waits, 0.0), slowdown, disk)
 
 
 def chain(job: TrainingWork, layouts: Layouts, elements: Column) -> Chain:
@@ -211,7 +211,7 @@ def _published(
     up = moved * job.compute_bytes / link
     adam = _HOST_BYTES * moved / memory
     # Gradients are sent during the last backward pass while the host updates parameters; then weights return.
-    late = np.maximum(down, adam)
-    waits = np.maximum(late - _BESIDE * last_s, early + late - _BESIDE * passes_s)
+    longest_s = np.maximum(down, adam)
+    waits = np.maximum(longest_s - _BESIDE * last_s, early + longest_s - _BESIDE * passes_s)
     start = _START_SHARE * (early + np.minimum(adam, last_s))
     return OffloadTime(down + up + early, adam, np.maximum(waits, 0.0) + start + up)

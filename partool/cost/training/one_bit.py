@@ -82,14 +82,14 @@ def _sizes(
     """Return the numbers of elements of a pipeline rank's trained parameters, for each of its tensor ranks."""
     first, *layers, last = groups(model)
     inside = [info for start, stop in bounds for layer in layers[start:stop] for info in layer]
-    held = [*(first if ends[0] else ()), *inside, *(last if ends[1] else ())]
-    trained = [info for info in held if not is_frozen(info.name, frozen)]
+    infos = [*(first if ends[0] else ()), *inside, *(last if ends[1] else ())]
+    trained = [info for info in infos if not is_frozen(info.name, frozen)]
     degree, inner, norms = tensor
     if degree == 1:
         return [[info.elements for info in trained]]
     rows = by_name(own_partition(model, degree, inner, norms), [info.name for info in trained])
-    found = []
+    sizes = []
     for rank in range(degree):
         shapes = [rows[info.name].local_shape(rank) for info in trained]
-        found.append([size for shape in shapes if (size := int(np.prod(shape)))])
-    return found
+        sizes.append([size for shape in shapes if (size := int(np.prod(shape)))])
+    return sizes

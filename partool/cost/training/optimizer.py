@@ -101,16 +101,16 @@ def matrices_s(job: TrainingWork, layouts: Layouts) -> Column:
         return 0.0
     owners = _owners(layouts)
     each = {shape: _orthogonalise_s(job, *shape) for shape in {(stack.rows, stack.columns) for stack in stacks}}
-    whole = sum(stack.count * each[stack.rows, stack.columns] for stack in stacks)
-    compute = np.maximum(whole / layouts.pp / owners, max(each.values()))
+    stacks_s = sum(stack.count * each[stack.rows, stack.columns] for stack in stacks)
+    compute = np.maximum(stacks_s / layouts.pp / owners, max(each.values()))
     turns = np.maximum(np.ceil(sum(stack.count for stack in stacks) / layouts.pp / owners), 1.0)
     ranks = collective.group(job, owners, 1)
     start = np.where(owners > 1, 2.0 * turns * collective.latency(job, ranks), 0.0)
     sent = matrix_bytes(job, layouts) * owners / np.maximum(owners - 1, 1)
     exchange = start + collective.all_to_all_s(job, sent, ranks)
     last = np.where(owners > 1, np.minimum(compute, exchange) / turns, 0.0)
-    found: Column = np.maximum(compute, exchange) + last
-    return found
+    total_s: Column = np.maximum(compute, exchange) + last
+    return total_s
 
 
 def _orthogonalise_s(job: TrainingWork, rows: int, columns: int) -> float:
@@ -177,13 +177,13 @@ def norm_bytes(job: TrainingWork, layouts: Layouts) -> Column:
 def working_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     """Return the bytes of the temporaries of an optimizer that treats matrices as wholes; 0 for any other."""
     if job.adapt is not None:
-        held = _trained(job.model, job.frozen) * _copies(layouts) / layouts.world
-        return 2.0 * np.minimum(held, _LAMB_PIECE) * job.master_bytes
+        owned = _trained(job.model, job.frozen) * _copies(layouts) / layouts.world
+        return 2.0 * np.minimum(owned, _LAMB_PIECE) * job.master_bytes
     stacks: Iterable[MatrixStack] = () if job.matrices is None else _stacks(job.model, job.frozen)
     shapes = Counter((stack.rows, stack.columns) for stack in stacks)
     if job.matrices is None or not shapes:
         return 0.0
-    held = np.where(_owners(layouts) > 1, _EXCHANGED + _RETURNED * _copies(layouts), _ALONE)
-    most = [held * rows * columns + 2.0 * min(rows, columns) ** 2 for rows, columns in shapes]
+    matrices = np.where(_owners(layouts) > 1, _EXCHANGED + _RETURNED * _copies(layouts), _ALONE)
+    most = [matrices * rows * columns + 2.0 * min(rows, columns) ** 2 for rows, columns in shapes]
     largest: Column = np.maximum.reduce(most)
     return largest * job.matrices.direction_bytes

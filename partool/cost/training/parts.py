@@ -13,11 +13,11 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory import in_flight as closed
-from partool.cost.memory.rank_parameters import RankLoad, held_by_rank
+from partool.cost.memory.rank_parameters import RankLoad, load_of_rank
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.repeats import Memo, codes
 from partool.cost.training.states import States, states
-from partool.cost.training.work import PassBytes, bytes_of_layers, work
+from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.work.training import TrainingWork
 
 Place = Literal["first", "second", "last"]
@@ -38,7 +38,7 @@ _OF_WORK = (
 """Columns that affect the work of passes, besides those of :func:`_work_case`."""
 
 
-class _KnownParts:
+class _PricedParts:
     """State and work of the cases that one job has priced so far."""
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ def parts(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[
 
 def _states_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
     """Return the state of the pipeline ranks at ``places``; ``layouts`` has columns."""
-    known = _known(job, places)
+    memo = _memo_of(job, places)
 
     def of_states(first: Any) -> list[Column]:
-        found = _states(job, layouts.take(first), places)
-        known.host = tuple(found[0].host)
-        return [column for one in found for column in (*(getattr(one, name) for name in _STATES), *one.host.values())]
+        ranks = _states(job, layouts.take(first), places)
+        memo.host = tuple(ranks[0].host)
+        return [column for one in ranks for column in (*(getattr(one, name) for name in _STATES), *one.host.values())]
 
-    state = iter(known.states.results(codes(layouts.shape[0], _state_case(layouts)), of_states))
-    return [_next_states(state, known.host) for _ in places]
+    state = iter(memo.states.results(codes(layouts.shape[0], _state_case(layouts)), of_states))
+    return [_next_states(state, memo.host) for _ in places]
 
 
 def least_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool = True) -> Column:
@@ -90,10 +90,10 @@ def least_passes(
     device, host = [], []
     several, lasting = layouts.accumulation > 1, np.asarray(layouts.zero) != 3
     state = iter(_bytes_of_state(job, layouts, places, slice(1, None), keep=keep))
-    done = iter(_bytes_of_work(job, layouts, places, keep=keep))
+    pass_columns = iter(_bytes_of_work(job, layouts, places, keep=keep))
     for _ in places:
         resident, at_step, earlier, gathered, on_host = (next(state) for _ in range(5))
-        first, later, moved = (next(done) for _ in range(3))
+        first, later, moved = (next(pass_columns) for _ in range(3))
         passes = np.maximum(first, np.where(several, earlier, 0.0) + later) + np.where(lasting, gathered, 0.0)
         device.append(resident + np.maximum(at_step, passes))
         host.append(on_host + moved)
@@ -108,17 +108,17 @@ def _bytes_of_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place]
 
     def of_rows(first: Any) -> list[Column]:
         rows = layouts.take(first)
-        found = _states_at(job, rows, places) if keep else _states(job, rows, places)
-        resident = [rank.parameters + rank.optimizer for rank in found]
-        each = [there + rank.gradients_at_step for there, rank in zip(resident, found, strict=True)]
+        ranks = _states_at(job, rows, places) if keep else _states(job, rows, places)
+        resident = [rank.parameters + rank.optimizer for rank in ranks]
+        each = [resident_bytes + rank.gradients_at_step for resident_bytes, rank in zip(resident, ranks, strict=True)]
         columns = [np.maximum.reduce(np.broadcast_arrays(*each))]
-        for there, rank in zip(resident, found, strict=True):
+        for resident_bytes, rank in zip(resident, ranks, strict=True):
             # On a CPU, gradients in transfer to the host are nowhere else.
-            earlier = rank.gradients_before - rank.leaving
-            columns += [there, rank.gradients_at_step, earlier, rank.gathered, sum(rank.host.values())]
+            earlier = rank.gradients_before - rank.grads_offloading
+            columns += [resident_bytes, rank.gradients_at_step, earlier, rank.gathered, sum(rank.host.values())]
         return columns
 
-    return _known(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows, which)
+    return _memo_of(job, places).least.results(codes(layouts.shape[0], _state_case(layouts)), of_rows, which)
 
 
 def _bytes_of_work(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool) -> Any:
@@ -130,31 +130,35 @@ def _bytes_of_work(job: TrainingWork, layouts: Layouts, places: Sequence[Place],
 
     def of_rows(first: Any) -> list[Column]:
         rows, columns = layouts.take(first), []
-        for done in _work_at(job, rows, places) if keep else _work(job, rows, places):
-            loss = np.minimum(done.loss, done.loss_backward)
+        for rank in _work_at(job, rows, places) if keep else _work(job, rows, places):
+            loss = np.minimum(rank.loss, rank.loss_backward)
             # Where dense layers come first, all saved activations exist together with a layer with experts at work;
-            # with WeiPipe, ``at_work`` may be smaller, as some tensors count as saved.
-            last = np.where(done.moe_at_work > 0, np.minimum(done.moe_at_work, done.at_work), done.at_work)
-            working = last - done.of_norm
-            passes = np.maximum(done.saved - done.inputs + np.maximum(loss, working), 0.0)
-            columns += [passes, np.maximum(working - done.inputs, 0.0), done.on_host]
+            # with WeiPipe, ``backward_peak_bytes`` may be smaller, as some tensors count as saved.
+            last = np.where(
+                rank.moe_peak_bytes > 0,
+                np.minimum(rank.moe_peak_bytes, rank.backward_peak_bytes),
+                rank.backward_peak_bytes,
+            )
+            working = last - rank.of_norm
+            peak_bytes = np.maximum(rank.saved - rank.inputs + np.maximum(loss, working), 0.0)
+            columns += [peak_bytes, np.maximum(working - rank.inputs, 0.0), rank.on_host]
         return columns
 
-    return _known(job, places).least_work.results(codes(layouts.shape[0], _work_case(layouts)), of_rows)
+    return _memo_of(job, places).least_work.results(codes(layouts.shape[0], _work_case(layouts)), of_rows)
 
 
 def _work_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
     def of_work(first: Any) -> list[Column]:
-        found = _work(job, layouts.take(first), places)
-        return [getattr(one, name) for one in found for name in _WORK]
+        ranks = _work(job, layouts.take(first), places)
+        return [getattr(one, name) for one in ranks for name in _WORK]
 
-    done = iter(_known(job, places).work.results(codes(layouts.shape[0], _work_case(layouts)), of_work))
-    return [PassBytes(*(next(done) for _ in _WORK)) for _ in places]
+    columns = iter(_memo_of(job, places).work.results(codes(layouts.shape[0], _work_case(layouts)), of_work))
+    return [PassBytes(*(next(columns) for _ in _WORK)) for _ in places]
 
 
-def _known(job: TrainingWork, places: Sequence[Place]) -> _KnownParts:
-    found: _KnownParts = job.memo.setdefault(f"memory of {', '.join(places)}", _KnownParts())
-    return found
+def _memo_of(job: TrainingWork, places: Sequence[Place]) -> _PricedParts:
+    memo: _PricedParts = job.memo.setdefault(f"memory of {', '.join(places)}", _PricedParts())
+    return memo
 
 
 def _state_case(layouts: Layouts) -> list[Column | Mask]:
@@ -178,18 +182,18 @@ def _next_states(rows: Iterator[Column], host: tuple[str, ...]) -> States:
     return States(**plain, host={name: next(rows) for name in host})
 
 
-def _held(job: TrainingWork, layouts: Layouts, place: Place) -> RankLoad:
+def _load(job: TrainingWork, layouts: Layouts, place: Place) -> RankLoad:
     last = layouts.pp - 1
     rank: Column = 0 * last if place == "first" else last if place == "last" else np.minimum(1, last)
-    return held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank))
+    return load_of_rank(job, layouts, rank, closed.in_flight(layouts, rank))
 
 
 def _states(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
     stack = memory_stack(job.stack.name)
-    return [states(job, layouts, stack, _held(job, layouts, place)) for place in places]
+    return [states(job, layouts, stack, _load(job, layouts, place)) for place in places]
 
 
 def _work(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
-    stack, held = memory_stack(job.stack.name), [_held(job, layouts, place) for place in places]
-    layers = bytes_of_layers(job, layouts, stack, held)
-    return [work(job, layouts, stack, each, layers) for each in held]
+    stack, loads = memory_stack(job.stack.name), [_load(job, layouts, place) for place in places]
+    layers = bytes_of_layers(job, layouts, stack, loads)
+    return [pass_bytes(job, layouts, stack, each, layers) for each in loads]

@@ -49,20 +49,20 @@ def passes(job: TrainingWork, layouts: Layouts) -> PassLimits:
     """Return the least and the most seconds of passes under each layout."""
     if job.recompute is not None and len(set(job.recompute)) > 1:
         return _listed(job, layouts, job.recompute)
-    costs, units = (found := micro(job, layouts)), found.layers.values()
+    costs, units = (priced := micro(job, layouts)), priced.layers.values()
     forward, backward = costs.total("forward_s"), costs.total("backward_s")
     path = forward + backward - costs.total("weight_s")
-    least_layer = _least([unit.both_s - unit.again_s for unit in units])
+    least_layer = _least([unit.both_s - unit.recompute_s for unit in units])
     more = shared_most(job, layouts) / np.maximum(layouts.recompute_share, 1e-9)
     # Of a tiled network, layers that do not follow the policy recompute no more than the mean of all layers.
     more = more + ((np.asarray(layouts.mlp_tile_tokens) > 0) & (np.asarray(layouts.recompute_share) < 1.0))
     if len(units) == 1:
-        again = job.model.layers * next(iter(units)).again_s
-        alone = least_layer + next(iter(units)).again_s
-        most = backward + (more - 1.0) * again
+        recompute_s = job.model.layers * next(iter(units)).recompute_s
+        alone = least_layer + next(iter(units)).recompute_s
+        most = backward + (more - 1.0) * recompute_s
         return PassLimits(costs, forward, backward, path, most, alone, least_layer, alike=True)
-    same = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items())
-    least, most = _again(job, layouts, costs, same, more)
+    same = sum(count * costs.layers[kind].recompute_s for kind, count in costs.counts.items())
+    least, most = _recompute_limits(job, layouts, costs, same, more)
     # Recomputation lengthens what is not weight gradients by half or more, as those take at most half of a pass.
     path = path - same + 0.5 * least
     backward = backward - same
@@ -91,40 +91,42 @@ def recorded(job: TrainingWork, layouts: Layouts) -> Layouts:
 
 
 def _least(columns: list[Column]) -> Column:
-    found: Column = columns[0]
+    least: Column = columns[0]
     for column in columns[1:]:
-        found = np.minimum(found, column)
-    return found
+        least = np.minimum(least, column)
+    return least
 
 
-def _again(job: TrainingWork, layouts: Layouts, costs: Micro, same: Column, more: Column) -> tuple[Column, Column]:
+def _recompute_limits(
+    job: TrainingWork, layouts: Layouts, costs: Micro, same: Column, more: Column
+) -> tuple[Column, Column]:
     """Return the least and the most seconds of recomputation where layers differ.
 
     Without pipeline ranks the first layers recompute. With them, at least the share of all layers recomputes, and each
     of these layers takes as long as the quickest kind or longer. Where networks are tiled, all layers recompute, and
     the quickest kind is not known.
     """
-    each, layers = [unit.again_s for unit in costs.layers.values()], job.model.layers
+    each, layers = [unit.recompute_s for unit in costs.layers.values()], job.model.layers
     tiled = np.asarray(layouts.mlp_tile_tokens) > 0
     least = np.where(tiled, 0.0, layers * _least(each))
     most = layers * more * -_least([-1.0 * one for one in each])
     count = np.rint(layouts.recompute_share * layers).astype(int)
     first = _first_layers(job.model)
     share = np.maximum(layouts.recompute_share, 1e-9)
-    known = sum(np.asarray(first[kind])[count] * unit.again_s / share for kind, unit in costs.layers.items())
-    whole = np.asarray(layouts.recompute_share) == 1.0
+    exact_s = sum(np.asarray(first[kind])[count] * unit.recompute_s / share for kind, unit in costs.layers.items())
+    everywhere = np.asarray(layouts.recompute_share) == 1.0
     alone = (layouts.pp == 1) & ~tiled
-    least = np.where(whole, same, np.where(alone, known, least))
-    return least, np.where(whole, same, np.where(alone, known, np.maximum(most, least)))
+    least = np.where(everywhere, same, np.where(alone, exact_s, least))
+    return least, np.where(everywhere, same, np.where(alone, exact_s, np.maximum(most, least)))
 
 
 @lru_cache(maxsize=16)
 def _first_layers(model: ModelConfig) -> dict[Kind, tuple[int, ...]]:
     """Return, by kind, how many of the first n layers are of that kind, for n from 0 to all."""
-    found = kinds(model)
+    kinds_of_layers = kinds(model)
     return {
-        kind: tuple(sum(one == kind for one in found[:count]) for count in range(len(found) + 1))
-        for kind in dict.fromkeys(found)
+        kind: tuple(sum(one == kind for one in kinds_of_layers[:count]) for count in range(len(kinds_of_layers) + 1))
+        for kind in dict.fromkeys(kinds_of_layers)
     }
 
 
@@ -143,8 +145,8 @@ def _listed(job: TrainingWork, layouts: Layouts, policies: tuple[str, ...]) -> P
 
     def total(name: str) -> Column:
         layers: Column = sum(count * getattr(unit, name) for count, unit in units)
-        found: Column = layers + getattr(of.first, name) + getattr(of.last, name)
-        return found
+        model_total: Column = layers + getattr(of.first, name) + getattr(of.last, name)
+        return model_total
 
     forward, backward = total("forward_s"), total("backward_s")
     least = _least([unit.both_s for _, unit in units])

@@ -19,7 +19,7 @@ from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess
 from partool.cost.memory.fit import fit_probability, verdict
-from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.training.communicators import communicators
@@ -29,7 +29,7 @@ from partool.cost.training.optimizer import working_bytes
 from partool.cost.training.parts import Place, least_passes, least_state, parts
 from partool.cost.training.runtime_moments import moments
 from partool.cost.training.states import States, states
-from partool.cost.training.work import PassBytes, bytes_of_layers, work
+from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
@@ -114,10 +114,10 @@ def peak_memory(job: TrainingWork, layouts: Layouts) -> Memory:
     the first.
     """
     places = _places(job, layouts)
-    found = [_memory(job, layouts, *each) for each in parts(job, layouts, places)]
-    if len(found) == 1:
-        return found[0]
-    totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in found)))
+    memories = [_memory(job, layouts, *each) for each in parts(job, layouts, places)]
+    if len(memories) == 1:
+        return memories[0]
+    totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in memories)))
     worst = np.argmax(totals, axis=0)
 
     def chosen(values: list[Column]) -> Column:
@@ -126,16 +126,16 @@ def peak_memory(job: TrainingWork, layouts: Layouts) -> Memory:
         return np.asarray(np.choose(worst, np.broadcast_arrays(*values, totals[0])[:-1]))
 
     return Memory(
-        {name: chosen([memory.terms[name] for memory in found]) for name in MEMORY_TERMS},
-        chosen([memory.sigma_bytes for memory in found]),
+        {name: chosen([memory.terms[name] for memory in memories]) for name in MEMORY_TERMS},
+        chosen([memory.sigma_bytes for memory in memories]),
         {
-            name: np.maximum.reduce(np.broadcast_arrays(*(memory.host_terms[name] for memory in found)))
-            for name in found[0].host_terms
+            name: np.maximum.reduce(np.broadcast_arrays(*(memory.host_terms[name] for memory in memories)))
+            for name in memories[0].host_terms
         },
-        found[0].sharers,
-        chosen([memory.outside_bytes for memory in found]),
-        chosen([memory.reclaimable_bytes for memory in found]),
-        chosen([memory.idle_bytes for memory in found]),
+        memories[0].sharers,
+        chosen([memory.outside_bytes for memory in memories]),
+        chosen([memory.reclaimable_bytes for memory in memories]),
+        chosen([memory.idle_bytes for memory in memories]),
     )
 
 
@@ -175,8 +175,8 @@ def _fragmented(job: TrainingWork) -> float:
     """Return the allocator's overhead as a share of everything allocated."""
     if job.devices.backend == "cpu":
         return CPU_FRAGMENTATION
-    known = job.expandable_segments
-    return memory_stack(job.stack.name).fragmentation if known is None else FRAGMENTATION[known]
+    expandable = job.expandable_segments
+    return memory_stack(job.stack.name).fragmentation if expandable is None else FRAGMENTATION[expandable]
 
 
 def predict_memory(job: TrainingWork, layout: Layout, headroom: float) -> MemoryPrediction:
@@ -224,24 +224,26 @@ def _host(job: TrainingWork, memories: Sequence[Memory], layout: Layout) -> dict
 
 def rank_memories(job: TrainingWork, layout: Layout) -> list[Memory]:
     """Return, for each pipeline position, the peak memory of one rank."""
-    return ranks_of(job, encode(layout), held_by_layout(job, layout)).of_each(layout.mesh.pp)
+    return ranks_of(job, encode(layout), loads_of_layout(job, layout)).of_each(layout.mesh.pp)
 
 
 def rank_moments(job: TrainingWork, layout: Layout) -> list[list[Moment]]:
     """Return, for each pipeline position, the moments of a step of one rank; all their fields are single numbers."""
     layouts, stack = encode(layout), memory_stack(job.stack.name)
-    held = held_by_layout(job, layout)
-    layers = bytes_of_layers(job, layouts, stack, [held])
-    found = _moments(job, layouts, stack, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
-    each = [moment.of_each(layout.mesh.pp) for moment in found]
+    loads = loads_of_layout(job, layout)
+    layers = bytes_of_layers(job, layouts, stack, [loads])
+    candidates = _moments(
+        job, layouts, stack, states(job, layouts, stack, loads), pass_bytes(job, layouts, stack, loads, layers)
+    )
+    each = [moment.of_each(layout.mesh.pp) for moment in candidates]
     return [list(rank) for rank in zip(*each, strict=True)]
 
 
-def ranks_of(job: TrainingWork, layouts: Layouts, held: RankLoad) -> Memory:
-    """Return the peak memory of ranks with the loads ``held``; columns are those of ``layouts`` and of the loads."""
+def ranks_of(job: TrainingWork, layouts: Layouts, loads: RankLoad) -> Memory:
+    """Return the peak memory of ranks with ``loads``; columns are those of ``layouts`` and of the loads."""
     stack = memory_stack(job.stack.name)
-    layers = bytes_of_layers(job, layouts, stack, [held])
-    return _memory(job, layouts, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
+    layers = bytes_of_layers(job, layouts, stack, [loads])
+    return _memory(job, layouts, states(job, layouts, stack, loads), pass_bytes(job, layouts, stack, loads, layers))
 
 
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:
@@ -249,12 +251,12 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
 
 
-def _memory(job: TrainingWork, layouts: Layouts, state: States, done: PassBytes) -> Memory:
+def _memory(job: TrainingWork, layouts: Layouts, state: States, passes: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
-    there = (
-        _all_phases(state, done, working_bytes(job, layouts))
+    moment = (
+        _all_phases(state, passes, working_bytes(job, layouts))
         if backend == "cpu"
-        else fullest(_moments(job, layouts, stack, state, done))
+        else fullest(_moments(job, layouts, stack, state, passes))
     )
     outside = FRAMEWORK_BYTES[backend] + communicators(job, layouts).memory_bytes(backend)
     optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
@@ -262,29 +264,29 @@ def _memory(job: TrainingWork, layouts: Layouts, state: States, done: PassBytes)
         # A CPU has no other memory: state that would leave an accelerator stays in the same memory.
         optimizer = optimizer + state.host["masters"] + state.host["moments"] + state.host["copies"]
         on_its_way = sum(size for name, size in state.host.items() if name not in ("masters", "moments", "copies"))
-        on_its_way = on_its_way + done.on_host
+        on_its_way = on_its_way + passes.on_host
     terms = {
         "parameters": state.parameters,
-        "gathered": there.gathered,
-        "gradients": there.gradients,
+        "gathered": moment.gathered,
+        "gradients": moment.gradients,
         "optimizer": optimizer,
-        "activations": there.activations,
-        "loss": there.loss,
-        "communication": there.communication + on_its_way + outside - FRAMEWORK_BYTES[backend],
+        "activations": moment.activations,
+        "loss": moment.loss,
+        "communication": moment.communication + on_its_way + outside - FRAMEWORK_BYTES[backend],
         "framework": FRAMEWORK_BYTES[backend] + 0.0,
     }
     allocated = sum(terms.values()) - outside
     share = _fragmented(job)
-    terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else there.freed)
-    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + there.freed
+    terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else moment.freed)
+    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + moment.freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
-    host_terms = {**state.host, "activations": done.on_host}
+    host_terms = {**state.host, "activations": passes.on_host}
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(job, layouts, sum(terms.values()), outside), sum(terms.values()))
     sharers = np.minimum(layouts.world, job.devices.per_node)
     # The allocator returns the memory of idle streams before it fails: it takes no more than is there.
     usable = job.devices.memory_bytes if job.usable_bytes is None else job.usable_bytes
-    idle = np.floor(np.clip(usable - sum(terms.values()), 0.0, job.memory_scalar * there.idle))
+    idle = np.floor(np.clip(usable - sum(terms.values()), 0.0, job.memory_scalar * moment.idle))
     terms["fragmentation"] = terms["fragmentation"] + idle
     return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle, idle)
 
@@ -311,27 +313,27 @@ def _narrowed(job: TrainingWork, sigma: Column, total: Column) -> Column:
     return np.asarray(np.maximum(SMALLEST_ERROR * total, both))
 
 
-def _moments(job: TrainingWork, layouts: Layouts, stack: MemoryStack, state: States, done: PassBytes) -> list[Moment]:
+def _moments(job: TrainingWork, layouts: Layouts, stack: MemoryStack, state: States, passes: PassBytes) -> list[Moment]:
     """Return the moments that may be the fullest; only of partool's runtime it is known what exists at each."""
     if not stack.traced_moments:
-        return plain_moments(state, done)
+        return plain_moments(state, passes)
     if not np.any(layouts.ring):
-        return moments(job, layouts, state, done)
+        return moments(job, layouts, state, passes)
     # Ranks that pass weights to each other neither gather nor reduce through FSDP2.
     cast_bytes = job.compute_bytes if job.compute_bytes != job.master_bytes else 0
-    passing = ring_moments(state, done, cast_bytes, working_bytes(job, layouts))
+    passing = ring_moments(state, passes, cast_bytes, working_bytes(job, layouts))
     if np.all(layouts.ring):
         return passing
-    return [either(layouts.ring, fullest(passing), fullest(moments(job, layouts, state, done)))]
+    return [either(layouts.ring, fullest(passing), fullest(moments(job, layouts, state, passes)))]
 
 
-def _all_phases(state: States, done: PassBytes, working: Column) -> Moment:
+def _all_phases(state: States, passes: PassBytes, working: Column) -> Moment:
     """Return the sum of all phases of a step, as blocks of a CPU's memory stay resident after they are freed."""
     return Moment(
         "all phases",
         gathered=state.gathered,
         gradients=state.gradients_at_step,
-        activations=done.saved + done.at_work,
-        loss=np.maximum(done.loss, done.loss_backward),
-        communication=state.buffers + done.exchanged + done.copies + working,
+        activations=passes.saved + passes.backward_peak_bytes,
+        loss=np.maximum(passes.loss, passes.loss_backward),
+        communication=state.buffers + passes.exchanged + passes.copies + working,
     )

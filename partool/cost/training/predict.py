@@ -132,12 +132,12 @@ def predict_time(
 
 def stage_times(job: TrainingWork, layout: Layout) -> StageTimes:
     """Return the seconds of each stage per micro-batch, and of a transfer, as used by :func:`predict_time`."""
-    found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
+    times = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     scale = job.time_scalar
     forward, backward, weight = (
-        [scale * value for value in times] for times in (found.forward_s, found.backward_s, found.weight_s or ())
+        [scale * value for value in stages_s] for stages_s in (times.forward_s, times.backward_s, times.weight_s or ())
     )
-    send, gradient = (None if one is None else scale * float(one) for one in (found.send_s, found.gradient_send_s))  # type: ignore[arg-type]
+    send, gradient = (None if one is None else scale * float(one) for one in (times.send_s, times.gradient_send_s))  # type: ignore[arg-type]
     return StageTimes(forward, backward, weight, send or 0.0, gradient_send_s=gradient)
 
 
@@ -161,7 +161,7 @@ def _costs(job: TrainingWork, layout: Layout) -> dict[Recompute, Micro]:
 
 
 def _stages(job: TrainingWork, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
-    found = []
+    stages = []
     of_layer = kinds(job.model)
     any_cost = next(iter(costs.values()))
     ring, last = moves_weights(layout), len(layout.pipeline.bounds) - 1
@@ -172,8 +172,8 @@ def _stages(job: TrainingWork, layout: Layout, costs: dict[Recompute, Micro]) ->
             units.insert(0, any_cost.first)
         if index == last:
             units.append(any_cost.last)
-        found.append(tuple(units))
-    return Stages(tuple(found))
+        stages.append(tuple(units))
+    return Stages(tuple(stages))
 
 
 def _terms(job: TrainingWork, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
@@ -190,17 +190,17 @@ def _terms(job: TrainingWork, layout: Layout, base: StepParts, stages: Stages) -
     before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
     summed = np.array(worked_by_ranks(layout, stages.total("summed")))
     ranks = RankWork(_parameters(layout, stages), PassSeconds(np.array(f_rank), np.array(b_rank)), summed)
-    late = slowest(job, encode(layout), base, ranks)
+    outside = slowest(job, encode(layout), base, ranks)
     return {
         "data": DATA_S,
         "forward": m * f_rank[busiest] - before,
-        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + float(late.slowdown_s),
-        "gradient_sync": float(late.gradient_s) + _outer_sync_s(job, layout, stages),
-        "parameter_gather": float(late.gather_s),
+        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + float(outside.slowdown_s),
+        "gradient_sync": float(outside.gradient_s) + _outer_sync_s(job, layout, stages),
+        "parameter_gather": float(outside.gather_s),
         **comm,
-        "tensor_parallel": comm["tensor_parallel"] + float(late.tensor_s),
-        "offload": float(late.offload_s),
-        "optimizer": float(late.optimizer_s),
+        "tensor_parallel": comm["tensor_parallel"] + float(outside.tensor_s),
+        "offload": float(outside.offload_s),
+        "optimizer": float(outside.optimizer_s),
         "pipeline_bubble": span - busy + float(pipeline_wait(job, encode(layout))) * busy,
         "overhead": job.stack.overhead_s,
     }
@@ -235,7 +235,7 @@ def _parameters(layout: Layout, stages: Stages) -> RankParameters:
     ]
     # Where weights are sent around the ring, every rank has the embedding and the head.
     outer = stages.units[0][0].dense + stages.units[end][-1].dense if ring else 0.0
-    found = [
+    ranks = [
         (
             outer + sum(unit.dense for stage in mine for unit in inner[stage]),
             sum(unit.expert for stage in mine for unit in inner[stage]),
@@ -243,7 +243,7 @@ def _parameters(layout: Layout, stages: Stages) -> RankParameters:
         )
         for mine in stages_of_ranks(layout)
     ]
-    dense, expert, groups = np.array(found, dtype=float).T
+    dense, expert, groups = np.array(ranks, dtype=float).T
     return RankParameters(dense, expert, groups)
 
 
@@ -268,13 +268,13 @@ def _parts(job: TrainingWork, layout: Layout, base: StepParts, costs: dict[Recom
     return {name: job.time_scalar * value for name, value in parts.items()}
 
 
-def _add_layer(parts: dict[str, float], job: TrainingWork, found: Layer, share: float) -> None:
-    for suffix, one in (("forward", found.forward), ("backward", found.backward)):
+def _add_layer(parts: dict[str, float], job: TrainingWork, costs: Layer, share: float) -> None:
+    for suffix, one in (("forward", costs.forward), ("backward", costs.backward)):
         parts[f"matmul_{suffix}"] += share * float(one.matmul_s)
         parts[f"attention_{suffix}"] += share * float(one.attention_s)
         parts[f"elementwise_{suffix}"] += share * float(one.elementwise_s)
-    parts["recompute"] += share * float(found.again.total_s(job))
-    for one in (found.forward, found.backward, found.again):
+    parts["recompute"] += share * float(costs.recompute.total_s(job))
+    for one in (costs.forward, costs.backward, costs.recompute):
         parts["launch"] += share * _launch_s(job, one)
         parts["tensor_parallel"] += share * float(one.tensor_s)
         parts["sequence_parallel"] += share * float(one.sequence_s)

@@ -51,7 +51,7 @@ class Step:
     """What the passes of a step have in common; each field is a column."""
 
     state: States
-    done: PassBytes
+    passes: PassBytes
     small: int
     """Bytes of an element of gathered parameters and of gradients before their reduction."""
     wide: int
@@ -76,7 +76,7 @@ class Step:
     """True if each parameter is gathered into its own memory; then only shards are copied, where they are cast."""
 
     @classmethod
-    def of(cls, job: TrainingWork, layouts: Layouts, state: States, done: PassBytes) -> Step:
+    def of(cls, job: TrainingWork, layouts: Layouts, state: States, passes: PassBytes) -> Step:
         """Return the common values of the passes of layouts' ranks with a state and with what their passes hold."""
         small, zero = job.compute_bytes, np.asarray(layouts.zero)
         shards = np.where(zero > 0, layouts.shards * layouts.cp, 1)
@@ -93,13 +93,13 @@ class Step:
         )
         ranks = layouts.replicas * layouts.shards * layouts.cp
 
-        def copied(own: Column, every: Column) -> Column:
-            return np.where((own == 1) & (np.asarray(every) > 1), float(job.master_bytes), 0.0)
+        def copied(sharers: Column, every: Column) -> Column:
+            return np.where((sharers == 1) & (np.asarray(every) > 1), float(job.master_bytes), 0.0)
 
         of_experts = copied(state.expert_shards, ranks * layouts.tp / layouts.expert_ranks)
         messages = UnitElements(sent(shards), sent(state.expert_shards))
         return cls(
-            state, done, small, job.master_bytes, shards, zero == 3, single, (zero >= 2) | single, messages,
+            state, passes, small, job.master_bytes, shards, zero == 3, single, (zero >= 2) | single, messages,
             UnitElements(copied(shards, ranks), of_experts), by_unit, ahead=float(job.controls.prefetch), apart=apart,
         )  # fmt: skip
 
@@ -159,25 +159,29 @@ class Step:
             layer + np.maximum(layer, first_bytes),
         ]
         if self.mixed:
-            own = self._sent(self.moe._replace(expert=0.0))
-            pairs += [self._sent(self.moe), own + np.maximum(own * (self.moe.expert == 0.0), first_bytes)]
+            common_bytes = self._sent(self.moe._replace(expert=0.0))
+            pairs += [
+                self._sent(self.moe),
+                common_bytes + np.maximum(common_bytes * (self.moe.expert == 0.0), first_bytes),
+            ]
         return np.asarray(np.maximum.reduce(np.broadcast_arrays(*pairs)))
 
     def _sent(self, unit: UnitElements) -> Column:
         common = self.sent.common * unit.common
         return common + self.sent.expert * unit.expert if self.split else common
 
-    def gathered(self, in_use: Column, coming: Column = 0.0, left: Column | None = None) -> Column:
+    def gathered(self, in_use: Column, prefetched: Column = 0.0, still_gathered: Column | None = None) -> Column:
         """Return the bytes of gathered parameters; the arguments are numbers of elements.
 
         With ZeRO-3 these are the parameters ``in_use``, those that stay gathered, and, where parameters are gathered
-        into their own memory, those that are ``coming``. Other stages release parameters in the backward pass of a
-        step's last micro-batch only (``set_reshard_after_backward``); if it is the only one, all but ``left`` are gone.
+        into their own memory, those that are ``prefetched``. Other stages release parameters in the backward pass of
+        a step's last micro-batch only (``set_reshard_after_backward``); if it is the only one, all but
+        ``still_gathered`` are gone.
         """
         others = self.state.gathered
-        if left is not None:
-            others = np.where(self.single, np.minimum(others, self.small * left), others)
-        with_next = in_use + (coming * self.ahead if self.apart else 0.0)
+        if still_gathered is not None:
+            others = np.where(self.single, np.minimum(others, self.small * still_gathered), others)
+        with_next = in_use + (prefetched * self.ahead if self.apart else 0.0)
         return np.where(self.stage3, self.small * with_next + self.state.kept_gathered, others)
 
     def message(self, unit: UnitElements) -> Column:
@@ -214,16 +218,16 @@ class Step:
 
     def divided(self, unit: UnitElements) -> Column:
         """Return the bytes of the copy of a unit's gradients that is made when these are divided."""
-        found = self.copied.common * unit.common
-        found = found + self.copied.expert * unit.expert if self.split else found
-        return np.where(self.reduces, found, 0.0)
+        copied_bytes = self.copied.common * unit.common
+        copied_bytes = copied_bytes + self.copied.expert * unit.expert if self.split else copied_bytes
+        return np.where(self.reduces, copied_bytes, 0.0)
 
     def moment(self, name: str, message: Column = 0.0, **parts: Column) -> Moment:
         """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""
-        done, state = self.done, self.state
+        passes, state = self.passes, self.state
         of_stream = np.where(self.reduces, parts["gradients"], 0.0)
         idle = np.maximum(self.pool - message, 0.0) + np.maximum(state.gradients_at_step - of_stream, 0.0)
-        parts["communication"] = parts.get("communication", 0.0) + message + done.copies + done.received
+        parts["communication"] = parts.get("communication", 0.0) + message + passes.copies + passes.received
         # Inputs of stages are in the buffers in which they were received.
-        parts["activations"] = np.maximum(parts["activations"] - done.inputs, 0.0) + done.tables
-        return Moment(name, leaving=state.leaving, idle=idle, **parts)
+        parts["activations"] = np.maximum(parts["activations"] - passes.inputs, 0.0) + passes.tables
+        return Moment(name, grads_offloading=state.grads_offloading, idle=idle, **parts)

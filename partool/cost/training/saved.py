@@ -8,7 +8,7 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
-from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.training.host_state import moment_bytes
 from partool.cost.training.one_bit import kept_bytes
 from partool.cost.training.states import ElementCounts, element_counts
@@ -32,7 +32,7 @@ def saved_state(job: TrainingWork, layout: Layout) -> SavedState:
     equal parts.
     """
     layouts = encode(layout)
-    counts = element_counts(job, layouts, held_by_layout(job, layout))
+    counts = element_counts(job, layouts, loads_of_layout(job, layout))
     trained = _written(layouts, counts.trained, counts.trained_expert)
     weights = job.master_bytes * _written(layouts, counts.common, counts.expert)
     total = weights + _moments(job, layouts, counts, trained)
@@ -43,11 +43,11 @@ def saved_state(job: TrainingWork, layout: Layout) -> SavedState:
 
 def _moments(job: TrainingWork, layouts: Layouts, counts: ElementCounts, trained: Column) -> Column:
     on_host = 1.0 - layouts.gpu_fraction
-    found = np.where(on_host > 0, moment_bytes(job), job.moments * job.master_bytes) * trained
+    moments_bytes = np.where(on_host > 0, moment_bytes(job), job.moments * job.master_bytes) * trained
     if job.matrices is not None:
         matrices = _written(layouts, counts.matrices, counts.matrices_expert)
-        found = found - (job.moments - job.matrices.moments) * job.master_bytes * matrices
-    return found + kept_bytes(job, layouts, trained * layouts.dp * layouts.cp)
+        moments_bytes = moments_bytes - (job.moments - job.matrices.moments) * job.master_bytes * matrices
+    return moments_bytes + kept_bytes(job, layouts, trained * layouts.dp * layouts.cp)
 
 
 def _written(layouts: Layouts, common: Column, expert: Column) -> Column:

@@ -17,7 +17,7 @@ from partool.work.training import TrainingWork
 class RankWork:
     """What each pipeline rank holds and computes; fields are arrays [ranks] or [ranks, layouts]."""
 
-    held: RankParameters
+    parameters: RankParameters
     passes: PassSeconds
     """Seconds of a rank's passes over one micro-batch."""
     summed: Any
@@ -52,19 +52,19 @@ def slowest(job: TrainingWork, layouts: Layouts, base: StepParts, ranks: RankWor
 
     The rank with most of the optimizer's state sets the time of the update and of offloading.
     """
-    held = ranks.held
-    shared = sync(job, layouts, held, ranks.passes)
-    exposed = (shared.gradient_exposed_s + shared.gather_exposed_s) + 0.0 * held.dense
+    parameters = ranks.parameters
+    shared = sync(job, layouts, parameters, ranks.passes)
+    exposed = (shared.gradient_exposed_s + shared.gather_exposed_s) + 0.0 * parameters.dense
     at = np.argmax(exposed, axis=0)
-    owned = owned_elements(job, layouts, held.dense, held.expert) + 0.0 * held.dense
+    owned = owned_elements(job, layouts, parameters.dense, parameters.expert) + 0.0 * parameters.dense
     fullest = np.max(owned, axis=0) / np.maximum(np.mean(owned, axis=0), 1e-9)
     # Host link and network work concurrently: only the time beyond the network's collectives is exposed.
-    late = np.maximum(0.0, fullest * base.offload.exposed_s - _at(exposed, at))
+    offload_s = np.maximum(0.0, fullest * base.offload.exposed_s - _at(exposed, at))
     return Slowest(
-        _at(shared.gradient_exposed_s + 0.0 * held.dense, at),
-        _at(shared.gather_exposed_s + 0.0 * held.dense, at),
-        _at(shared.slowdown_s + 0.0 * held.dense, at),
-        late + fullest * base.offload.slowdown_s,
+        _at(shared.gradient_exposed_s + 0.0 * parameters.dense, at),
+        _at(shared.gather_exposed_s + 0.0 * parameters.dense, at),
+        _at(shared.slowdown_s + 0.0 * parameters.dense, at),
+        offload_s + fullest * base.offload.slowdown_s,
         fullest * base.optimizer_s,
         np.where(np.asarray(layouts.tp) > 1, tensor_sync_s(job, layouts, np.max(ranks.summed, axis=0)), 0.0),
     )

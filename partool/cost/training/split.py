@@ -42,7 +42,7 @@ class Split:
     """Number of layers that any stage has at most."""
 
 
-def split(job: TrainingWork, layouts: Layouts, known: PassLimits) -> Split:
+def split(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> Split:
     """Return the limits of each layout's stages, for layouts with several pipeline ranks.
 
     Every stage has a layer or more. If all layers cost the same, the largest stage is as small as whole layers allow,
@@ -50,30 +50,30 @@ def split(job: TrainingWork, layouts: Layouts, known: PassLimits) -> Split:
     are left over have one more.
     """
     stages = np.maximum(layouts.pp * layouts.chunks, 1)
-    costs, layers, layer = known.costs, job.model.layers, known.layer_s
+    costs, layers, layer = pass_limits.costs, job.model.layers, pass_limits.layer_s
     head, embedding = costs.last.both_s, costs.first.both_s
     forward = costs.last.forward_s
     spare = layers - stages + 1.0
-    if not known.alike:
-        mean = known.both_s / stages
+    if not pass_limits.alike:
+        mean = pass_limits.both_s / stages
         # Of the last stage's layer, no more than all of its passes is a forward pass.
         final, first, most = head + layer, embedding + layer, 0.0 * mean + spare
         return Split(np.maximum(mean, final), final, forward + layer, first, layer, 0.0 * mean, layer, most, most)
     unit = next(iter(costs.layers.values()))
     each = unit.both_s
-    best, exact = _largest(known.both_s / stages, stages, layers, (each, embedding, head))
+    best, exact = _largest(pass_limits.both_s / stages, stages, layers, (each, embedding, head))
     # Tiles recompute less in layers that recompute anyway, so shares of layers do not weigh exactly in the split.
     exact &= (np.asarray(layouts.mlp_tile_tokens) == 0) | (np.asarray(layouts.recompute_share) == 1.0)
     limit = best + _ROUNDED * each
-    inner = _whole(limit / each)
-    others = _whole((limit - embedding) / each) + np.maximum(stages - 2, 0) * inner
+    inner = _whole_layers(limit / each)
+    others = _whole_layers((limit - embedding) / each) + np.maximum(stages - 2, 0) * inner
     final = np.where(exact, np.maximum(layers - others, 1), 1)
     least = np.where(exact, np.floor(layers / stages), 1)
     # Of a rank's stages, the first recompute; others may not recompute at all.
     some = ((layouts.chunks > 1) | (layouts.schedule == _FILE)) & (np.asarray(layouts.recompute_share) < 1.0)
-    alone = np.where(some, known.bare_layer_s, each)
+    alone = np.where(some, pass_limits.bare_layer_s, each)
     first = np.where(embedding <= (1.0 - _ROUNDED) * each, least * alone, alone) + embedding
-    most = np.where(exact, np.minimum(_whole((limit - head) / each), spare), spare)
+    most = np.where(exact, np.minimum(_whole_layers((limit - head) / each), spare), spare)
     return Split(
         best,
         final * alone + head,
@@ -99,18 +99,18 @@ def _largest(mean: Column, stages: Column, layers: int, times: tuple[Column, Col
     exact = np.zeros(np.shape(mean), dtype=bool)
     for extra in (0.0, embedding, head):
         smallest = np.maximum(np.ceil((mean - extra) / each - 1e-9), 1.0)
-        found = (smallest + _TRIED) * each + extra
+        form_s = (smallest + _TRIED) * each + extra
         enough = np.zeros(np.shape(mean), dtype=bool)
         for more in reversed(range(_TRIED)):
             limit = (smallest + more) * each + extra
-            first, last = _whole((limit - embedding) / each), _whole((limit - head) / each)
+            first, last = _whole_layers((limit - embedding) / each), _whole_layers((limit - head) / each)
             holds = (first >= 1) & (last >= 1)
-            holds &= first + last + np.maximum(stages - 2, 0) * _whole(limit / each) >= layers
-            found, enough = np.where(holds, limit, found), holds | enough
-        best, exact = np.minimum(best, found), np.where(found < best, enough, exact)
+            holds &= first + last + np.maximum(stages - 2, 0) * _whole_layers(limit / each) >= layers
+            form_s, enough = np.where(holds, limit, form_s), holds | enough
+        best, exact = np.minimum(best, form_s), np.where(form_s < best, enough, exact)
     return best, exact
 
 
-def _whole(layers: Column) -> Column:
-    found: Column = np.floor(layers + 1e-9)
-    return found
+def _whole_layers(layers: Column) -> Column:
+    count: Column = np.floor(layers + 1e-9)
+    return count

@@ -21,7 +21,7 @@ HOST_FACTOR = 1.5
 allocator's rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
 
 
-_UNITS_LEAVING = 3
+_UNITS_OFFLOADING = 3
 """Number of groups of parameters whose gradients may be in transfer to the host: two that wait and one that is
 copied."""
 
@@ -41,7 +41,7 @@ class States:
     optimizer: Column
     buffers: Column
     """Bytes of buffers for all-gathers of parameters and reductions of gradients."""
-    leaving: Column
+    grads_offloading: Column
     """Bytes of reduced gradients in transfer to the host, a part of all gradients of the passes."""
     kept_gathered: Column
     """With ZeRO-3, bytes of gathered parameters beside those of the units in use: those that stay gathered, and shards
@@ -93,9 +93,9 @@ class ElementCounts:
     """Number of elements of the largest group."""
 
 
-def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
+def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad) -> States:
     """Return the bytes of the training state of a rank."""
-    sizes = element_counts(job, layouts, held)
+    sizes = element_counts(job, layouts, load)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
     zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
@@ -123,12 +123,12 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLo
     stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
     away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
-    leaving = _leaving(job, layouts, stack, sizes)
-    gradients = ended + leaving, before + leaving, stepping
+    grads_offloading = _grads_offloading(job, layouts, stack, sizes)
+    gradients = ended + grads_offloading, before + grads_offloading, stepping
     moments = job.moments * master * trained + kept_bytes(job, layouts, trained)
     if job.matrices is not None:
-        whole = sharded(1, (sizes.matrices, sizes.matrices_expert))
-        moments = moments - (job.moments - job.matrices.moments) * master * whole
+        matrices = sharded(1, (sizes.matrices, sizes.matrices_expert))
+        moments = moments - (job.moments - job.matrices.moments) * master * matrices
     gathered = _gathered(job, layouts, stack, sizes, everything)
     if stack.counted_host_memory:
         frozen = np.where(on_host > 0, everywhere - trained, 0.0)
@@ -145,15 +145,17 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLo
     if stack.copies_shards_ahead:
         copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
         gathered, kept = gathered + copied, kept + copied
-    units = _units(job, layouts, sizes, held)
-    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, **units, host=terms)
+    units = _units(job, layouts, sizes, load)
+    return States(
+        parameters - away, gathered, *gradients, optimizer, buffers, grads_offloading, kept, **units, host=terms
+    )
 
 
-def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, held: RankLoad) -> dict[str, Column]:
+def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, load: RankLoad) -> dict[str, Column]:
     """Return the fields of :class:`States` that say what is gathered and reduced at once."""
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
-    tied = sizes.input * held.last if job.model.tied_embeddings else 0.0
-    mixed = _dense_first(job.model) & (held.layers[MOE] > 0)
+    tied = sizes.input * load.last if job.model.tied_embeddings else 0.0
+    mixed = _dense_first(job.model) & (load.layers[MOE] > 0)
     return {
         "dense_elements": sizes.dense,
         "moe_elements": sizes.moe,
@@ -162,17 +164,17 @@ def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, held: Rank
         "root_elements": sizes.root + tied,
         "tied_elements": tied + 0.0 * sizes.root,
         "expert_shards": _expert_shards(layouts, _shards(layouts), layouts.zero > 0),
-        "dense_first": np.where(mixed, held.layers[DENSE], 0.0),
+        "dense_first": np.where(mixed, load.layers[DENSE], 0.0),
     }
 
 
-def _leaving(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+def _grads_offloading(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
     """Return the maximum bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
     if not stack.buckets_to_host:
         return 0.0
-    there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
-    size = _UNITS_LEAVING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
-    return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
+    offloads = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
+    size = _UNITS_OFFLOADING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
+    return np.where(offloads, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
 def _stored(job: TrainingWork, layouts: Layouts, stack: MemoryStack, away: Column, sizes: ElementCounts) -> Column:
@@ -204,8 +206,8 @@ def _groups(job: TrainingWork) -> GatherGroups:
     return model_groups(job.model, job.padded_vocab, job.frozen)
 
 
-def element_counts(job: TrainingWork, layouts: Layouts, held: RankLoad) -> ElementCounts:
-    """Return the numbers of elements on ranks with the loads ``held``."""
+def element_counts(job: TrainingWork, layouts: Layouts, load: RankLoad) -> ElementCounts:
+    """Return the numbers of elements on ranks with a ``load``."""
     groups, shares = _groups(job), share_columns(job, layouts)
     common: Column = 0.0
     expert: Column = 0.0
@@ -215,7 +217,7 @@ def element_counts(job: TrainingWork, layouts: Layouts, held: RankLoad) -> Eleme
     matrices_expert: Column = 0.0
     layers: list[Column] = []
     for kind in (DENSE, MOE):
-        (one, experts), count = shares.layers[kind], held.layers[kind]
+        (one, experts), count = shares.layers[kind], load.layers[kind]
         one = one - job.shared_elements / job.model.layers
         common, expert = common + one * count, expert + experts * count
         trained = trained + groups.trained_layers[kind] * one * count
@@ -227,21 +229,21 @@ def element_counts(job: TrainingWork, layouts: Layouts, held: RankLoad) -> Eleme
     parallel = np.where((layers[MOE] > 0) & (layouts.ep > 1), shares.layers[MOE][1], 0.0) if job.model.moe else 0.0
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
-        embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
+        embedding, head = (group.cut + group.replicated for group in (groups.embedding, groups.head))
     head = head + job.shared_elements
     # A tied matrix is held by the first and by the last stage.
     tied = job.model.tied_embeddings
-    extra = embedding * held.last * (1 - held.first) if tied else 0.0
-    outer = embedding * held.first + head * held.last + extra
-    input_group = embedding * held.first
-    root = head * held.last + extra
-    follows = np.where(held.layer_count > 1, largest_layer, 0.0)
+    extra = embedding * load.last * (1 - load.first) if tied else 0.0
+    outer = embedding * load.first + head * load.last + extra
+    input_group = embedding * load.first
+    root = head * load.last + extra
+    follows = np.where(load.layer_count > 1, largest_layer, 0.0)
     return ElementCounts(
         common=common + outer,
         expert=expert,
         trained=trained
-        + groups.trained_embedding * (embedding * held.first + extra)
-        + groups.trained_head * head * held.last,
+        + groups.trained_embedding * (embedding * load.first + extra)
+        + groups.trained_head * head * load.last,
         trained_expert=trained_expert,
         matrices=matrices,
         matrices_expert=matrices_expert,
@@ -269,10 +271,10 @@ def _gathered(
         partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
     else:
         partial = _ahead(job, sizes, everything) + sizes.root
-    whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
+    lasting = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
     # Ranks that pass weights on copy the weights of their own stages, and cast those of the outer modules where used.
-    whole = np.where(layouts.ring, everything - sizes.input - sizes.root, whole)
-    return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, whole)
+    lasting = np.where(layouts.ring, everything - sizes.input - sizes.root, lasting)
+    return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, lasting)
 
 
 def _ahead(job: TrainingWork, sizes: ElementCounts, everything: Column) -> Column:
@@ -285,7 +287,7 @@ def _ahead(job: TrainingWork, sizes: ElementCounts, everything: Column) -> Colum
 
 
 def _gradients(
-    job: TrainingWork, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, unsharded: Column, sharded: Column
 ) -> tuple[Column, Column, Column]:
     """Return the bytes of gradients at a backward pass's end, at the peak of activations, and at the optimizer step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
@@ -299,11 +301,11 @@ def _gradients(
     else:
         # Gradients are reduced as soon as they are complete, unless they have to accumulate unsharded.
         uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
-    gradients: Column = size * np.where(uncut, whole, sharded)
+    gradients: Column = size * np.where(uncut, unsharded, sharded)
     at_step: Column = stack.step_gradient_bytes * sharded
     if stack.wide_bf16_gradients != "never" and job.precision == "bf16":
         wide = (layouts.pp > 1) | (stack.wide_bf16_gradients == "always")
-        gradients = np.where(wide, job.master_bytes * whole, gradients)
+        gradients = np.where(wide, job.master_bytes * unsharded, gradients)
         at_step = np.where(wide, 0.0, at_step)
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
@@ -312,7 +314,7 @@ def _gradients(
         on_device = np.where(waits_on_device(layouts), 1, on_device)
     elif not stack.host_accumulates:
         on_device = np.where(layouts.accumulation > 1, 1, on_device)
-    ended = gradients + stack.narrow_gradient_bytes * whole
+    ended = gradients + stack.narrow_gradient_bytes * unsharded
     stepping = gradients * on_device + at_step * layouts.gpu_fraction
     return ended * on_device, before * on_device, stepping
 

@@ -71,10 +71,10 @@ def hidden_share(job: TrainingWork, layouts: Layouts) -> float:
 
     See :func:`partool.cost.training.offload.device_share`; the columns of ``layouts`` are single numbers.
     """
-    found = step(job, layouts)
-    whole = chain(job, layouts, found.owned)
-    slowest = max(float(part) for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
-    return device_share(float(found.last_s), slowest, float(whole.lag_s))
+    parts = step(job, layouts)
+    stages = chain(job, layouts, parts.owned)
+    slowest = max(float(part) for part in (stages.down_s, stages.update_s, stages.up_s, stages.disk_s))
+    return device_share(float(parts.last_s), slowest, float(stages.lag_s))
 
 
 def owned_elements(job: TrainingWork, layouts: Layouts, dense: Column, expert: Column) -> Column:
@@ -92,11 +92,11 @@ def saved_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     model = job.model
     stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)
     inner = 4.0 * queries * model.head_dim + 8.0 * tensor_shares.width(model.ffn_hidden, tensor_shares.outer(layouts))
-    whole = 8.0 * stream + inner / 2
+    all_saved = 8.0 * stream + inner / 2
     # Tensors that selective recomputation keeps in blocks that are not compiled stay on the device.
     attention = stream + queries * model.head_dim
-    chosen = np.where(layouts.recompute == SELECTIVE, 0.6 * whole, attention)
-    kept = np.where(layouts.recompute >= SELECTIVE, np.where(layouts.compiled == 1, chosen, stream), whole)
+    chosen = np.where(layouts.recompute == SELECTIVE, 0.6 * all_saved, attention)
+    kept = np.where(layouts.recompute >= SELECTIVE, np.where(layouts.compiled == 1, chosen, stream), all_saved)
     kept = np.where(layouts.recompute == FULL, stream, kept)
-    kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
+    kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * all_saved
     return rows * kept * job.compute_bytes * model.layers / layouts.pp

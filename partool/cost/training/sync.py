@@ -53,7 +53,7 @@ class RankParameters:
         return np.where(self.expert > 0, self.groups if self.expert_groups is None else self.expert_groups, 0.0)
 
 
-def sync(job: TrainingWork, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
+def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes: PassSeconds) -> Sync:
     """Return the seconds of collectives of a rank's parameters and gradients among data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     # With ZeRO-3, passes that find perturbations gather once more; they reduce nothing.
@@ -61,19 +61,19 @@ def sync(job: TrainingWork, layouts: Layouts, held: RankParameters, passes: Pass
     if stack.pipeline_keeps_whole:
         zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
-    whole = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
+    everyone = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
-    scatter = _groups_s(job, collective.gather_s, held, reduce_bytes, (shards, owners))
-    gather = _gather_s(job, held, gather_bytes, zero, (shards, owners))
-    between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
-    around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
+    scatter = _groups_s(job, collective.gather_s, parameters, reduce_bytes, (shards, owners))
+    gather = _gather_s(job, parameters, gather_bytes, zero, (shards, owners))
+    between = collective.all_reduce_s(job, parameters.dense / shards.size * reduce_bytes, replicas)
+    around = _groups_s(job, collective.all_reduce_s, parameters, reduce_bytes, (everyone, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient: Column = np.where(zero == 0, around, rounds * scatter + between)
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * turns * gather, gather))
-    refresh = _refresh_s(job, held, gather_bytes, zero, shards)
+    refresh = _refresh_s(job, parameters, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
     ahead = np.where(zero == 3, turns * gather, np.where(zero > 0, gather, 0.0))
     behind = gathered - ahead
@@ -81,7 +81,7 @@ def sync(job: TrainingWork, layouts: Layouts, held: RankParameters, passes: Pass
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
     forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
     backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
-    most = held.groups if held.most_groups is None else held.most_groups
+    most = parameters.groups if parameters.most_groups is None else parameters.most_groups
     first = np.where(zero == 3, turns, 1) * gather / np.maximum(most, 1)
     before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
     hideable = gradient + looks * behind
@@ -99,7 +99,7 @@ def sync(job: TrainingWork, layouts: Layouts, held: RankParameters, passes: Pass
         exposed = exposed + waits
     else:
         averaged: tuple[Column, Column, Column] = (gradient, exposed, waits)
-        gradient, exposed = _one_bit(job, held, whole, job.one_bit, averaged)
+        gradient, exposed = _one_bit(job, parameters, everyone, job.one_bit, averaged)
     shown = shown + at_gathers * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     slowdown = np.maximum(hidden, 0.0) * (stack.contention - 1.0)
@@ -108,7 +108,7 @@ def sync(job: TrainingWork, layouts: Layouts, held: RankParameters, passes: Pass
 
 def _one_bit(
     job: TrainingWork,
-    held: RankParameters,
+    parameters: RankParameters,
     ranks: RankGroup,
     updates: OneBitUpdates,
     averaged: tuple[Column, Column, Column],
@@ -119,7 +119,7 @@ def _one_bit(
     bits come after the passes, which hide nothing of them.
     """
     full, one_bit = updates.share("full"), updates.share("one_bit")
-    message = message_bytes(job, held.dense * trained_share(job.model, job.frozen))
+    message = message_bytes(job, parameters.dense * trained_share(job.model, job.frozen))
     exchange = np.where(
         ranks.size > 1, collective.all_to_all_s(job, message, ranks) + collective.gather_s(job, message, ranks), 0.0
     )
@@ -171,45 +171,49 @@ class PassSeconds:
 def _groups_s(
     job: TrainingWork,
     cost: Callable[[TrainingWork, Column, RankGroup], Column],
-    held: RankParameters,
+    parameters: RankParameters,
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
     """Return the total seconds of collectives, one per group of parameters; experts have a separate rank group."""
     everyone, owners = ranks
-    groups, some = (count * job.stack.collectives_per_layer for count in (held.groups, held.expert_messages))
-    dense = cost(job, held.dense * each_bytes / groups, everyone)
-    expert = cost(job, held.expert * each_bytes / np.maximum(some, 1e-30), owners)
+    groups, some = (
+        count * job.stack.collectives_per_layer for count in (parameters.groups, parameters.expert_messages)
+    )
+    dense = cost(job, parameters.dense * each_bytes / groups, everyone)
+    expert = cost(job, parameters.expert * each_bytes / np.maximum(some, 1e-30), owners)
     return groups * dense + some * expert
 
 
 def _gather_s(
-    job: TrainingWork, held: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
+    job: TrainingWork, parameters: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
 ) -> Column:
     """Return the seconds of gathering all parameters once, except those that stay gathered with ZeRO-3."""
     controls = job.controls
     messages = messages_of_unit(job.model, controls)
-    whole = _in_messages(held, messages)
-    everything = _groups_s(job, collective.gather_s, whole, each_bytes, ranks)
+    in_messages = _in_messages(parameters, messages)
+    everything = _groups_s(job, collective.gather_s, in_messages, each_bytes, ranks)
     if not controls.persistent_elements:
         return everything
-    kept = np.minimum(held.dense, kept_elements(job.model, controls.persistent_elements))
+    kept = np.minimum(parameters.dense, kept_elements(job.model, controls.persistent_elements))
     fewer = messages_of_unit(job.model, controls, zero=3)
-    rest = _in_messages(replace(held, dense=held.dense - kept), fewer)
+    rest = _in_messages(replace(parameters, dense=parameters.dense - kept), fewer)
     return np.where(zero == 3, _groups_s(job, collective.gather_s, rest, each_bytes, ranks), everything)
 
 
-def _in_messages(held: RankParameters, each: int) -> RankParameters:
+def _in_messages(parameters: RankParameters, each: int) -> RankParameters:
     """Return the same parameters, with ``each`` messages per group."""
-    some = None if held.expert_groups is None else held.expert_groups * each
-    return replace(held, groups=held.groups * each, expert_groups=some)
+    some = None if parameters.expert_groups is None else parameters.expert_groups * each
+    return replace(parameters, groups=parameters.groups * each, expert_groups=some)
 
 
-def _refresh_s(job: TrainingWork, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
+def _refresh_s(
+    job: TrainingWork, parameters: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup
+) -> Column:
     """Return the seconds of the message that updates the parameters that stay gathered; it is sent once a step."""
     if not job.controls.persistent_elements:
         return 0.0
-    kept = np.minimum(held.dense, kept_elements(job.model, job.controls.persistent_elements))
+    kept = np.minimum(parameters.dense, kept_elements(job.model, job.controls.persistent_elements))
     return np.where(zero == 3, collective.gather_s(job, kept * each_bytes, ranks), 0.0)
 
 

@@ -22,15 +22,15 @@ def tensor_bytes(job: TrainingWork, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step to the ranks that share its matrices."""
     if layout.mesh.tp == 1:
         return 0
-    found = []
+    rank_bytes = []
     for stages in stages_of_ranks(layout):
         passes = sum(call.sent_bytes for call in pass_calls(job, layout, stages))
         if job.perturbed:
             ascent = pass_calls(job, layout, stages, ascent=True)
             passes += round(job.perturbed * sum(call.sent_bytes for call in ascent))
         sums = (sync_calls(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
-        found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
-    return max(found)
+        rank_bytes.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
+    return max(rank_bytes)
 
 
 class _Cut(NamedTuple):
@@ -54,10 +54,10 @@ def sync_calls(
     """Yield the collectives that sum partial gradients once a step, over the ranks that hold the same parameter."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
-    held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
-    held += [first] * (0 in stages) + [last] * (len(layout.pipeline.bounds) - 1 in stages)
+    held_groups = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    held_groups += [first] * (0 in stages) + [last] * (len(layout.pipeline.bounds) - 1 in stages)
     sums: Counter[tuple[int, ...]] = Counter()
-    for group in held:
+    for group in held_groups:
         sums.update(dict(group))
     for holders, elements in sums.items():
         if elements:
@@ -69,17 +69,17 @@ def sync_calls(
 def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
     """Return, by group, the trained parameters whose gradients are summed over tensor ranks."""
     partition = own_partition(cut.model, cut.ranks, cut.inner, cut.sequence_norms)
-    found = []
+    summed = []
     for group in groups(cut.model):
         names = [info.name for info in group if not is_frozen(info.name, cut.frozen)]
-        found.append(tuple(row for row in by_name(partition, names).values() if row.gradients == "summed"))
-    return tuple(found)
+        summed.append(tuple(row for row in by_name(partition, names).values() if row.gradients == "summed"))
+    return tuple(summed)
 
 
 @lru_cache(maxsize=1024)
 def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
     """Return, by group, the number of elements in the rank's shard for each set of ranks with the same parameters."""
-    found = []
+    by_group = []
     for group in _summed(cut):
         sums: Counter[tuple[int, ...]] = Counter()
         for row in group:
@@ -88,8 +88,8 @@ def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tu
             rows = shard_rows(local[0], shards, shard)
             if len(holders) > 1:
                 sums[holders] += (rows.stop - rows.start) * prod(local[1:])
-        found.append(tuple(sums.items()))
-    return tuple(found)
+        by_group.append(tuple(sums.items()))
+    return tuple(by_group)
 
 
 @lru_cache(maxsize=256)

@@ -38,13 +38,13 @@ class ZeroTraffic:
 
 def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
     """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
-    found = traffic(job, layout)
-    reduced = found.scatter_bytes + found.replica_bytes
+    zero = traffic(job, layout)
+    reduced = zero.scatter_bytes + zero.replica_bytes
     if job.one_bit is not None:
         reduced = sum(part.steps * part.sent_bytes for part in exchanges(job, layout).values()) / job.one_bit.total
     return {
         "gradient_sync": int(reduced),
-        "parameter_gather": int(found.gather_bytes),
+        "parameter_gather": int(zero.gather_bytes),
         "pipeline": sent_bytes(job, layout, job.master_bytes),
         "tensor": tensor_bytes(job, layout),
         "sequence": sequence_bytes(job, layout, 1.0 + job.perturbed),
@@ -57,9 +57,9 @@ def exchanges(job: TrainingWork, layout: Layout) -> dict[str, ExchangePart]:
     """Return how many steps are of each kind and what a rank sends in one; empty if all steps average gradients."""
     if job.one_bit is None:
         return {}
-    found = traffic(job, layout)
+    zero = traffic(job, layout)
     bits = max(exchange_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
-    sent = {"full": int(found.scatter_bytes + found.replica_bytes), "one_bit": bits, "local": 0}
+    sent = {"full": int(zero.scatter_bytes + zero.replica_bytes), "one_bit": bits, "local": 0}
     return {kind: ExchangePart(steps=steps, sent_bytes=sent[kind]) for kind, steps in job.one_bit.steps}
 
 
@@ -71,8 +71,8 @@ def traffic(job: TrainingWork, layout: Layout) -> ZeroTraffic:
     Gradients are scattered once a step, or with ZeRO-2 and 3 once per micro-batch. Where ranks share experts, the
     experts' parameters and gradients travel between the ranks with the same experts.
     """
-    found = (_traffic(job, layout, stages) for stages in stages_of_ranks(layout))
-    return max(found, key=lambda one: one.gather_bytes + one.scatter_bytes + one.replica_bytes)
+    of_ranks = (_traffic(job, layout, stages) for stages in stages_of_ranks(layout))
+    return max(of_ranks, key=lambda one: one.gather_bytes + one.scatter_bytes + one.replica_bytes)
 
 
 def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
@@ -156,13 +156,13 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
 def _rank_groups(job: TrainingWork, layout: Layout, stages: Iterable[int]) -> list[int]:
     """Return the number of elements in each group of parameters that a pipeline rank with ``stages`` all-gathers."""
     first, *layers, last = _group_elements(job, layout)
-    found: list[int] = []
+    groups: list[int] = []
     everywhere = moves_weights(layout)
     for index in stages:
         start, stop = layout.pipeline.bounds[index]
         begins, ends = index == 0 and not everywhere, index == len(layout.pipeline.bounds) - 1 and not everywhere
-        found += [first] * begins + layers[start:stop] + [last] * ends
-    return [first, *found, last] if everywhere else found
+        groups += [first] * begins + layers[start:stop] + [last] * ends
+    return [first, *groups, last] if everywhere else groups
 
 
 def _group_elements(job: TrainingWork, layout: Layout) -> list[int]:

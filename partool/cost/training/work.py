@@ -20,7 +20,7 @@ from partool.cost.memory.activations import (
 )
 from partool.cost.memory.backward import BackwardBytes, dense_backward, gradients_per_token
 from partool.cost.memory.expert_backward import experts_backward
-from partool.cost.memory.in_flight import own_inputs
+from partool.cost.memory.in_flight import first_stage_inputs
 from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import exchange_bytes, loss_bytes
@@ -36,11 +36,11 @@ class LayerBytes(NamedTuple):
 
     saved: Column
     """Bytes that it saves."""
-    working: Column
+    backward_peak_bytes: Column
     """Bytes by which its backward pass exceeds these; this and the next three are of :class:`BackwardBytes`."""
-    reducing: Column
-    after: Column
-    recomputing: Column
+    expert_reduction_bytes: Column
+    after_experts_bytes: Column
+    recompute_end_bytes: Column
 
 
 Layers = dict[tuple[int, int], LayerBytes]
@@ -53,18 +53,18 @@ class PassBytes:
 
     saved: Column
     """Bytes of saved activations on the device, of all micro-batches in flight, and of the embeddings' perturbation."""
-    at_work: Column
+    backward_peak_bytes: Column
     """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment; for layers whose
     experts ranks share, at the fullest moment of the experts. The most of any of the rank's layers."""
-    dense_at_work: Column
+    dense_peak_bytes: Column
     """The same of dense layers only; 0 on ranks without any."""
-    moe_at_work: Column
+    moe_peak_bytes: Column
     """The same of layers with experts."""
-    reducing: Column
+    expert_reduction_bytes: Column
     """The same when such experts' gradients have been computed, without these gradients."""
-    after: Column
+    after_experts_bytes: Column
     """The same while the rest of such a layer follows."""
-    recomputing: Column
+    recompute_end_bytes: Column
     """The same at the end of the forward pass that recomputes such a layer."""
     of_layer: Column
     """Bytes that one layer saves for one micro-batch on the device, the mean over the rank's layers."""
@@ -77,8 +77,8 @@ class PassBytes:
     loss: Column
     """Bytes of logits and gradients of the loss's forward pass; this and the next five are of :class:`LossBytes`."""
     loss_backward: Column
-    loss_after: Column
-    loss_held: Column
+    loss_beside_layers: Column
+    loss_per_micro_batch: Column
     loss_within: Column
     freed: Column
     """Bytes of logits that are freed before the loss's peak; their block of memory stays empty."""
@@ -107,47 +107,47 @@ class PassBytes:
     """Moments with gradients of some of the stages, as in :class:`RankLoad`."""
 
 
-def work(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
+def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
-    saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
-    reducing, after, recomputing = _beside_experts(held, layers)
-    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
-    ending = at_the_end(layouts, held)
+    saved, backward_peak_bytes, of_norm = _activations(job, layouts, stack, load, layers)
+    expert_reduction_bytes, after_experts_bytes, recompute_end_bytes = _beside_experts(load, layers)
+    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, load, layers), 0.0)
+    ending = at_the_end(layouts, load)
     losses = loss_bytes(job, layouts, stack, ending)
     stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
-    result = held.last * np.where(early_loss(job, layouts), stream, 0.0)
-    inputs, buffers = (count * stream for count in _received(layouts, held))
+    result = load.last * np.where(early_loss(job, layouts), stream, 0.0)
+    inputs, buffers = (count * stream for count in _received(layouts, load))
     perturbation = stream * max(job.compute_bytes, 4) / job.compute_bytes if job.perturbed else 0.0
     return PassBytes(
         saved=saved - on_host + perturbation,
-        at_work=at_work,
-        dense_at_work=_working(held, layers, DENSE),
-        moe_at_work=_working(held, layers, MOE),
-        reducing=reducing,
-        after=after,
-        recomputing=recomputing,
-        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.larger * held.layer_count, 1.0),
+        backward_peak_bytes=backward_peak_bytes,
+        dense_peak_bytes=_backward_peak(load, layers, DENSE),
+        moe_peak_bytes=_backward_peak(load, layers, MOE),
+        expert_reduction_bytes=expert_reduction_bytes,
+        after_experts_bytes=after_experts_bytes,
+        recompute_end_bytes=recompute_end_bytes,
+        of_layer=(saved - of_norm) / np.maximum(load.in_flight * load.larger * load.layer_count, 1.0),
         of_norm=of_norm,
         stream=stream,
         on_host=on_host,
-        loss=held.last * losses.forward,
-        loss_backward=held.last * losses.backward,
-        loss_after=held.last * losses.after,
-        loss_held=held.last * losses.held,
-        loss_within=held.last * losses.within,
-        freed=held.last * losses.freed,
+        loss=load.last * losses.forward,
+        loss_backward=load.last * losses.backward,
+        loss_beside_layers=load.last * losses.beside_layers,
+        loss_per_micro_batch=load.last * losses.per_micro_batch,
+        loss_within=load.last * losses.within,
+        freed=load.last * losses.freed,
         result=result,
         handed=np.where(np.asarray(layouts.pp) > 1, result, 0.0),
         tables=_tables_bytes(job, layouts),
         inputs=inputs,
         received=buffers,
-        layers=held.layer_count,
-        of_stage=held.layer_count / np.maximum(layouts.chunks, 1),
+        layers=load.layer_count,
+        of_stage=load.layer_count / np.maximum(layouts.chunks, 1),
         exchanged=exchange_bytes(job, layouts),
-        copies=_copies_bytes(job, held),
-        in_flight=held.in_flight,
+        copies=_copies_bytes(job, load),
+        in_flight=load.in_flight,
         ending=ending,
-        begun=held.begun,
+        begun=load.begun,
     )
 
 
@@ -158,7 +158,7 @@ def _tables_bytes(job: TrainingWork, layouts: Layouts) -> Column:
     return 2 * max(job.compute_bytes, 4) * job.model.head_dim * sequence_shares.tokens(job, layouts)
 
 
-def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
+def _received(layouts: Layouts, load: RankLoad) -> tuple[Column, Column]:
     """Return the number of stage inputs in flight that came as messages, and of all buffers of messages.
 
     Buffers last (``_Buffers`` of ``parallel/pipeline/wires.py``): beside the inputs in flight there is one for a
@@ -166,29 +166,33 @@ def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
     last stage makes the first gradient itself.
     """
     pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
-    there = np.where((pp > 1) & ~np.asarray(layouts.ring), 1.0, 0.0)
-    all_inputs = held.in_flight * chunks
+    receives = np.where((pp > 1) & ~np.asarray(layouts.ring), 1.0, 0.0)
+    all_inputs = load.in_flight * chunks
     # The first rank makes the first stage's inputs.
-    own = np.where(held.first == 1, own_inputs(layouts, all_inputs), 0.0) if held.own is None else held.own
-    inputs = np.maximum(all_inputs - own, 0.0)
-    ahead = np.where((all_inputs < layouts.accumulation * chunks) | (held.last == 0), 1.0, 0.0)
-    buffers = np.maximum(inputs + ahead + np.where((chunks > 1) & (held.first == 0), 2.0, 0.0), 1.0)
-    return there * inputs, there * buffers
+    local_inputs = (
+        np.where(load.first == 1, first_stage_inputs(layouts, all_inputs), 0.0)
+        if load.local_inputs is None
+        else load.local_inputs
+    )
+    inputs = np.maximum(all_inputs - local_inputs, 0.0)
+    ahead = np.where((all_inputs < layouts.accumulation * chunks) | (load.last == 0), 1.0, 0.0)
+    buffers = np.maximum(inputs + ahead + np.where((chunks > 1) & (load.first == 0), 2.0, 0.0), 1.0)
+    return receives * inputs, receives * buffers
 
 
-def at_the_end(layouts: Layouts, held: RankLoad) -> Column:
+def at_the_end(layouts: Layouts, load: RankLoad) -> Column:
     """Return how many micro-batches are between the last stage's forward and backward passes, weight gradients too.
 
     Folded stages hold few at the end once there are more micro-batches than ranks.
     """
     several = (np.asarray(layouts.pp) > 1) & ~np.asarray(among(layouts.schedule, ONE_AT_THE_END))
-    if held.ending is not None:
-        return np.where(several, held.ending, 1.0)
-    few = np.where(np.asarray(layouts.folded) & (layouts.accumulation > layouts.pp), 1.0, held.in_flight)
+    if load.ending is not None:
+        return np.where(several, load.ending, 1.0)
+    few = np.where(np.asarray(layouts.folded) & (layouts.accumulation > layouts.pp), 1.0, load.in_flight)
     return np.where(several, few, 1.0)
 
 
-def _movable(job: TrainingWork, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
+def _movable(job: TrainingWork, layouts: Layouts, load: RankLoad, layers: Layers) -> Column:
     """Return the bytes of saved activations that go to the host.
 
     The saved tensors of the last layer and of two layers in transfer stay on the device. Where blocks are not compiled,
@@ -196,105 +200,114 @@ def _movable(job: TrainingWork, layouts: Layouts, held: RankLoad, layers: Layers
     """
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     total: Column = 0.0
-    for (kind, policy), count in held.kept.items():
-        there = layers[kind, policy].saved
+    for (kind, policy), count in load.kept.items():
+        saved = layers[kind, policy].saved
         if policy in (SELECTIVE, KEEP_ATTENTION):
-            there = np.where(layouts.compiled == 1, there, inputs)
-        total = total + there * count
-    several = held.layer_count * np.maximum(held.in_flight, 1.0)
-    return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
+            saved = np.where(layouts.compiled == 1, saved, inputs)
+        total = total + saved * count
+    several = load.layer_count * np.maximum(load.in_flight, 1.0)
+    return total * load.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
 
 
-def _copies_bytes(job: TrainingWork, held: RankLoad) -> Column:
+def _copies_bytes(job: TrainingWork, load: RankLoad) -> Column:
     """Return the bytes of a rank's flat copies of weights and gradients; 0 unless ranks pass weights to each other."""
-    ring = held.ring
+    ring = load.ring
     if ring is None:
         return 0.0
     each = ring.weights * job.compute_bytes + ring.gradients * job.master_bytes
-    return np.where(ring.there, ring.elements * each, 0.0)
+    return np.where(ring.passes_weights, ring.elements * each, 0.0)
 
 
-def bytes_of_layers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
+def bytes_of_layers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, loads: Sequence[RankLoad]) -> Layers:
     """Return the bytes of one layer by (kind, policy)."""
-    policies = sorted({0} | {policy for each in held for _, policy in each.kept})
-    found: Layers = {}
+    policies = sorted({0} | {policy for each in loads for _, policy in each.kept})
+    layer_bytes: Layers = {}
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
-        whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
-        passing = _backward_bytes(job, layouts, stack, kind, whole)
+        all_saved = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
+        passing = _backward_bytes(job, layouts, stack, kind, all_saved)
         for policy in policies:
-            there = whole
+            saved = all_saved
             if policy != 0:
                 more = sequence_memory.saved_bytes(job, layouts, policy)
-                there = saved_by_layer(job, layouts, stack, kind, policy) + more
+                saved = saved_by_layer(job, layouts, stack, kind, policy) + more
             # Only one layer's tensors are rebuilt at a time, while its backward pass runs.
-            rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
-            recomputing = passing.recomputing if policy in (FULL, KEEP_ATTENTION) else 0.0
-            alone = np.where(layouts.ep > 1, 0.0, recomputing)
-            after = (np.maximum(passing.working, alone), passing.reducing, passing.after, recomputing)
-            found[kind, policy] = LayerBytes(there, *(rebuilt + each for each in after))
-    return found
+            rebuilt = np.maximum(0.0, all_saved - saved) + tile_bytes(job, layouts)
+            recompute_end_bytes = passing.recompute_end_bytes if policy in (FULL, KEEP_ATTENTION) else 0.0
+            alone = np.where(layouts.ep > 1, 0.0, recompute_end_bytes)
+            beside_saved = (
+                np.maximum(passing.backward_peak_bytes, alone),
+                passing.expert_reduction_bytes,
+                passing.after_experts_bytes,
+                recompute_end_bytes,
+            )
+            layer_bytes[kind, policy] = LayerBytes(saved, *(rebuilt + each for each in beside_saved))
+    return layer_bytes
 
 
-def _backward_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> BackwardBytes:
+def _backward_bytes(
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int, saved_bytes: Column
+) -> BackwardBytes:
     """Return what the backward pass of a layer of ``kind`` takes, without the tensors that it rebuilds."""
     if job.devices.backend == "cpu":
         return BackwardBytes(0.0)
-    found = None
+    traced = None
     if stack.traced and kind == MOE:
-        found = experts_backward(job, layouts, whole)
+        traced = experts_backward(job, layouts, saved_bytes)
     elif stack.traced:
-        found = dense_backward(job, layouts, whole)
-    if found is not None:
-        return found
+        traced = dense_backward(job, layouts, saved_bytes)
+    if traced is not None:
+        return traced
     gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
     return BackwardBytes(gradients + (exchange_bytes(job, layouts) if stack.traced else 0.0))
 
 
-def _working(held: RankLoad, layers: Layers, kind: int) -> Column:
+def _backward_peak(load: RankLoad, layers: Layers, kind: int) -> Column:
     """Return the most bytes of :class:`LayerBytes` ``working`` of the rank's layers of a kind."""
-    found: Column = 0.0
-    for key, count in held.kept.items():
+    most_bytes: Column = 0.0
+    for key, count in load.kept.items():
         if key[0] == kind:
-            found = np.maximum(found, np.where(count > 0, layers[key].working, 0.0))
-    return found
+            most_bytes = np.maximum(most_bytes, np.where(count > 0, layers[key].backward_peak_bytes, 0.0))
+    return most_bytes
 
 
-def _beside_experts(held: RankLoad, layers: Layers) -> list[Column]:
+def _beside_experts(load: RankLoad, layers: Layers) -> list[Column]:
     """Return the last three columns of :class:`LayerBytes`, each of the fullest of the rank's layers with experts."""
-    found: list[Column] = [-np.inf, -np.inf, -np.inf]
-    for (kind, policy), count in held.kept.items():
+    most_bytes: list[Column] = [-np.inf, -np.inf, -np.inf]
+    for (kind, policy), count in load.kept.items():
         if kind == MOE:
             each = layers[kind, policy]
-            found = [
-                np.where(count > 0, np.maximum(one, most), most) for one, most in zip(each[2:], found, strict=True)
+            most_bytes = [
+                np.where(count > 0, np.maximum(one, most), most) for one, most in zip(each[2:], most_bytes, strict=True)
             ]
-    return [np.where(np.isneginf(most), 0.0, most) for most in found]
+    return [np.where(np.isneginf(most), 0.0, most) for most in most_bytes]
 
 
 def _activations(
-    job: TrainingWork, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
+    job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers
 ) -> tuple[Column, Column, Column]:
     """Return bytes: saved by all micro-batches in flight, of one layer's backward pass, and saved by the final norm."""
     saved: Column = 0.0
-    at_work = np.maximum(_working(held, layers, DENSE), _working(held, layers, MOE))
-    for key, count in held.kept.items():
+    backward_peak_bytes = np.maximum(_backward_peak(load, layers, DENSE), _backward_peak(load, layers, MOE))
+    for key, count in load.kept.items():
         saved = saved + layers[key].saved * count
     tokens = micro_batch_tokens(job, layouts)
     if stack.keeps_boundary:
         # Every chunk except the last stage's keeps the tensors that it sends.
         sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
-        saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
-    norm = held.last * norm_per_token(job, layouts, stack) * tokens
+        saved = saved + np.where(layouts.pp > 1, sent * (1 - load.last), 0.0)
+    norm = load.last * norm_per_token(job, layouts, stack) * tokens
     if stack.traced:
-        norm = norm * at_the_end(layouts, held)
-    whole = saved * held.in_flight * held.larger
-    if held.ring is not None:
-        ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
+        norm = norm * at_the_end(layouts, load)
+    in_flight_bytes = saved * load.in_flight * load.larger
+    if load.ring is not None:
+        ring, boundary = load.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
         rebuilt = sum(
             count * layers[kind, 0].saved for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
         )  # fmt: skip
-        whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
+        in_flight_bytes = np.where(ring.passes_weights, ring.inputs * boundary + rebuilt, in_flight_bytes)
         kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
-        backward = np.max(np.stack([np.asarray(layers[kind, 0].working + 0.0 * tokens) for kind in kinds]), axis=0)
-        at_work = np.where(ring.there, backward, at_work)
-    return whole + norm, at_work, norm
+        backward = np.max(
+            np.stack([np.asarray(layers[kind, 0].backward_peak_bytes + 0.0 * tokens) for kind in kinds]), axis=0
+        )
+        backward_peak_bytes = np.where(ring.passes_weights, backward, backward_peak_bytes)
+    return in_flight_bytes + norm, backward_peak_bytes, norm

@@ -71,5 +71,5 @@ def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: A
     layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
     place_of: Any = np.tile(np.arange(len(place)), len(counts))
     micro_batches = in_flight(wide, place_of)
-    handed_over_in_flight = handed_over(wide, place_of, micro_batches) if np.any(wide.folded) else None
-    return RankLoad(layers_of_ranks, first, last, micro_batches / wide.chunks, kept, own=handed_over_in_flight)
+    local_inputs = handed_over(wide, place_of, micro_batches) if np.any(wide.folded) else None
+    return RankLoad(layers_of_ranks, first, last, micro_batches / wide.chunks, kept, local_inputs=local_inputs)

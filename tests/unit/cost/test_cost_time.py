@@ -194,9 +194,9 @@ def test_tensor_ranks_of_torch_copy_and_gather_again() -> None:
     stream_bytes = 4096 * 4096 * 2
     copied_s = 2 * 2 * streamed_s(job(), 2.0 * stream_bytes)
     assert torch.forward.tensor_s - megatron.forward.tensor_s == pytest.approx(copied_s)
-    assert megatron.again.exposed["tensor_parallel"] == 0.0
+    assert megatron.recompute.exposed["tensor_parallel"] == 0.0
     half = 0.5 * torch.forward.exposed["tensor_parallel"]
-    assert torch.again.exposed["tensor_parallel"] == pytest.approx(half)
+    assert torch.recompute.exposed["tensor_parallel"] == pytest.approx(half)
 
 
 def test_latent_attention_counts_all_its_products() -> None:
@@ -413,7 +413,7 @@ def test_the_host_recomputes_slowly_in_layers_that_are_not_compiled() -> None:
     """Steps of docs/results/gpu.md that the host limits: a checkpoint takes it longer than both passes."""
     eager = job(stack=own_stack("cuda", "none"))
     again = layer(eager, Layouts(recompute=RECOMPUTE.index("full")), kinds(LARGE)[0])
-    assert again.again.host_s == pytest.approx(4.5 * again.forward.host_s)
+    assert again.recompute.host_s == pytest.approx(4.5 * again.forward.host_s)
     eight = layer(replace(eager, precision="fp8"), Layouts(), kinds(LARGE)[0])
     assert eight.backward.host_s - again.backward.host_s == pytest.approx(
         2 * (eight.forward.host_s - again.forward.host_s)

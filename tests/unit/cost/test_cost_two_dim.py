@@ -74,4 +74,4 @@ def test_one_dimension_sends_none_of_it() -> None:
     job = TrainingWork(GPT, DEVICES, 32, "bf16", global_batch=3)
     for lister in (embedding_moves, layer_moves, head_moves):
         moves = lister(job, Layouts(tp=4, micro_batch=3))
-        assert sent([*moves.forward, *moves.backward, *moves.again], (4, 1)) == 0.0
+        assert sent([*moves.forward, *moves.backward, *moves.recompute], (4, 1)) == 0.0

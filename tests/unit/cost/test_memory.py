@@ -18,7 +18,7 @@ from partool.cost.evidence import MEMORY_FLOOR, memory_excess, uses
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.in_flight import in_flight as closed
-from partool.cost.memory.rank_parameters import held_by_rank
+from partool.cost.memory.rank_parameters import load_of_rank
 from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
 from partool.cost.training.peak import host_bytes, peak_memory, predict_memory
 from partool.cost.training.states import States, states
@@ -86,8 +86,8 @@ def test_parameters_that_layers_share_are_gathered_with_the_head() -> None:
 
 def state(job: TrainingWork, stack: str = "partool", **columns: Any) -> States:
     layouts = Layouts(**columns)
-    held = held_by_rank(job, layouts, 0, closed(layouts, 0))
-    return states(job, layouts, memory_stack(stack), held)
+    load = load_of_rank(job, layouts, 0, closed(layouts, 0))
+    return states(job, layouts, memory_stack(stack), load)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_parameters_are_cut_by_tensor_pipeline_and_expert_ranks() -> None:
 def test_tied_embeddings_are_held_by_both_ends() -> None:
     tied = job(LLAMA.model_copy(update={"tied_embeddings": True}))
     layouts = Layouts(pp=4)
-    ends = [states(tied, layouts, memory_stack("partool"), held_by_rank(tied, layouts, rank, 1)) for rank in (0, 3)]
+    ends = [states(tied, layouts, memory_stack("partool"), load_of_rank(tied, layouts, rank, 1)) for rank in (0, 3)]
     assert ends[1].parameters == ends[0].parameters + 4 * LLAMA.hidden  # the final norm
     assert state(tied).parameters == 4 * count(parameters(tied.model))
 

@@ -16,13 +16,13 @@ from partool.cost.memory.activations import NONE, saved_by_layer
 from partool.cost.memory.backward import BackwardBytes, dense_backward
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.memory.in_flight import in_flight as closed
-from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.training.moments import Moment
 from partool.cost.training.peak import rank_moments
 from partool.cost.training.runtime_moments import _later
 from partool.cost.training.states import states
-from partool.cost.training.work import PassBytes, bytes_of_layers, work
+from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of
@@ -52,10 +52,10 @@ def pipelined(schedule: str, *, ranks: int, chunks: int, micro_batches: int) -> 
     )  # fmt: skip
 
 
-def done(layout: Layout) -> PassBytes:
+def passes_of(layout: Layout) -> PassBytes:
     case, layouts, stack = job(), encode(layout), memory_stack("partool")
-    held = held_by_layout(case, layout)
-    return work(case, layouts, stack, held, bytes_of_layers(case, layouts, stack, [held]))
+    loads = loads_of_layout(case, layout)
+    return pass_bytes(case, layouts, stack, loads, bytes_of_layers(case, layouts, stack, [loads]))
 
 
 def actions(text: str) -> list[Action]:
@@ -89,7 +89,7 @@ def test_most_activations_of_waves_exist_before_most_gradients() -> None:
     """
     layout = pipelined("hanayo", ranks=4, chunks=2, micro_batches=4)
     assert begun_by_ranks("hanayo", 4, 4, 2, 0)[3] == (Begun(0, 8, 4, 0), Begun(1, 7, 3, 0), Begun(2, 6, 3, 0))
-    found, one = rank_moments(job(), layout), float(done(layout).of_layer[3])  # type: ignore[index]
+    found, one = rank_moments(job(), layout), float(passes_of(layout).of_layer[3])  # type: ignore[index]
     for moments in found:
         most, gradients = (max(getattr(each, name) for each in moments) for name in ("activations", "gradients"))
         full = [each for each in moments if each.activations > 0.9 * most]
@@ -117,23 +117,23 @@ def test_bounds_of_micro_batches_in_flight_with_all_gradients(name: str, chunks:
 def test_waves_turn_round_without_messages() -> None:
     """The ranks at both ends run two stages in succession; the first one has the model's input, too."""
     layout = pipelined("hanayo", ranks=4, chunks=2, micro_batches=4)
-    held = done(layout)
-    assert (np.asarray(held.inputs) / held.stream).tolist() == [1, 6, 8, 4]
+    passes = passes_of(layout)
+    assert (np.asarray(passes.inputs) / passes.stream).tolist() == [1, 6, 8, 4]
     columns, ranks = encode(layout), np.arange(4)
-    known = np.asarray(closed(columns, ranks))
-    assert (known - handed_over(columns, ranks, known))[[0, 3]].tolist() == [1, 4]
+    activations = np.asarray(closed(columns, ranks))
+    assert (activations - handed_over(columns, ranks, activations))[[0, 3]].tolist() == [1, 4]
 
 
 def test_stages_in_one_direction_keep_their_messages() -> None:
     columns = Layouts(pp=4, accumulation=8, chunks=2, schedule=SCHEDULES.index("interleaved"))
-    own = handed_over(columns, np.arange(4), np.array([11, 9, 7, 5]))
-    assert own.tolist() == [7, 0, 0, 0]
+    inputs = handed_over(columns, np.arange(4), np.array([11, 9, 7, 5]))
+    assert inputs.tolist() == [7, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("micro_batches", "logits"), [(4, 4), (8, 2)])
 def test_the_loss_counts_the_micro_batches_of_the_last_stage(micro_batches: int, logits: int) -> None:
     """Of the eight activations on the first rank of ZB-V, few are the last stage's once the pipeline is full."""
-    found = done(pipelined("zb-v", ranks=4, chunks=2, micro_batches=micro_batches))
+    found = passes_of(pipelined("zb-v", ranks=4, chunks=2, micro_batches=micro_batches))
     assert float(np.asarray(found.in_flight)[0]) == 4
     each = 1024 * LLAMA.vocab * 4
     assert float(np.asarray(found.loss)[0]) == (logits + 1) * each  # the log-softmax, and what it is made of
@@ -149,25 +149,25 @@ def test_the_loss_of_later_micro_batches_is_as_large_where_the_last_stage_holds_
 
 def test_ranks_that_pass_weights_on_hold_their_own_stages_and_no_messages_of_fsdp() -> None:
     case, layout = job("fp32"), pipelined("weipipe", ranks=2, chunks=1, micro_batches=4)
-    ring = held_by_layout(case, layout).ring
+    ring = loads_of_layout(case, layout).ring
     assert ring is not None
     stage = 4 * float(ring.elements)
     copies = (np.asarray(ring.weights) + ring.gradients) * stage
     for rank, moments in enumerate(rank_moments(case, layout)):
         assert {each.gathered for each in moments} == {stage}
         assert {each.communication for each in moments} == {copies[rank]}
-    held = held_by_layout(case, layout)
-    assert not np.any(states(case, encode(layout), memory_stack("partool"), held).buffers)
+    loads = loads_of_layout(case, layout)
+    assert not np.any(states(case, encode(layout), memory_stack("partool"), loads).buffers)
 
 
 def test_the_head_of_ranks_that_pass_weights_on_is_cast_for_the_loss() -> None:
     """What the final norm keeps is gone when the backward passes of layers run."""
     layout = pipelined("weipipe", ranks=2, chunks=1, micro_batches=4)
-    moments, held = {each.name: each for each in rank_moments(job(), layout)[0]}, done(layout)
+    moments, passes = {each.name: each for each in rank_moments(job(), layout)[0]}, passes_of(layout)
     stage = moments["first layer"].gathered
     assert moments["loss"].gathered - stage == 2 * (512 * LLAMA.vocab + 512)
     saved = moments["first layer"].activations - moments["first layer"].working
-    assert moments["loss, backward"].activations - saved == np.asarray(held.of_norm).flat[0] > 0
+    assert moments["loss, backward"].activations - saved == np.asarray(passes.of_norm).flat[0] > 0
 
 
 def test_recomputed_keys_are_copied_again() -> None:
@@ -258,8 +258,8 @@ def exchanging(monkeypatch: pytest.MonkeyPatch, size: float) -> BackwardBytes:
 def test_attention_of_layers_with_experts_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come after the experts, when attention's gradients exist."""
     large, larger = (exchanging(monkeypatch, size) for size in (2.0**30, 2.0**31))
-    assert larger.after - large.after == 2.0**30
-    assert larger.working == large.working
+    assert larger.after_experts_bytes - large.after_experts_bytes == 2.0**30
+    assert larger.backward_peak_bytes == large.backward_peak_bytes
 
 
 def test_dense_layers_hold_no_rows_of_experts() -> None:
@@ -269,7 +269,7 @@ def test_dense_layers_hold_no_rows_of_experts() -> None:
         layouts = Layouts(ep=np.array([ep]), shards=np.array([8]))
         found = dense_backward(job("bf16", model), layouts, np.array([2.0**24]))
         assert found is not None
-        return float(np.asarray(found.working).flat[0])
+        return float(np.asarray(found.backward_peak_bytes).flat[0])
 
     assert dense(8) == dense(1)
 

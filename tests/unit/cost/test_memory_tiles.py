@@ -132,7 +132,7 @@ def test_networks_in_tiles_are_computed_once_more_at_most() -> None:
     for policy in RECOMPUTE:
         for tile in (0, 4096):
             row = Layouts(compiled=0, recompute=RECOMPUTE.index(policy), mlp_tile_tokens=tile)
-            again[policy, tile] = float(layer(job, row, kind).again.matmul_s)
+            again[policy, tile] = float(layer(job, row, kind).recompute.matmul_s)
     network = again["none", 4096]
     assert again["none", 0] == 0.0
     assert network > 0.0

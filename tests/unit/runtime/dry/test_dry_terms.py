@@ -101,7 +101,7 @@ def seen(moment: Moment, *, compiled: bool) -> dict[str, float]:
     """
     found = {term: float(getattr(moment, term)) for term in VARYING}
     found["loss"] -= float(moment.within)
-    found["gradients"] -= float(moment.leaving)
+    found["gradients"] -= float(moment.grads_offloading)
     found["activations"] -= float(moment.working) if compiled else 0.0
     return found
 
