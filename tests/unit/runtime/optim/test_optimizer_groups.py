@@ -24,6 +24,7 @@ from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.optim import steps
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.groups import ParameterGroup, grouped
+from partool_runtime.torch_internals import foreach
 
 SHAPES = {"embed.weight": (7, 3), "layers.0.w": (5, 3), "layers.0.norm": (5,), "layers.1.w": (3, 5), "none": (0, 3)}
 GROUPS = {
@@ -147,14 +148,14 @@ def test_pieces_change_no_bit_and_bound_the_memory_beside(kind: str, monkeypatch
     trained(DeviceOptimizer(whole, spec_of(kind, groups=GROUPS)), whole, torch.float32)
     monkeypatch.setattr(steps, "PIECE_ELEMENTS", 6)
     sizes: list[int] = []
-    foreach = torch._foreach_sqrt if kind == "adagrad" else torch._foreach_mul
-    name = foreach.__name__
+    name = "sqrt" if kind == "adagrad" else "mul"
+    operator = getattr(foreach, name)
 
     def noted(tensors: list[torch.Tensor], *others: Any) -> Any:
         sizes.append(sum(tensor.numel() for tensor in tensors if tensor.is_contiguous()))
-        return foreach(tensors, *others)
+        return operator(tensors, *others)
 
-    monkeypatch.setattr(torch, name, noted)
+    monkeypatch.setattr(foreach, name, noted)
     trained(DeviceOptimizer(cut, spec_of(kind, groups=GROUPS)), cut, torch.float32)
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     assert max(sizes) == 6
