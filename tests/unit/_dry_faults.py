@@ -85,7 +85,7 @@ def skips_a_sum(seed: int) -> Planting:
 
         return wrong
 
-    return lambda: replaced(OPS + "start_leaving", change)
+    return lambda: replaced(OPS + "start_reduce_from_tp", change)
 
 
 def skips_reductions() -> AbstractContextManager[Any]:

@@ -66,7 +66,6 @@ LEFT: dict[str, int] = {
     "partool_runtime.parallel.pipeline": 30,
     "partool_runtime.parallel.recompute": 2,
     "partool_runtime.parallel.sequence": 33,
-    "partool_runtime.parallel.tensor": 22,
     "partool_runtime.parallel.tiling": 3,
     "partool_runtime.parallel.weipipe": 17,
     "partool_runtime.parallel.zero": 2,

@@ -22,7 +22,7 @@ from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read
 from partool_runtime.parallel.expert.tokens import TokenShares
 from partool_runtime.parallel.tensor.apply import layer_sharding, make_team
-from partool_runtime.parallel.tensor.ops import Team, entered, left, start_tokens, tokens
+from partool_runtime.parallel.tensor.ops import Team, copy_to_tp, reduce_from_tp, start_tokens, tokens
 from partool_runtime.parallel.tensor.sharding import shard_network
 from partool_runtime.placement import Placement
 
@@ -115,12 +115,12 @@ class CutWidths:
 
     def enter(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return all tokens; the gradient is summed over the ranks."""
-        return entered(x_BSH, self.team)
+        return copy_to_tp(x_BSH, self.team)
 
     def leave(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks."""
         del x_BSH
-        return left(out_BSH, self.team)
+        return reduce_from_tp(out_BSH, self.team)
 
 
 class DividedTokens:
