@@ -56,8 +56,6 @@ LEFT: dict[str, int] = {
     "partool_runtime.jobs": 7,
     "partool_runtime.mesh": 1,
     "partool_runtime.model": 19,
-    "partool_runtime.parallel.pipeline": 30,
-    "partool_runtime.parallel.weipipe": 17,
     "partool_runtime.pieces": 1,
     "partool_runtime.placement": 1,
     "partool_runtime.plan_file": 1,
