@@ -145,7 +145,7 @@ class Runner:
         self.context = Context(None, Tokens(shape.length, self.index, None, shape.grid))
         if shape.grid:
             held = torch.tensor(row_positions(self.team, shape.grid))
-            self.context.turned = Context(None, Tokens(shape.length, held, None, shape.grid))
+            self.context.along_rows = Context(None, Tokens(shape.length, held, None, shape.grid))
         self.x = whole(shape)[:, self.index].clone().requires_grad_()
         self.grad = whole(shape, seed=1)[:, self.index].clone()
 

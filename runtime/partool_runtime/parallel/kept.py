@@ -22,7 +22,7 @@ KeptResults = defaultdict[Any, deque[Any]]
 def contexts(kept: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return contexts of the first and of the second pass of a layer; ``kept`` are operators."""
     results: KeptResults = defaultdict(deque)
-    return _First(kept, results), _Second(kept, results)
+    return _KeepResults(kept, results), _ReuseResults(kept, results)
 
 
 def _detached(result: Any) -> Any:
@@ -32,7 +32,7 @@ def _detached(result: Any) -> Any:
     return result.detach() if isinstance(result, torch.Tensor) else result
 
 
-class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps results, but not those of tiles, which together would be as large as results of the whole sequence."""
 
     def __init__(self, kept: Collection[Any], results: KeptResults) -> None:
@@ -49,7 +49,7 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: Collection[Any], results: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept, self._results = kept, results

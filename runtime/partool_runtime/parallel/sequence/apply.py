@@ -50,7 +50,7 @@ def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTe
     for stage in model.stages.values():
         cast(Any, stage).contexts.share = (team.length, tuple(team.index(team.rank)))
         if plan.layout.sequence.method in ON_GRIDS and plan.model.grid is not None:
-            cast(Any, stage).contexts.turned = row_positions(team, plan.model.grid)
+            cast(Any, stage).contexts.row_positions = row_positions(team, plan.model.grid)
     without = [block for block in blocks if block.attention.core is no_heads]
     put(blocks, team, plan.layout)
     for block in without:

@@ -152,7 +152,7 @@ def _traded(x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
 
 
 def row_positions(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
-    """Return the sequence positions of the tokens in this rank's whole rows of the grid (``Contexts.turned``)."""
+    """Return the positions of the tokens in this rank's whole rows of the grid, see ``Contexts.row_positions``."""
     return tuple(index(whole_rows(*grid, team.ranks)[team.rank]))
 
 
@@ -160,7 +160,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Exchange the residual stream between layers of different axes, in place.
 
     The exchange is outside of compiled and recomputed code, since recomputation would repeat the exchange.
-    ``Contexts.turned`` of the model holds the rank's tokens in layers along rows.
+    ``Contexts.row_positions`` of the model holds the rank's tokens in layers along rows.
     """
     turner = Turner.open(team, layout)
     for layers in chains(blocks, layout.pipeline.bounds):
@@ -191,7 +191,7 @@ def _enter(
     x_BSH, context = inputs
     if before is not None:
         x_BSH = turner(x_BSH, before, context.tokens.grid)
-    return x_BSH, context.turned if axis == "row" else context
+    return x_BSH, context.along_rows if axis == "row" else context
 
 
 def _leave(
