@@ -33,7 +33,7 @@ from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
-from partool_runtime.parallel.zero import shard, shard_stages, travels_narrow
+from partool_runtime.parallel.zero import grads_stay_16bit, shard, shard_stages
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.usermodel.model import ModuleDecoder
@@ -54,7 +54,7 @@ class Prepared:
     """Owns the rank's pinned host memory."""
     sync: GradSync | None = None
     """Signals that a parameter's gradient is reduced; None if all gradients are complete only after the passes."""
-    late: frozenset[str] = frozenset()
+    grads_ready_after_passes: frozenset[str] = frozenset()
     """Names of parameters whose gradients are complete only after the passes, even if ``sync`` signals earlier."""
     shards: HostParameters | None = None
     """Stores the parameters' shards outside of the device; None if the shards are on the device."""
@@ -69,7 +69,7 @@ class Prepared:
         passes: Passes,
         memory: HostMemory,
         sync: GradSync | None = None,
-        late: frozenset[str] = frozenset(),
+        grads_ready_after_passes: frozenset[str] = frozenset(),
         *,
         shards: HostParameters | None = None,
         host: HostParts,
@@ -78,7 +78,7 @@ class Prepared:
         """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
-        return cls(model, passes, gathered, gradients, memory, sync, late, shards, host, loads)
+        return cls(model, passes, gathered, gradients, memory, sync, grads_ready_after_passes, shards, host, loads)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
@@ -105,15 +105,17 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(model, plan, ranks, memory, host)
         freeze(model, plan.frozen)
-        _widen(model, plan)
+        _accumulate_in_master_dtype(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
         loads = ExpertLoads.of(model, plan, ranks)
         perturb = None
         if plan.training.adversarial.epsilon and not isinstance(model, ModuleDecoder):
             perturb = Perturbed(model, sync, plan, ranks).find
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb), plan, ranks)
-    late = TensorGradients.names(model)
-    return Prepared.sharded(model, passes, memory, sync, late, shards=shards, host=host, loads=loads)
+    grads_ready_after_passes = TensorGradients.names(model)
+    return Prepared.sharded(
+        model, passes, memory, sync, grads_ready_after_passes, shards=shards, host=host, loads=loads
+    )
 
 
 def _own_buffers(model: nn.Module) -> None:
@@ -151,9 +153,9 @@ def _host_memory(plan: Plan, device: torch.device, host: HostParts) -> HostMemor
     return host.memory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
 
 
-def _widen(model: StagedDecoder, plan: Plan) -> None:
+def _accumulate_in_master_dtype(model: StagedDecoder, plan: Plan) -> None:
     """Make an offloaded model with 16-bit parameters sum gradients in the type that a model without offload uses."""
-    if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
+    if plan.layout.offload.optimizer != "none" and not grads_stay_16bit(plan.layout):
         for root in model.roots():
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])
 
@@ -195,7 +197,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
         freeze(parts, plan.frozen)
-        _widen(parts, plan)
+        _accumulate_in_master_dtype(parts, plan)
         passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
         loads = ExpertLoads.of(parts, plan, ranks)
     return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards, host=host, loads=loads)
@@ -231,7 +233,7 @@ def _of_ring(
         set_loss(model.last, z_loss=plan.training.z_loss)
     # Every rank has these parameters with the same gradient, which only one rank counts.
     model.copies = model.replicated() if ranks.pp.place else frozenset()
-    done: list[Done] = []
+    timed_actions: list[Done] = []
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
     passes = WeiPipePasses(
         schedule,
@@ -240,11 +242,11 @@ def _of_ring(
         COMPUTE_DTYPE[plan.training.precision],
         replicas=ranks.groups.of(ranks.dp.parts),
         everyone=ranks.world,
-        watch=done.append,
+        watch=timed_actions.append,
         timeout_s=timeout_s,
         lane=host.ring_lane,
     )
-    reported = _Reported(passes, done, report)
+    reported = _Reported(passes, timed_actions, report)
     return Prepared(
         model,
         reported,
@@ -258,15 +260,15 @@ def _of_ring(
 class _Reported:
     """Passes whose actions are reported after each training step."""
 
-    def __init__(self, passes: WeiPipePasses, done: list[Done], report: Report) -> None:
-        self._passes, self._done, self._report = passes, done, report
+    def __init__(self, passes: WeiPipePasses, timed_actions: list[Done], report: Report) -> None:
+        self._passes, self._timed_actions, self._report = passes, timed_actions, report
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See ``Passes``."""
-        self._done.clear()
+        self._timed_actions.clear()
         before_bytes = self._passes.sent_bytes
         loss_sum = self._passes.step(batch, weight, timer)
-        self._report(self._done, self._passes.sent_bytes - before_bytes)
+        self._report(self._timed_actions, self._passes.sent_bytes - before_bytes)
         return loss_sum
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:

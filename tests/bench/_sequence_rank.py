@@ -30,7 +30,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime.model import AttentionLayout, Block, kernels
 from partool_runtime.model.attention import Context, SelfAttention, Tokens
 from partool_runtime.model.kernels import Sight
-from partool_runtime.parallel.sequence.dsp import turned
+from partool_runtime.parallel.sequence.dsp import row_positions
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 
 START_IN_S = 0.004
@@ -144,8 +144,8 @@ class Runner:
         self.index = torch.tensor(self.team.index(rank))
         self.context = Context(None, Tokens(shape.length, self.index, None, shape.grid))
         if shape.grid:
-            held = torch.tensor(turned(self.team, shape.grid))
-            self.context.turned = Context(None, Tokens(shape.length, held, None, shape.grid))
+            held = torch.tensor(row_positions(self.team, shape.grid))
+            self.context.along_rows = Context(None, Tokens(shape.length, held, None, shape.grid))
         self.x = whole(shape)[:, self.index].clone().requires_grad_()
         self.grad = whole(shape, seed=1)[:, self.index].clone()
 

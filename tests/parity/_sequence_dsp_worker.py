@@ -26,7 +26,7 @@ from partool_runtime.model import attention as plain
 from partool_runtime.parallel.comm import CollectiveTraffic, CommCounter, sum_over
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import apply_sequence
-from partool_runtime.parallel.sequence.dsp import Turner, turned
+from partool_runtime.parallel.sequence.dsp import Turner, row_positions
 from partool_runtime.weights import build, build_parts, fill, materialise
 
 SIZES: dict[str, Any] = {"hidden": 13, "ffn_hidden": 11, "vocab": 31, "heads": 6, "kv_heads": 2, "head_dim": 4}
@@ -181,7 +181,7 @@ def check_turns() -> None:
     turner = Turner.open(team, plan.layout)
     columns_BSH = whole_BLH[:, team.index(team.rank)].requires_grad_()
     rows_BSH = turner(columns_BSH, "row", case.grid)
-    assert torch.equal(rows_BSH, whole_BLH[:, list(turned(team, case.grid))])
+    assert torch.equal(rows_BSH, whole_BLH[:, list(row_positions(team, case.grid))])
     back_BSH = turner(rows_BSH, "column", case.grid)
     assert torch.equal(back_BSH, columns_BSH)
     (grad,) = torch.autograd.grad((back_BSH * whole_BLH[:, team.index(team.rank)]).sum(), columns_BSH)

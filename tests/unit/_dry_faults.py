@@ -85,7 +85,7 @@ def skips_a_sum(seed: int) -> Planting:
 
         return wrong
 
-    return lambda: replaced(OPS + "start_leaving", change)
+    return lambda: replaced(OPS + "start_reduce_from_tp", change)
 
 
 def skips_reductions() -> AbstractContextManager[Any]:
@@ -155,7 +155,7 @@ def reduces_narrow() -> AbstractContextManager[Any]:
     """Sum gradients in the type of computation."""
 
     def change(right: Any) -> Any:
-        return lambda precision, **options: right(precision, narrow=True)
+        return lambda precision, **options: right(precision, reduce_in_compute_dtype=True)
 
     return replaced("partool_runtime.parallel.zero:_policy", change)
 
@@ -294,7 +294,7 @@ def keeps_logits() -> Iterator[None]:
 
 
 def recomputes_nothing() -> AbstractContextManager[Any]:
-    return replaced("partool_runtime.parallel.recompute:_again", lambda right: lambda forward, *_, **__: forward)
+    return replaced("partool_runtime.parallel.recompute:_recomputed", lambda right: lambda forward, *_, **__: forward)
 
 
 def recomputes_but_keeps() -> AbstractContextManager[Any]:

@@ -120,7 +120,7 @@ class RecordedLane:
             one.queue(one.stream, event)
             return found
 
-        return SimpleNamespace(wait=wait, done=True)
+        return SimpleNamespace(wait=wait, ended=True)
 
 
 class RecordedWire:

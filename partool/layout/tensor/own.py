@@ -181,7 +181,7 @@ def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     *_, name, ending = info.name.split(".")
     if name == "o":
         width = config.mla.v_head_dim if config.mla else config.head_dim
-        return _second(ending, ranks, cut(1, ranks.over_outer(heads.queries), width))
+        return _row_parallel(ending, ranks, cut(1, ranks.over_outer(heads.queries), width))
     keys = name in ("k", "v")
     unit = info.shape[0] // (config.kv_heads if keys else config.heads)
     if ending == "bias" and ranks.inner > 1:
@@ -199,7 +199,7 @@ def _columns(ending: str, ranks: _Ranks) -> tuple[Cut, ...]:
     return ranks.hidden(1) if ending == "weight" else ()
 
 
-def _second(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
+def _row_parallel(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
     """Return the decision for the second matrix of a pair, or for its bias, which is added after outputs are summed."""
     if ending == "bias":
         return _Decision("replicated", ranks.hidden(0), ranks.summed, "added to the sum")
@@ -211,7 +211,7 @@ def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     *_, name, ending = info.name.split(".")
     if name == "down":
         widths = chunks(info.shape[-1], ranks.outer)
-        return _second(ending, ranks, cut(1, ranks.over_outer(widths)))
+        return _row_parallel(ending, ranks, cut(1, ranks.over_outer(widths)))
     rows = cut(0, ranks.over_outer(chunks(info.shape[0], ranks.outer)))
     return _Decision("column", (rows, *_columns(ending, ranks)), why="inner widths")
 

@@ -93,7 +93,7 @@ class Context:
         self.rope = rope
         """Rotary tables for the tokens that this rank holds."""
         self.tokens = tokens
-        self.turned: Context | None = None
+        self.along_rows: Context | None = None
         """Context of layers that attend along the rows of a grid, if this rank holds other tokens in these layers."""
 
 

@@ -102,7 +102,7 @@ class Contexts:
         """Number of tokens that attention sees on this rank, if the hidden state holds only some of these tokens."""
         self.share: tuple[int, tuple[int, ...]] | None = None
         """Number of tokens of a whole sequence, and the positions of this rank's tokens, if ranks share sequences."""
-        self.turned: tuple[int, ...] | None = None
+        self.row_positions: tuple[int, ...] | None = None
         """Positions of this rank's tokens in layers that attend along rows of a grid, if they differ from ``share``."""
         self._index: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self._rope: dict[tuple[int, bool, torch.dtype, torch.device], Tables] = {}
@@ -114,10 +114,10 @@ class Contexts:
         """
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
-        if self.turned is not None:
-            index_S = self._index_of(self.turned, x_BSH.device, turned=True)
+        if self.row_positions is not None:
+            index_S = self._index_of(self.row_positions, x_BSH.device, along_rows=True)
             held = Tokens(tokens.length, index_S, tokens.documents_BL, tokens.grid)
-            context.turned = Context(self._rope_tables(held, x_BSH.dtype, x_BSH.device, turned=True), held)
+            context.along_rows = Context(self._rope_tables(held, x_BSH.dtype, x_BSH.device, along_rows=True), held)
         return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
@@ -134,19 +134,19 @@ class Contexts:
             return Tokens(length, None, documents_BL, grid)
         return Tokens(whole, self._index_of(share[1], device), documents_BL, grid)
 
-    def _index_of(self, places: tuple[int, ...], device: torch.device, *, turned: bool = False) -> torch.Tensor:
-        key = (turned, device)
+    def _index_of(self, places: tuple[int, ...], device: torch.device, *, along_rows: bool = False) -> torch.Tensor:
+        key = (along_rows, device)
         if key not in self._index:
             with torch.inference_mode(False):
                 self._index[key] = torch.tensor(places, dtype=torch.int64, device=device)
         return self._index[key]
 
     def _rope_tables(
-        self, tokens: Tokens, dtype: torch.dtype, device: torch.device, *, turned: bool = False
+        self, tokens: Tokens, dtype: torch.dtype, device: torch.device, *, along_rows: bool = False
     ) -> Tables | None:
         if self._config.position != "rope":
             return None
-        key = (tokens.length, turned, dtype, device)
+        key = (tokens.length, along_rows, dtype, device)
         if key not in self._rope:
             # No inference tensors, because later passes with gradients use these tables, too.
             with torch.inference_mode(False):

@@ -62,7 +62,7 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
 def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     model, sync = prepared.model, prepared.sync
     trained = trained_parameters(model)
-    after_passes = frozenset(trained) if sync is None else prepared.late
+    after_passes = frozenset(trained) if sync is None else prepared.grads_ready_after_passes
     order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, after_passes)
     comes_each = sync is not None and sync.comes_each and plan.layout.derived.accumulation > 1
     layout = plan.layout

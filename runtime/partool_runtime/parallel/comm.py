@@ -114,27 +114,27 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._traffic: dict[tuple[str, tuple[int, ...], str], CollectiveTraffic] = defaultdict(CollectiveTraffic)
 
     def snapshot(
-        self, among: Collection[int] | None = None, described: str | None = None, whole: bool = False
+        self, among: Collection[int] | None = None, described: str | None = None, exactly: bool = False
     ) -> dict[str, CollectiveTraffic]:
         """Return a map from the kind of collective to its traffic so far.
 
         Kinds are all_gather, reduce_scatter, all_reduce, broadcast, all_to_all and send.
 
-        ``among`` restricts the result to groups whose world ranks are all in ``among``, or, if ``whole``, to groups of
-        exactly these ranks; ``described`` restricts the
-        result to groups that were opened with this description, and to collectives of this purpose.
+        ``among`` restricts the result to groups whose world ranks are all in ``among``, or, if ``exactly``, to groups
+        of exactly these ranks. ``described`` restricts it to groups that were opened with this description, and to
+        collectives of this purpose.
         """
-        found: dict[str, CollectiveTraffic] = {}
+        traffic_by_kind: dict[str, CollectiveTraffic] = {}
         for (kind, ranks, description), traffic in self._traffic.items():
-            if among is not None and not (set(ranks) == set(among) if whole else set(ranks) <= set(among)):
+            if among is not None and not (set(ranks) == set(among) if exactly else set(ranks) <= set(among)):
                 continue
             if described is not None and description != described:
                 continue
-            total = found.setdefault(kind, CollectiveTraffic())
+            total = traffic_by_kind.setdefault(kind, CollectiveTraffic())
             total.calls += traffic.calls
             total.payload_bytes += traffic.payload_bytes
             total.sent_bytes += traffic.sent_bytes
-        return found
+        return traffic_by_kind
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -50,24 +50,24 @@ class GradSync:
         self._refreshed = False
         """Whether persistent parameters have the weights of this step."""
         self._overlapped = overlapped
-        self._told: Callable[[bool], None] | None = None
+        self._on_micro_batch: Callable[[bool], None] | None = None
 
     @property
     def comes_each(self) -> bool:
         """Whether gradients are fully reduced after each micro-batch, not only after the step's last micro-batch."""
         return self._reduce_each and self._replicas == 1
 
-    def tell(self, told: Callable[[bool], None]) -> None:
+    def tell(self, callback: Callable[[bool], None]) -> None:
         """Register a function to call before each micro-batch; its argument is True for the step's last micro-batch."""
-        self._told = told
+        self._on_micro_batch = callback
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Prepare one forward and backward pass; ``last`` is True for the step's last micro-batch.
 
         :meth:`after_micro_batch` has to follow the backward pass.
         """
-        if self._told is not None:
-            self._told(last)
+        if self._on_micro_batch is not None:
+            self._on_micro_batch(last)
         first = self._last is not False
         self._refresh()
         self._refreshed = not last

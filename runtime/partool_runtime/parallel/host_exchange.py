@@ -44,8 +44,8 @@ class HostSum:
         self._started.append((work, then))
         self._finish(AHEAD if self.overlap else 0)
 
-    def _finish(self, left: int) -> None:
-        while len(self._started) > left:
+    def _finish(self, most_in_flight: int) -> None:
+        while len(self._started) > most_in_flight:
             work, then = self._started.popleft()
             with waiting("gradient_sync"):
                 work.wait()

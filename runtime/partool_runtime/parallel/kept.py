@@ -15,14 +15,14 @@ import torch
 from partool_runtime.parallel import second_pass
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
-Found = defaultdict[Any, deque[Any]]
+KeptResults = defaultdict[Any, deque[Any]]
 """Results of the first pass by operator, in the order of the calls."""
 
 
 def contexts(kept: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return contexts of the first and of the second pass of a layer; ``kept`` are operators."""
-    found: Found = defaultdict(deque)
-    return _First(kept, found), _Second(kept, found)
+    results: KeptResults = defaultdict(deque)
+    return _KeepResults(kept, results), _ReuseResults(kept, results)
 
 
 def _detached(result: Any) -> Any:
@@ -32,12 +32,12 @@ def _detached(result: Any) -> Any:
     return result.detach() if isinstance(result, torch.Tensor) else result
 
 
-class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps results, but not those of tiles, which together would be as large as results of the whole sequence."""
 
-    def __init__(self, kept: Collection[Any], found: Found) -> None:
+    def __init__(self, kept: Collection[Any], results: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._found = kept, found
+        self._kept, self._results = kept, results
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,19 +45,19 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and keep its results if they are wanted."""
         out = func(*args, **(kwargs or {}))
         if func in self._kept and not second_pass.is_tile():
-            self._found[func].append(_detached(out))
+            self._results[func].append(_detached(out))
         return out
 
 
-class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: Collection[Any], found: Found) -> None:
+class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: Collection[Any], results: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._found = kept, found
+        self._kept, self._results = kept, results
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return an operator's kept results, or run it."""
         if func in self._kept and not second_pass.is_tile():
-            return self._found[func].popleft()
+            return self._results[func].popleft()
         return func(*args, **(kwargs or {}))

@@ -25,12 +25,12 @@ def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modul
 
     If a module within a matching module also matches, only the outer one is returned.
     """
-    found: dict[str, nn.Module] = {}
+    leaves: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in leaves)
         if name and not inside and any(fnmatchcase(name, pattern) for pattern in patterns):
-            found[name] = module
-    return found
+            leaves[name] = module
+    return leaves
 
 
 def join_graph(leaf: nn.Module) -> None:
@@ -82,8 +82,8 @@ def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad or not trained_only else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    found = {id(tensor): tensor for item in inner for tensor in _tensors(item, trained_only=trained_only)}
-    return list(found.values())
+    distinct = {id(tensor): tensor for item in inner for tensor in _tensors(item, trained_only=trained_only)}
+    return list(distinct.values())
 
 
 def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:

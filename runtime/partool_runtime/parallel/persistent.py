@@ -33,8 +33,8 @@ class Persistent:
         """
         by_type: dict[torch.dtype, Pairs] = defaultdict(list)
         for gather in self._gathers:
-            for shard, whole in gather.refresh():
-                by_type[shard.dtype].append((shard, whole))
+            for shard, full in gather.refresh():
+                by_type[shard.dtype].append((shard, full))
         for pairs in by_type.values():
             self._exchange(pairs)
 
@@ -44,6 +44,6 @@ class Persistent:
         sent = torch.cat([shard for shard, _ in pairs])
         gathered = sent.new_empty(ranks.size() * sent.numel())
         gather_into(gathered, sent, ranks, asynchronous=False)
-        targets = [whole.view(ranks.size(), -1) for _, whole in pairs]
+        targets = [full.view(ranks.size(), -1) for _, full in pairs]
         with unseen_writes(targets):
             torch.split_with_sizes_copy(gathered.view(ranks.size(), -1), sizes, dim=1, out=targets)

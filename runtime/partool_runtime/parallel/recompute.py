@@ -77,7 +77,7 @@ def recompute(
             contexts = _CONTEXTS[policy]
             if isinstance(block, Block) and block.moe is not None:
                 contexts = partial(kept.contexts, _OF_EXPERTS[policy])
-            around = _again(contexts, draws=draws, tiled=tiled)
+            around = _recomputed(contexts, draws=draws, tiled=tiled)
             if isinstance(block, Block):
                 block.around = around
             else:
@@ -85,7 +85,7 @@ def recompute(
 
 
 def _attention(block: nn.Module, draws: bool) -> None:
-    around = _again(None, draws=draws)
+    around = _recomputed(None, draws=draws)
     for attention in [block.attention] if isinstance(block, Block) else taken(block):
         attention.core = partial(around, attention.core)
     if isinstance(block, Block):
@@ -97,12 +97,12 @@ def _attention(block: nn.Module, draws: bool) -> None:
         patch_forward(module, Patch.SECOND_PASS, partial(around, module.forward))
 
 
-def _again(contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False) -> Around:
+def _recomputed(contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False) -> Around:
     """Return what makes the backward pass recompute a computation, except for results that ``contexts`` keep."""
-    whole = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
+    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
     if tiled:
-        return partial(whole, context_fn=partial(_tiled, contexts))
-    return whole if contexts is None else partial(whole, context_fn=contexts)
+        return partial(checkpointed, context_fn=partial(_tiled, contexts))
+    return checkpointed if contexts is None else partial(checkpointed, context_fn=contexts)
 
 
 def _products_kept() -> Any:
@@ -131,10 +131,10 @@ def _policy(saved: frozenset[Any], context: Any, operator: Any, *args: Any, **kw
 
 def _tiled(contexts: Callable[[], Any] | None) -> tuple[Any, Any]:
     forward, backward = (nullcontext(), nullcontext()) if contexts is None else contexts()
-    return forward, _LayerAgain(backward)
+    return forward, _RecomputingLayer(backward)
 
 
-class _LayerAgain:
+class _RecomputingLayer:
     """Wraps another context, and marks that a layer is being recomputed."""
 
     def __init__(self, inner: Any) -> None:

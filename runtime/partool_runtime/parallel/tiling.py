@@ -40,19 +40,19 @@ def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
         if isinstance(block, Block) and block.ffn is not None:
             block.ffn.around = TokenTiles(block.ffn, tokens, last=True)
             continue
-        for network in _found(block):
+        for network in _networks(block):
             tiles = TokenTiles(network, tokens, last=False)
             patch_forward(network, Patch.SECOND_PASS, partial(tiles, network.forward))
 
 
-def _found(block: nn.Module) -> list[nn.Module]:
-    found = of_transformers.networks(block)
-    if not found:
+def _networks(block: nn.Module) -> list[nn.Module]:
+    networks = of_transformers.networks(block)
+    if not networks:
         message = f"parallel.tiles: {type(block).__name__} has no network that maps every token by itself"
         raise ConfigurationError("PT657", message, "Leave out parallel.tiles.mlp, or set it to 0.")
-    for network in found:
+    for network in networks:
         stay_wide(network)
-    return found
+    return networks
 
 
 class TokenTiles:
@@ -116,11 +116,11 @@ class _Tiled(torch.autograd.Function):
             with torch.enable_grad(), deferral.undivided(), second_pass.tile(unread=tiles.last):
                 out_BTH = ctx.body(x_BTH)
             inputs = [x_BTH, *trained] if needs_x else trained
-            found = list(torch.autograd.grad(out_BTH, inputs, grad_BSH[:, part], allow_unused=True))
+            gradients = list(torch.autograd.grad(out_BTH, inputs, grad_BSH[:, part], allow_unused=True))
             del out_BTH
             if grad_x_BSH is not None:
-                grad_x_BSH[:, part] = found.pop(0)
-            for total, gradient in zip(sums, found, strict=True):
+                grad_x_BSH[:, part] = gradients.pop(0)
+            for total, gradient in zip(sums, gradients, strict=True):
                 if gradient is not None:
                     total.add_(gradient)
         narrow = (total.to(parameter.dtype) for total, parameter in zip(sums, trained, strict=True))

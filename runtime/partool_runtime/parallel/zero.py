@@ -76,11 +76,11 @@ def shard(model: WholeModel, *, layout: Layout, precision: Precision, ranks: Ran
 
     Raises :class:`ConfigurationError` (PT464) for a leaf pattern that matches no module, or matches an unsuitable one.
     """
-    policy = _policy(precision, narrow=travels_narrow(layout))
+    policy = _policy(precision, reduce_in_compute_dtype=grads_stay_16bit(layout))
     sums = _host_sums(layout, ranks)
     leaves = _leaves(model, layout, everywhere=True)
     every = model.groups()
-    groups, shared = _own_groups(every), _shared_parameters(every)
+    groups, shared = _separate_groups(every), _shared_parameters(every)
     sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared)
     layers = [sharding.layer(group) for group in groups if _parameters(group) - shared]
     # The root holds the modules that run last, whose parameters the backward pass needs at once.
@@ -143,9 +143,9 @@ class _Sharding:
         """Shard a module's remaining parameters, which stay gathered between forward and backward pass."""
         self._inner([module])
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        left = _parameters(cast("list[nn.Module]", units)) & self.shared
+        shared_in_units = _parameters(cast("list[nn.Module]", units)) & self.shared
         # All ranks need the same order, which sets do not have.
-        with _among_own(module, [parameter for parameter in module.parameters() if parameter in left]):
+        with _among_own(module, [parameter for parameter in module.parameters() if parameter in shared_in_units]):
             root = self._unit([module], release=False)
         for each in module.modules():
             if isinstance(each, FSDPModule):
@@ -300,14 +300,14 @@ def _mesh_over(ranks: Ranks, shard: MeshAxis, replicate: MeshAxis) -> DeviceMesh
         return DeviceMesh.from_group([copies, shards], kind, numbers, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:
+def _policy(precision: Precision, *, reduce_in_compute_dtype: bool = False) -> MixedPrecisionPolicy:
     """Return the data types that FSDP2 uses for a precision.
 
-    ``narrow`` keeps gradients in the type of computation, since no gradients are summed.
+    ``reduce_in_compute_dtype`` keeps gradients in the type of computation, since no gradients are summed.
     """
     if precision in ("fp32", "fp64"):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    reduced = None if narrow else torch.float32
+    reduced = None if reduce_in_compute_dtype else torch.float32
     return MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[precision], reduce_dtype=reduced, cast_forward_inputs=False)
 
 
@@ -317,21 +317,21 @@ def reduces_alone(layout: Layout) -> bool:
     return mesh.dp * mesh.cp == 1 and mesh.pp == 1
 
 
-def travels_narrow(layout: Layout) -> bool:
+def grads_stay_16bit(layout: Layout) -> bool:
     """Return True if gradients reach the host in the type of computation, since no other rank or pass adds to them."""
     alone = reduces_alone(layout) and layout.mesh.tp == 1
     return layout.offload.optimizer != "none" and layout.offload.gradients == "bf16" and alone
 
 
-def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+def _separate_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
     """Return the groups to gather separately. The last group and groups sharing its parameters stay in the root."""
     with_root = _parameters(groups[-1])
-    own = []
+    separate = []
     for group in groups[:-1]:
         parameters = _parameters(group)
         if parameters and not parameters & with_root:
-            own.append(list(group))
-    return own
+            separate.append(list(group))
+    return separate
 
 
 def _parameters(group: Sequence[nn.Module]) -> set[nn.Parameter]:

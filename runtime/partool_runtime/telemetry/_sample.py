@@ -113,7 +113,7 @@ class StepSampler:
             self._updates.__enter__()  # type: ignore[no-untyped-call]
         if term == "optimizer" and self._counting and self._counter is not None and len(self._tensor_ranks) > 1:
             # Counted before the norm of all gradients, as the tensor ranks may be the whole world.
-            self._tensor = _sent(self._counter.snapshot(self._tensor_ranks, whole=self._shares_experts))
+            self._tensor = _sent(self._counter.snapshot(self._tensor_ranks, exactly=self._shares_experts))
             for one in (EXPERT, LOADS):
                 self._tensor.subtract(_sent(self._counter.snapshot(self._tensor_ranks, one, self._shares_experts)))
 

@@ -22,7 +22,7 @@ from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read
 from partool_runtime.parallel.expert.tokens import TokenShares
 from partool_runtime.parallel.tensor.apply import layer_sharding, make_team
-from partool_runtime.parallel.tensor.ops import Team, entered, left, start_tokens, tokens
+from partool_runtime.parallel.tensor.ops import Team, copy_to_tp, reduce_from_tp, start_tokens, tokens
 from partool_runtime.parallel.tensor.sharding import shard_network
 from partool_runtime.placement import Placement
 
@@ -45,8 +45,8 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
         return
     group = ranks.groups.of(expert.parts, EXPERT)
     assert group is not None, "one rank has no group"
-    held = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
-    tokens_of = tuple(len(held[rank % len(held)]) for rank in expert.mine)
+    token_places = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
+    tokens_of = tuple(len(token_places[rank % len(token_places)]) for rank in expert.mine)
     parts = plan.layout.expert_tensor
     exchange = ExpertTeam(group.group_name, expert.place, tokens_of, read, parts)
     for number, layer in layers.items():
@@ -88,13 +88,13 @@ def expert_placement(leaf: str, shape: tuple[int, int], experts: int, among: tup
     here = experts * parts // ranks
     each = rows // experts
     first = place * here * each
-    held: tuple[Range, ...] = ((first, first + here * each),)
+    row_ranges: tuple[Range, ...] = ((first, first + here * each),)
     if leaf == "down":
-        return Placement((rows, columns), (held, (_bounds(columns, parts, part),)))
+        return Placement((rows, columns), (row_ranges, (_bounds(columns, parts, part),)))
     if parts > 1:
         start, stop = _bounds(each, parts, part)
-        held = tuple((at + start, at + stop) for at in range(first, first + here * each, each))
-    return Placement((rows, columns), (held, ((0, columns),)))
+        row_ranges = tuple((at + start, at + stop) for at in range(first, first + here * each, each))
+    return Placement((rows, columns), (row_ranges, ((0, columns),)))
 
 
 def _bounds(size: int, parts: int, part: int) -> Range:
@@ -115,12 +115,12 @@ class CutWidths:
 
     def enter(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return all tokens; the gradient is summed over the ranks."""
-        return entered(x_BSH, self.team)
+        return copy_to_tp(x_BSH, self.team)
 
     def leave(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks."""
         del x_BSH
-        return left(out_BSH, self.team)
+        return reduce_from_tp(out_BSH, self.team)
 
 
 class DividedTokens:
@@ -148,7 +148,7 @@ class DividedTokens:
         team = self.team
         if team.length is not None:
             return F.pad(out_BSH, (0, 0, 0, team.share - out_BSH.shape[1]))
-        everyone: torch.Tensor = _Whole.apply(out_BSH, x_BSH.shape[1], team)  # type: ignore[no-untyped-call]
+        everyone: torch.Tensor = _AllShares.apply(out_BSH, x_BSH.shape[1], team)  # type: ignore[no-untyped-call]
         return everyone
 
 
@@ -158,9 +158,9 @@ def _slice(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
 
 def _gather(x_BsH: torch.Tensor, length: int, team: Team) -> torch.Tensor:
     """Return all tokens ``[B, length, H]`` from each rank's share."""
-    whole = replace(team, length=length)
-    padded = F.pad(x_BsH, (0, 0, 0, whole.share - x_BsH.shape[1]))
-    return tokens(start_tokens(padded, whole), whole)
+    sized_team = replace(team, length=length)
+    padded = F.pad(x_BsH, (0, 0, 0, sized_team.share - x_BsH.shape[1]))
+    return tokens(start_tokens(padded, sized_team), sized_team)
 
 
 class _Share(torch.autograd.Function):
@@ -176,7 +176,7 @@ class _Share(torch.autograd.Function):
         return _gather(grad_BsH, ctx.length, ctx.team), None
 
 
-class _Whole(torch.autograd.Function):
+class _AllShares(torch.autograd.Function):
     """All ranks' shares, gathered; every rank has the same gradient of them, of which it takes its share."""
 
     @staticmethod

@@ -31,8 +31,8 @@ choices the tokens of each rank make, and the place of this rank."""
 def read_rows(totals: torch.Tensor, choices: Sequence[int], place: int) -> list[int]:
     """Read the numbers of rows from the device, for which the host waits; see :data:`Read`."""
     del choices, place
-    found: list[int] = totals.tolist()
-    return found
+    row_counts: list[int] = totals.tolist()
+    return row_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class ExpertTeam:
     def rows(self, totals: torch.Tensor, choices: int) -> _Rows:
         """Return the numbers of rows to and from each rank, of which ``totals`` is on the device."""
         mine = max(self.tokens[self.place], 1)
-        found = self.read(totals, [choices * tokens // mine for tokens in self.tokens], self.place)
-        return _Rows(found[: self.ranks], found[self.ranks :], self.group_name)
+        row_counts = self.read(totals, [choices * tokens // mine for tokens in self.tokens], self.place)
+        return _Rows(row_counts[: self.ranks], row_counts[self.ranks :], self.group_name)
 
     def __call__(
         self, layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None

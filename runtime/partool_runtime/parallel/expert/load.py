@@ -241,14 +241,14 @@ class ExpertLoads:
         """Return the loads of the last step, the same on all ranks of this stage; the host waits for the device."""
         if self._sums_LX is None:
             return []
-        found = []
+        reports = []
         for (number, moe, _), sums in zip(self._layers, self._sums_LX.tolist(), strict=True):
             *counts, dropped, entropy = sums
             bias = None if moe.router.bias is None else (float(moe.router.bias.min()), float(moe.router.bias.max()))
             choices = max(sum(counts), 1.0)
             tokens = choices / moe.router.moe.top_k
-            found.append(LayerReport(number, [int(n) for n in counts], dropped / choices, entropy / tokens, bias))
-        return found
+            reports.append(LayerReport(number, [int(n) for n in counts], dropped / choices, entropy / tokens, bias))
+        return reports
 
 
 def _scopes(plan: Plan, moe: Moe, ranks: Ranks) -> Scopes:

@@ -25,17 +25,17 @@ class TokenShares:
     @classmethod
     def of(cls, plan: Plan, sequence_place: int, tensor_place: int, *, tensor: int) -> TokenShares:
         """Return the shares of a plan, whose ``tensor`` ranks divide the tokens of their rank of the sequence axis."""
-        found = []
+        places = []
         length = plan.training.sequence_length
         for spans in plan.shares or [((0, length),)]:
-            held = index(spans)
-            found += [tuple(held[slice(*shard_rows(len(held), tensor, rank))]) for rank in range(tensor)]
-        return cls(tuple(found), sequence_place * tensor + tensor_place)
+            positions = index(spans)
+            places += [tuple(positions[slice(*shard_rows(len(positions), tensor, rank))]) for rank in range(tensor)]
+        return cls(tuple(places), sequence_place * tensor + tensor_place)
 
     @property
     def most(self) -> int:
         """Largest number of tokens of a rank."""
-        return max(len(held) for held in self.places)
+        return max(len(positions) for positions in self.places)
 
     def padded(self, x_BSK: torch.Tensor) -> torch.Tensor:
         """Return this rank's values with zeros up to the largest number of tokens of a rank."""
@@ -53,5 +53,9 @@ class TokenShares:
     @cached_property
     def _order(self) -> torch.Tensor:
         """Index of each place of the sequence among the padded values of all ranks."""
-        found = {place: rank * self.most + at for rank, held in enumerate(self.places) for at, place in enumerate(held)}
-        return torch.tensor([found[place] for place in sorted(found)])
+        index_of = {
+            place: rank * self.most + at
+            for rank, positions in enumerate(self.places)
+            for at, place in enumerate(positions)
+        }
+        return torch.tensor([index_of[place] for place in sorted(index_of)])

@@ -22,7 +22,7 @@ class ActionClock(Protocol):
     def mark(self) -> Any:
         """Return the current moment, as the start of a compute action."""
 
-    def done(self, action: Action, start: Any, waited_s: float, watch: Watch) -> None:
+    def record_action(self, action: Action, start: Any, waited_s: float, watch: Watch) -> None:
         """Record a compute action that ends at this call; the rank has waited ``waited_s`` for its input."""
 
     def tell(self, watch: Watch) -> None:
@@ -52,7 +52,7 @@ class HostActionClock:
         """See :class:`ActionClock`."""
         return time.perf_counter()
 
-    def done(self, action: Action, start: float, waited_s: float, watch: Watch) -> None:
+    def record_action(self, action: Action, start: float, waited_s: float, watch: Watch) -> None:
         """See :class:`ActionClock`."""
         watch(Done(action, start, time.perf_counter(), waited_s))
 
@@ -79,7 +79,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def done(self, action: Action, start: torch.cuda.Event, waited_s: float, watch: Watch) -> None:
+    def record_action(self, action: Action, start: torch.cuda.Event, waited_s: float, watch: Watch) -> None:
         """See :class:`ActionClock`."""
         self._noted.append((action, start, self.mark(), waited_s > 0))
 

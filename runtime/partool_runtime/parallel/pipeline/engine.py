@@ -55,13 +55,13 @@ class PipelineEngine:
         self._halved = halved(schedule)
         for stage in {stage for stage, _ in self._halved} & stages.keys():
             split_linears(stages[stage].module)
-        self._whole = self._ready(schedule)
+        self._full_step = self._ready(schedule)
         self._forward: dict[int, _Ready] = {}
         self._rest: Schedule | None = None
 
-    def _ready(self, schedule: Schedule, done: Set[Action] = frozenset()) -> _Ready:
-        """Return what this rank needs to run a schedule after the compute actions ``done`` are executed."""
-        program = compile_program(schedule, self._wires.rank, self._halved, done)
+    def _ready(self, schedule: Schedule, executed: Set[Action] = frozenset()) -> _Ready:
+        """Return what this rank needs to run a schedule once the compute actions ``executed`` have run."""
+        program = compile_program(schedule, self._wires.rank, self._halved, executed)
         return program, self._worker.calls(program)
 
     @property
@@ -107,20 +107,21 @@ class PipelineEngine:
         self._worker.begin(micro_batches, weight)
         self._rest = self.schedule
 
-    def run(self, done: Sequence[int] | None = None) -> None:
-        """Run the step to its end, or until each rank has executed ``done[rank]`` of the remaining actions.
+    def run(self, action_counts: Sequence[int] | None = None) -> None:
+        """Run the step to its end, or until each rank has executed ``action_counts[rank]`` of the remaining actions.
 
-        All ranks must pass the same ``done``, for example a result of :func:`partool.schedule.after`. No message is in
-        flight afterwards, and another :meth:`run` continues with the remaining actions, before or after :meth:`move`.
+        All ranks must pass the same ``action_counts``, for example a result of :func:`partool.schedule.after`. No
+        message is in flight afterwards, and another :meth:`run` continues with the remaining actions, before or after
+        :meth:`move`.
         """
         rest = self._unfinished()
-        if done is None:
-            whole = rest is self.schedule
-            self._worker.execute(*(self._whole if whole else self._ready(rest, self._done(rest))))
+        if action_counts is None:
+            is_full_step = rest is self.schedule
+            self._worker.execute(*(self._full_step if is_full_step else self._ready(rest, self._executed(rest))))
             self._rest = None
         else:
-            self._worker.execute(*self._ready(until(rest, done), self._done(rest)))
-            self._rest = remap(rest, done, rest.placement)
+            self._worker.execute(*self._ready(until(rest, action_counts), self._executed(rest)))
+            self._rest = remap(rest, action_counts, rest.placement)
 
     def move(self, placement: Sequence[int], stages: Mapping[int, Stage]) -> None:
         """Change the map of stages to ranks, for this step and later ones; all ranks call it between two runs.
@@ -133,11 +134,11 @@ class PipelineEngine:
         rest, rank = self._unfinished(), self._wires.rank
         if any(isinstance(part, FSDPModule) for one in self._worker.stages.values() for part in one.module.modules()):
             raise ValueError("stages sharded with fully_shard cannot move within a step")
-        done = self._done(rest)
+        executed = self._executed(rest)
         handover = Handover(self._worker.kept, self._wires)
         moved = [s for s, (old, new) in enumerate(zip(rest.placement, placement, strict=True)) if old != new]
         for stage in moved:
-            work = unfinished(self.schedule, done, stage)
+            work = unfinished(self.schedule, executed, stage)
             if rest.placement[stage] == rank:
                 handover.give(placement[stage], stage, self._worker.stages[stage].module, work)
             elif placement[stage] == rank:
@@ -147,17 +148,17 @@ class PipelineEngine:
         rest = remap(rest, none, placement)
         self._settle(remap(self.schedule, none, placement), stages)
         self._rest = rest
-        for step in compile_program(rest, rank, self._halved, done).steps:
-            self._worker.again(step)
+        for step in compile_program(rest, rank, self._halved, executed).steps:
+            self._worker.recompute_forward(step)
 
     def finish(self) -> torch.Tensor:
         """End a step that has run; return the sum of the token losses like :meth:`step`."""
         self._worker.finish()
         return self._worker.loss
 
-    def _done(self, rest: Schedule) -> set[Action]:
-        left = {action for actions in rest.lists for action in actions}
-        return {a for actions in self.schedule.lists for a in actions if a.kind in COMPUTE and a not in left}
+    def _executed(self, rest: Schedule) -> set[Action]:
+        remaining = {action for actions in rest.lists for action in actions}
+        return {a for actions in self.schedule.lists for a in actions if a.kind in COMPUTE and a not in remaining}
 
     def _unfinished(self) -> Schedule:
         if self._rest is None:

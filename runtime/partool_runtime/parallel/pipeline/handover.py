@@ -41,7 +41,7 @@ class Kept:
     """Computed or received inputs of passes, by kind of pass (F, B), stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
     """Tensors that are waiting to be sent; each key is the action that sends the tensor."""
-    held: dict[Key, KeptPass] = field(default_factory=dict)
+    in_flight: dict[Key, KeptPass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,27 @@ class Unfinished:
     """Micro-batches whose input is available and whose forward pass is not done."""
     gradients: tuple[int, ...]
     """Micro-batches whose output gradient is available and whose backward pass is not done."""
-    held: tuple[int, ...]
+    in_flight: tuple[int, ...]
     """Micro-batches whose forward pass is done and whose input gradient is not computed yet."""
     halfway: tuple[int, ...]
     """Micro-batches whose input gradient is computed and whose weight gradients are not computed yet."""
 
 
-def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
-    """Return which passes of a stage are unfinished after the compute actions ``done`` of a schedule."""
+def unfinished(schedule: Schedule, executed: Set[Action], stage: int) -> Unfinished:
+    """Return which passes of a stage are unfinished once the compute actions ``executed`` of a schedule have run."""
     batches = range(schedule.micro_batches)
 
     def did(kinds: str, which: int, batch: int) -> bool:
-        return any(Action(kind, which, batch) in done for kind in kinds)  # type: ignore[arg-type]
+        return any(Action(kind, which, batch) in executed for kind in kinds)  # type: ignore[arg-type]
 
     forward = {batch for batch in batches if did("F", stage, batch)}
     back = {batch for batch in batches if did("BI", stage, batch)}
-    whole = {batch for batch in batches if did("BW", stage, batch)}
+    complete = {batch for batch in batches if did("BW", stage, batch)}
     return Unfinished(
         inputs=tuple(b for b in batches if stage and b not in forward and did("F", stage - 1, b)),
         gradients=tuple(b for b in batches if b not in back and did("BI", stage + 1, b)),
-        held=tuple(sorted(forward - back)) if stage >= schedule.trained_from else (),
-        halfway=tuple(sorted(back - whole)),
+        in_flight=tuple(sorted(forward - back)) if stage >= schedule.trained_from else (),
+        halfway=tuple(sorted(back - complete)),
     )
 
 
@@ -86,7 +86,7 @@ class Handover:
         """Send a stage; before that, compute its deferred weight gradients, so that their inputs need not be sent."""
         kept, wires = self._kept, self._wires
         for batch in work.halfway:
-            for put_off in kept.held.pop((stage, batch)).put_off:
+            for put_off in kept.in_flight.pop((stage, batch)).put_off:
                 put_off()
         tag = Action("SEND_F", stage, 0)
         for tensor in _state(module):
@@ -100,8 +100,8 @@ class Handover:
             wires.send(kept.ready.pop(("F", stage, batch)), to, Action("SEND_F", stage, batch))
         for batch in work.gradients:
             wires.send(kept.ready.pop(("B", stage, batch)), to, Action("SEND_B", stage, batch))
-        for batch in work.held:
-            x_BSH = kept.held.pop((stage, batch)).x_BSH
+        for batch in work.in_flight:
+            x_BSH = kept.in_flight.pop((stage, batch)).x_BSH
             if x_BSH is not None:
                 wires.send(x_BSH.detach(), to, Action("SEND_F", stage, batch))
 
@@ -126,10 +126,10 @@ class Handover:
 
         kept.ready |= {("F", stage, batch): message("F", batch) for batch in work.inputs}
         kept.ready |= {("B", stage, batch): message("B", batch) for batch in work.gradients}
-        for batch in work.held:
-            kept.held[stage, batch] = KeptPass(message("F", batch) if stage else None, None)
+        for batch in work.in_flight:
+            kept.in_flight[stage, batch] = KeptPass(message("F", batch) if stage else None, None)
         for batch in work.halfway:
-            kept.held[stage, batch] = KeptPass(None, None)
+            kept.in_flight[stage, batch] = KeptPass(None, None)
 
 
 def _state(module: nn.Module) -> Iterable[torch.Tensor]:

@@ -99,12 +99,12 @@ class PipelinePasses:
     ) -> None:
         self._engine, self._wires, self._sync, self._ranks = engine, wires, sync, ranks
         self._tied, self._tensor, self._report = tied, tensor, report
-        self._done: list[Done] = []
-        engine.watch = self._done.append
+        self._timed_actions: list[Done] = []
+        engine.watch = self._timed_actions.append
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See ``Passes``. Ranks without the last stage return 0."""
-        self._done.clear()
+        self._timed_actions.clear()
         self._sync.use(timer)
         before_bytes = self._wires.sent_bytes
         loss_sum = self._engine.step(batch, weight)
@@ -116,7 +116,7 @@ class PipelinePasses:
                 self._tensor.add_up()
         with timer("pipeline_bubble"):  # ranks that finish early wait here for the others
             sum_over(torch.zeros((), device=self._ranks.device), self._ranks.world)
-        self._report(self._done, self._wires.sent_bytes - before_bytes)
+        self._report(self._timed_actions, self._wires.sent_bytes - before_bytes)
         return loss_sum
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:

@@ -62,10 +62,10 @@ def halved(schedule: Schedule) -> Halved:
     return {(stage, batch) for actions in schedule.lists for kind, stage, batch in actions if kind in ("I", "W")}
 
 
-def compile_program(schedule: Schedule, rank: int, split: Halved, done: Set[Action] = frozenset()) -> Program:
+def compile_program(schedule: Schedule, rank: int, split: Halved, executed: Set[Action] = frozenset()) -> Program:
     """Return a rank's program. The k-th receive from a sender takes the sender's k-th message.
 
-    ``done`` are compute actions executed before the program begins.
+    ``executed`` are the compute actions that ran before the program begins.
     """
     inbound: defaultdict[int, list[Action]] = defaultdict(list)
     arrivals: dict[Action, Arrival] = {}
@@ -75,7 +75,7 @@ def compile_program(schedule: Schedule, rank: int, split: Halved, done: Set[Acti
             arrivals[action] = Arrival(sender, len(inbound[sender]))
             inbound[sender].append(action)
     posted = {
-        at: tuple(arrivals[action] for action in receives) for at, receives in posts(schedule, done)[rank].items()
+        at: tuple(arrivals[action] for action in receives) for at, receives in posts(schedule, executed)[rank].items()
     }
     steps = tuple(
         replace(_step(schedule, rank, action, arrivals, split), posts=posted.get(at, ()))
@@ -114,20 +114,20 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
     )
 
 
-def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
-    """Return the first ``done[rank]`` actions of each rank's list, and then the missing transfers of their results.
+def until(schedule: Schedule, action_counts: Sequence[int]) -> Schedule:
+    """Return the first ``action_counts[rank]`` actions of each rank's list, and the missing transfers of their results.
 
     So every message that one list sends is received by another list. Raises ``ValueError`` if a rank cannot reach
-    ``done[rank]`` actions.
+    ``action_counts[rank]`` actions.
     """
-    under_way = cut(schedule, done).messages
-    first = [list(actions[:count]) for actions, count in zip(schedule.lists, done, strict=True)]
+    under_way = cut(schedule, action_counts).messages
+    first = [list(actions[:count]) for actions, count in zip(schedule.lists, action_counts, strict=True)]
     for maker, actions in enumerate(schedule.lists):
         for send in actions:
             if not send.kind.startswith("SEND"):
                 continue
             rank, receive = peer(schedule, maker, send)
             if receive in under_way:
-                first[maker] += [] if send in actions[: done[maker]] else [send]
-                first[rank] += [] if receive in schedule.lists[rank][: done[rank]] else [receive]
+                first[maker] += [] if send in actions[: action_counts[maker]] else [send]
+                first[rank] += [] if receive in schedule.lists[rank][: action_counts[rank]] else [receive]
     return replace(schedule, lists=tuple(map(tuple, first)))

@@ -119,9 +119,9 @@ class PipelineSync:
 
 def _last(actions: Sequence[Action], unit: Unit) -> Action | None:
     """Return the action that completes a unit's gradients, or the unit's last forward pass if it gets no gradients."""
-    own = [action for action in actions if action.stage in unit.stages and action.kind in COMPUTE]
-    completing = [action for action in own if action.kind in ("B", "W")]
-    return next(reversed(completing or own), None)
+    unit_actions = [action for action in actions if action.stage in unit.stages and action.kind in COMPUTE]
+    completing = [action for action in unit_actions if action.kind in ("B", "W")]
+    return next(reversed(completing or unit_actions), None)
 
 
 def _release(unit: Unit) -> None:

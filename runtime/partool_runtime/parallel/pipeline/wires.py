@@ -100,24 +100,24 @@ def _pairs(
     pipelines: Parts, placement: Sequence[int], place: int, open_one: Callable[..., dist.ProcessGroup | None]
 ) -> dict[tuple[int, int], dist.ProcessGroup | None]:
     """Return the groups of the ordered pairs that contain this rank's ``place``; pairs of one round are disjoint."""
-    found: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+    groups: dict[tuple[int, int], dist.ProcessGroup | None] = {}
     for number, together in enumerate(rounds(connected(placement))):
         parts = [(pipeline[a], pipeline[b]) for pipeline in pipelines for a, b in together]
         group = open_one(parts, f"pipeline round {number}")
-        found |= {pair: group for pair in together if place in pair}
-    return found
+        groups |= {pair: group for pair in together if place in pair}
+    return groups
 
 
 def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Return the pairs in rounds of pairs without a common rank; each pair joins the first round that is free."""
-    found: list[list[tuple[int, int]]] = []
+    matchings: list[list[tuple[int, int]]] = []
     for pair in pairs:
-        free = (each for each in found if not any(set(pair) & set(other) for other in each))
+        free = (each for each in matchings if not any(set(pair) & set(other) for other in each))
         together = next(free, None)
         if together is None:
-            found.append(together := [])
+            matchings.append(together := [])
         together.append(pair)
-    return found
+    return matchings
 
 
 class Wires:
@@ -201,18 +201,20 @@ class Wires:
         except TransferError:
             raise
         except RuntimeError as error:
-            late = time.monotonic() - started_s >= self.timeout_s
-            raise TransferError(self.rank, action, peer, self._late() if late else _reason(error)) from error
+            timed_out = time.monotonic() - started_s >= self.timeout_s
+            raise TransferError(
+                self.rank, action, peer, self._timeout_message() if timed_out else _reason(error)
+            ) from error
 
     def _poll(self, work: dist.Work, started_s: float, action: Action, peer: int) -> None:
         # On a GPU a wait only orders streams: the host would continue, and a dead peer would cause an error elsewhere.
         while not collectives.is_complete(work):
             waited_s = time.monotonic() - started_s
             if waited_s > self.timeout_s:
-                raise TransferError(self.rank, action, peer, self._late())
+                raise TransferError(self.rank, action, peer, self._timeout_message())
             time.sleep(0 if waited_s < POLLED_S else PAUSE_S)
 
-    def _late(self) -> str:
+    def _timeout_message(self) -> str:
         return f"nothing moved for {self.timeout_s:g} s: the peer hangs, or waits for another rank that does"
 
 

@@ -90,23 +90,23 @@ class Worker:
             "SEND_B": self._send,
         }
         train = by_kind | {"F": self._train}
-        found: list[tuple[Callable[[ProgramStep], None], ProgramStep]] = []
+        pairs: list[tuple[Callable[[ProgramStep], None], ProgramStep]] = []
         for step in program.steps:
             if step.posts:
-                found.append((self._post, step))
+                pairs.append((self._post, step))
             if not step.action.kind.startswith("RECV"):
-                found.append(((train if step.trained else by_kind)[step.action.kind], step))
-        return tuple(found)
+                pairs.append(((train if step.trained else by_kind)[step.action.kind], step))
+        return tuple(pairs)
 
-    def again(self, step: ProgramStep) -> None:
+    def recompute_forward(self, step: ProgramStep) -> None:
         """Repeat a forward pass whose graph stayed on another rank, so that its backward pass can run here."""
-        held = self.kept.held.get((step.stage, step.batch))
-        if held is None or held.edge is not None or step.action.kind == "W":
+        kept_pass = self.kept.in_flight.get((step.stage, step.batch))
+        if kept_pass is None or kept_pass.edge is not None or step.action.kind == "W":
             return
         forward = Action("F", step.stage, step.batch)
         if self._sync is not None:
             self._sync.before(forward)
-        self._hold(step, held.x_BSH)
+        self._hold(step, kept_pass.x_BSH)
         if self._sync is not None:
             self._sync.after(forward)
 
@@ -128,30 +128,30 @@ class Worker:
         self._hand_on(step, y_BSH)
 
     def _backward(self, step: ProgramStep) -> None:
-        held = self.kept.held[step.stage, step.batch]
-        grad_BSH = self._take("B", step) if held.scale is None else held.scale
+        kept_pass = self.kept.in_flight[step.stage, step.batch]
+        grad_BSH = self._take("B", step) if kept_pass.scale is None else kept_pass.scale
         start = self._enter(step)
-        assert held.edge is not None
-        torch.autograd.backward((held.edge,), (grad_BSH,))
-        del self.kept.held[step.stage, step.batch]
+        assert kept_pass.edge is not None
+        torch.autograd.backward((kept_pass.edge,), (grad_BSH,))
+        del self.kept.in_flight[step.stage, step.batch]
         self._leave(step, start)
-        self._hand_back(step, held)
+        self._hand_back(step, kept_pass)
 
     def _input_gradient(self, step: ProgramStep) -> None:
-        held = self.kept.held[step.stage, step.batch]
-        grad_BSH = self._take("B", step) if held.scale is None else held.scale
+        kept_pass = self.kept.in_flight[step.stage, step.batch]
+        grad_BSH = self._take("B", step) if kept_pass.scale is None else kept_pass.scale
         start = self._enter(step)
-        assert held.edge is not None
+        assert kept_pass.edge is not None
         # Splitting is enabled here, too: recomputed layers must keep the same tensors as in their forward pass.
-        with deferral.splitting(), deferral.collecting(held.put_off):
-            torch.autograd.backward((held.edge,), (grad_BSH,))
+        with deferral.splitting(), deferral.collecting(kept_pass.put_off):
+            torch.autograd.backward((kept_pass.edge,), (grad_BSH,))
         self._leave(step, start)
-        self._hand_back(step, held)
-        held.x_BSH = held.edge = None
+        self._hand_back(step, kept_pass)
+        kept_pass.x_BSH = kept_pass.edge = None
 
     def _weight_gradient(self, step: ProgramStep) -> None:
         start = self._enter(step)
-        for work in self.kept.held.pop((step.stage, step.batch)).put_off:
+        for work in self.kept.in_flight.pop((step.stage, step.batch)).put_off:
             work()
         self._leave(step, start)
 
@@ -173,9 +173,9 @@ class Worker:
         with deferral.splitting() if step.split else _UNDIVIDED:
             y_BSH = self.stages[step.stage](x_BSH, self._micro[step.batch])
         scale = self._weight.to(y_BSH.dtype) if step.last else None
-        held = self.kept.held
-        held[step.stage, step.batch] = KeptPass(x_BSH, get_gradient_edge(y_BSH), scale)
-        self.peak_live = max(self.peak_live, len(held))
+        in_flight = self.kept.in_flight
+        in_flight[step.stage, step.batch] = KeptPass(x_BSH, get_gradient_edge(y_BSH), scale)
+        self.peak_live = max(self.peak_live, len(in_flight))
         return y_BSH.detach()
 
     def _take(self, kind: Literal["F", "B"], step: ProgramStep) -> torch.Tensor:
@@ -192,8 +192,8 @@ class Worker:
         else:
             self._pass(step, "F", step.stage + 1, y_BSH)
 
-    def _hand_back(self, step: ProgramStep, held: KeptPass) -> None:
-        x_BSH = held.x_BSH
+    def _hand_back(self, step: ProgramStep, kept_pass: KeptPass) -> None:
+        x_BSH = kept_pass.x_BSH
         if x_BSH is None or not step.passes_back:
             return
         grad_BSH, x_BSH.grad = x_BSH.grad, None
@@ -217,7 +217,7 @@ class Worker:
 
     def _leave(self, step: ProgramStep, start: Any) -> None:
         if self.watch is not None:
-            self._clock.done(step.action, start, self._waited_s, self.watch)
+            self._clock.record_action(step.action, start, self._waited_s, self.watch)
             self._waited_s = 0.0
         if self._sync is not None:
             self._sync.after(step.action)

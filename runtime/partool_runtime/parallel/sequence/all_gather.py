@@ -35,7 +35,7 @@ class Gather:
     """An :class:`Exchange` that all-gathers all keys and values."""
 
     def __init__(self, team: SequenceTeam) -> None:
-        self._team, self._own, self._most = team, team.shares[team.rank], max(team.sizes)
+        self._team, self._local_spans, self._most = team, team.shares[team.rank], max(team.sizes)
         self._runs = self._others()
 
     def forward(
@@ -48,12 +48,12 @@ class Gather:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; attention to this rank's own keys is computed while other ranks' keys arrive."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
-        whole, work = self._gather(form)
-        seen.meet(k_BKSD, v_BKSD, BlockPair(self._own, self._own, layout, documents_BL))
+        gathered, work = self._gather(form)
+        seen.meet(k_BKSD, v_BKSD, BlockPair(self._local_spans, self._local_spans, layout, documents_BL))
         with waiting():
             work.wait()
         for (low, high), spans in self._runs:
-            seen.meet(*form.pair(whole[low:high]), BlockPair(self._own, spans, layout, documents_BL))
+            seen.meet(*form.pair(gathered[low:high]), BlockPair(self._local_spans, spans, layout, documents_BL))
         return seen.result()
 
     def backward(
@@ -66,16 +66,16 @@ class Gather:
         """See :class:`Exchange`; gradients of all keys are reduce-scattered at the end."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
-        whole, work = self._gather(form)
-        gradient = torch.zeros_like(whole, dtype=wide(whole.dtype))
+        gathered, work = self._gather(form)
+        gradient = torch.zeros_like(gathered, dtype=wide(gathered.dtype))
         first, size = self._team.rank * self._most, k_BKSD.shape[2]
-        meeting = BlockPair(self._own, self._own, layout, documents_BL)
+        meeting = BlockPair(self._local_spans, self._local_spans, layout, documents_BL)
         back.meet((k_BKSD, v_BKSD), form.pair(gradient[first : first + size]), meeting)
         with waiting():
             work.wait()
         for (low, high), spans in self._runs:
-            meeting = BlockPair(self._own, spans, layout, documents_BL)
-            back.meet(form.pair(whole[low:high]), form.pair(gradient[low:high]), meeting)
+            meeting = BlockPair(self._local_spans, spans, layout, documents_BL)
+            back.meet(form.pair(gathered[low:high]), form.pair(gradient[low:high]), meeting)
         mine = gradient.new_empty(self._most, *gradient.shape[1:])
         with waiting():
             scatter_sum_into(mine, gradient, self._team.group)
@@ -89,22 +89,22 @@ class Gather:
         mine = form.packed()
         if mine.shape[0] < self._most:
             mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])
-        whole = form.room(self._most * self._team.ranks)
-        return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
+        gathered = form.room(self._most * self._team.ranks)
+        return gathered, gather_into(gathered, mine, self._team.group, asynchronous=True)
 
     def _others(self) -> list[tuple[tuple[int, int], Spans]]:
         """Return (row range in the gathered buffer, spans of the rows' tokens) pairs of the other ranks' tokens.
 
         Adjacent row ranges are merged.
         """
-        found: list[tuple[tuple[int, int], Spans]] = []
+        runs: list[tuple[tuple[int, int], Spans]] = []
         for rank, share in enumerate(self._team.shares):
             start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]
             if rank == self._team.rank or start == stop:
                 continue
-            if found and found[-1][0][1] == start:
-                (first, _), spans = found[-1]
-                found[-1] = (first, stop), (*spans, *share)
+            if runs and runs[-1][0][1] == start:
+                (first, _), spans = runs[-1]
+                runs[-1] = (first, stop), (*spans, *share)
             else:
-                found.append(((start, stop), share))
-        return found
+                runs.append(((start, stop), share))
+        return runs

@@ -15,7 +15,7 @@ from partool_runtime.model.attention import attention_layout
 from partool_runtime.model.decoder import Block, Contexts
 from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.compiled import share_graph
-from partool_runtime.parallel.sequence.dsp import turned, turns_with_tensor_ranks
+from partool_runtime.parallel.sequence.dsp import row_positions, turns_with_tensor_ranks
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 from partool_runtime.parallel.tensor.sharding import no_heads
 
@@ -29,10 +29,10 @@ def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
     layers = dict(model.blocks())
     stages = [cast(Any, stage) for stage in model.stages.values()]
     windows = {number: attention_layout(config, number).window for number in layers}
-    found = take([stage.base for stage in stages], layers, windows)
+    wrappers = take([stage.base for stage in stages], layers, windows)
     for stage in stages:
         stage.contexts = Contexts(config)
-    return [found[number] for number in layers]
+    return [wrappers[number] for number in layers]
 
 
 def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
@@ -50,7 +50,7 @@ def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTe
     for stage in model.stages.values():
         cast(Any, stage).contexts.share = (team.length, tuple(team.index(team.rank)))
         if plan.layout.sequence.method in ON_GRIDS and plan.model.grid is not None:
-            cast(Any, stage).contexts.turned = turned(team, plan.model.grid)
+            cast(Any, stage).contexts.row_positions = row_positions(team, plan.model.grid)
     without = [block for block in blocks if block.attention.core is no_heads]
     put(blocks, team, plan.layout)
     for block in without:

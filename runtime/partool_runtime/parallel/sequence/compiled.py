@@ -87,11 +87,11 @@ class _Rank:
             if node.mask not in self.rules:
                 self.rules[node.mask] = rule_of(node.mask, self.captured, self.buffers, self.team.length)
             rule = self.rules[node.mask]
-        known = not isinstance(rule, str) and node.softcap is None and node.sinks is None
-        if self.documents and not known:
+        by_layout = not isinstance(rule, str) and node.softcap is None and node.sinks is None
+        if self.documents and not by_layout:
             raise CaptureError(f"documents need causal attention, and its mask is another ({rule})")
-        layout = AttentionLayout(cast("int | None", rule), scale=node.scale) if known else None
-        return GraphAttention(node, layout, self.exchange), not known
+        layout = AttentionLayout(cast("int | None", rule), scale=node.scale) if by_layout else None
+        return GraphAttention(node, layout, self.exchange), not by_layout
 
     def _experts(self, name: str) -> Any:
         return partial(_call, self.base.get_submodule(name))
@@ -105,7 +105,7 @@ class GraphAttention:
         self._node, self._layout = node, layout
         self.exchange = exchange
         """Exchanges tokens for heads."""
-        self.core: Callable[..., torch.Tensor] = self.whole
+        self.core: Callable[..., torch.Tensor] = self.attend_sequences
         """Attention of whole sequences, which recomputation wraps."""
 
     def __call__(
@@ -127,7 +127,7 @@ class GraphAttention:
 
         return self.exchange(*heads, core=of_mine)
 
-    def whole(  # noqa: PLR0917 - all tensors by position, as recomputation passes them
+    def attend_sequences(  # noqa: PLR0917 - all tensors by position, as recomputation passes them
         self,
         q_BnLD: torch.Tensor,
         k_BmLD: torch.Tensor,
@@ -164,10 +164,12 @@ def _put(model: HfDecoder | ModuleDecoder, graphs: dict[bool, Shared], team: Seq
     functions = {training: cut(graph.graph, base, units) for training, graph in graphs.items()}
     for unit in units:
         module = base.get_submodule(unit)
-        parts = {training: found[1][unit] for training, found in functions.items()}
+        parts = {training: forwards[1][unit] for training, forwards in functions.items()}
         patch_forward(module, Patch.GRAPH, _by_mode(module, parts))
         stay_wide(module)
-    patch_forward(base, Patch.GRAPH, _by_mode(base, {training: found[0] for training, found in functions.items()}))
+    patch_forward(
+        base, Patch.GRAPH, _by_mode(base, {training: forwards[0] for training, forwards in functions.items()})
+    )
     stay_wide(base)
     for layer in model.layers:
         keep_attention(layer, graphs[True].within(names[layer]))

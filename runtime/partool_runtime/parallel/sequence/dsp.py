@@ -39,17 +39,25 @@ class Turning(NamedTuple):
     """Indices of the tokens to send, among the rank's tokens, ordered by receiver."""
     sent: list[int]
     """Number of tokens sent to each rank."""
-    held: int
+    tokens_before: int
     """Number of tokens, with padding, that the rank holds before the exchange."""
     arriving_S: torch.Tensor  # noqa: N815
     """Indices of the arriving tokens, among the rank's tokens after the exchange, ordered by sender."""
     received: list[int]
-    gets: int
+    tokens_after: int
 
     @property
     def back(self) -> Turning:
         """The reverse exchange."""
-        return Turning(self.group_name, self.arriving_S, self.received, self.gets, self.leaving_S, self.sent, self.held)
+        return Turning(
+            self.group_name,
+            self.arriving_S,
+            self.received,
+            self.tokens_after,
+            self.leaving_S,
+            self.sent,
+            self.tokens_before,
+        )
 
 
 class Turner:
@@ -139,12 +147,12 @@ def _traded(x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
     leaving_SBH = x_BSH.transpose(0, 1).index_select(0, way.leaving_S)
     arrived_SBH = finished(start_exchange(leaving_SBH, way.sent, way.received, way.group_name))
     batch, _, hidden = x_BSH.shape
-    fresh = x_BSH.new_empty if way.gets == len(way.arriving_S) else x_BSH.new_zeros
-    return fresh(batch, way.gets, hidden).index_copy_(1, way.arriving_S, arrived_SBH.transpose(0, 1))
+    fresh = x_BSH.new_empty if way.tokens_after == len(way.arriving_S) else x_BSH.new_zeros
+    return fresh(batch, way.tokens_after, hidden).index_copy_(1, way.arriving_S, arrived_SBH.transpose(0, 1))
 
 
-def turned(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
-    """Return the sequence positions of the tokens in this rank's whole rows of the grid (``Contexts.turned``)."""
+def row_positions(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
+    """Return the positions of the tokens in this rank's whole rows of the grid, see ``Contexts.row_positions``."""
     return tuple(index(whole_rows(*grid, team.ranks)[team.rank]))
 
 
@@ -152,7 +160,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Exchange the residual stream between layers of different axes, in place.
 
     The exchange is outside of compiled and recomputed code, since recomputation would repeat the exchange.
-    ``Contexts.turned`` of the model holds the rank's tokens in layers along rows.
+    ``Contexts.row_positions`` of the model holds the rank's tokens in layers along rows.
     """
     turner = Turner.open(team, layout)
     for layers in chains(blocks, layout.pipeline.bounds):
@@ -183,7 +191,7 @@ def _enter(
     x_BSH, context = inputs
     if before is not None:
         x_BSH = turner(x_BSH, before, context.tokens.grid)
-    return x_BSH, context.turned if axis == "row" else context
+    return x_BSH, context.along_rows if axis == "row" else context
 
 
 def _leave(

@@ -78,8 +78,8 @@ class HeadExchange:
         """
         batch, all_heads, _, width = x_BNSD.shape
         way = Way(batch, width, heads, all_heads)
-        sent, coming = _Start.apply(x_BNSD, way, self)  # type: ignore[no-untyped-call]
-        return Started(sent, coming, way)
+        sent, received = _Start.apply(x_BNSD, way, self)  # type: ignore[no-untyped-call]
+        return Started(sent, received, way)
 
     def compute(self, travelling: list[Started], core: Core) -> tuple[torch.Tensor, Way]:
         """Return the result of ``core`` for all tokens of this rank's heads, and the ``Way`` of this result.
@@ -88,7 +88,7 @@ class HeadExchange:
         sent tensors are freed.
         """
         ways = tuple(started.way for started in travelling)
-        tensors = [tensor for started in travelling for tensor in (started.sent, started.coming)]
+        tensors = [tensor for started in travelling for tensor in (started.sent, started.received)]
         travelling.clear()
         k_BkLD, q_BnLD, v_BkLV = _Arrive.apply(ways, self, *tensors)  # type: ignore[no-untyped-call]
         del tensors
@@ -119,7 +119,7 @@ class Started(NamedTuple):
 
     sent: torch.Tensor
     """Tensor that is sent, in autograd's graph; autograd may pass on its gradient while the gradient is in flight."""
-    coming: torch.Tensor
+    received: torch.Tensor
     """Tensor that is received; it must not be read before it has arrived."""
     way: Way
 
@@ -147,12 +147,12 @@ class _Start(torch.autograd.Function):
         ctx: FunctionCtx, x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.way, ctx.exchange = way, exchange  # type: ignore[attr-defined]
-        sent, coming = _leave(x_BNSD, way, exchange)
-        ctx.mark_non_differentiable(coming)
+        sent, received = _leave(x_BNSD, way, exchange)
+        ctx.mark_non_differentiable(received)
         if not torch.compiler.is_compiling():  # the compiler does not support this call
-            # Otherwise every backward pass would allocate a zero gradient for ``coming``, which is never read.
+            # Otherwise every backward pass would allocate a zero gradient for ``received``, which is never read.
             ctx.set_materialize_grads(False)
-        return sent, coming
+        return sent, received
 
     @staticmethod
     @once_differentiable
@@ -171,15 +171,15 @@ class _Arrive(torch.autograd.Function):
         ctx: FunctionCtx, ways: tuple[Way, ...], exchange: HeadExchange, *travelling: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.ways, ctx.exchange = ways, exchange  # type: ignore[attr-defined]
-        return tuple(_whole(finished(x), way, exchange) for x, way in zip(travelling[1::2], ways, strict=True))
+        return tuple(_all_tokens(finished(x), way, exchange) for x, way in zip(travelling[1::2], ways, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found: list[torch.Tensor | None] = []
+        input_grads: list[torch.Tensor | None] = []
         for grad, way in zip(reversed(grads), reversed(ctx.ways), strict=True):
-            found += [None, _go_home(grad, way, ctx.exchange)]
-        return None, None, *reversed(found)
+            input_grads += [None, _go_home(grad, way, ctx.exchange)]
+        return None, None, *reversed(input_grads)
 
 
 class _Return(torch.autograd.Function):
@@ -193,8 +193,8 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, coming = _leave(grad, ctx.way, ctx.exchange)
-        return _whole(finished(coming), ctx.way, ctx.exchange), None, None
+        _, received = _leave(grad, ctx.way, ctx.exchange)
+        return _all_tokens(finished(received), ctx.way, ctx.exchange), None, None
 
 
 class _Project(torch.autograd.Function):
@@ -223,53 +223,53 @@ class _Project(torch.autograd.Function):
         x_BSX, weight = ctx.saved_tensors
         way: Way = ctx.way
         grad_BSND = (grad @ weight).view(*grad.shape[:2], way.all_heads, way.width)
-        _, coming = _leave(grad_BSND.transpose(1, 2), way, ctx.exchange)
+        _, received = _leave(grad_BSND.transpose(1, 2), way, ctx.exchange)
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_weight = deferral.of_weight(x_BSX, grad) if needs_weight else None
         of_bias = deferral.of_bias(grad) if needs_bias else None
-        return _whole(finished(coming), way, ctx.exchange), of_weight, of_bias, None, None
+        return _all_tokens(finished(received), way, ctx.exchange), of_weight, of_bias, None, None
 
 
 def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torch.Tensor, torch.Tensor]:
     """Start to send heads to the ranks that work on them; return the sent tensor and the tensor to be received."""
-    sent_sizes, coming_sizes = _sizes(way, exchange)
+    sent_sizes, received_sizes = _sizes(way, exchange)
     sent = x_BNSD.new_empty(sum(sent_sizes))
     x_SBND = x_BNSD.permute(2, 0, 1, 3)
     for (first, stop), (start, end) in zip(way.heads, bounds(sent_sizes), strict=True):
         part_SBnD = x_SBND[:, :, first:stop]
         sent[start:end].view(part_SBnD.shape).copy_(part_SBnD)
-    return sent, start_exchange(sent, sent_sizes, coming_sizes, exchange.group_name)
+    return sent, start_exchange(sent, sent_sizes, received_sizes, exchange.group_name)
 
 
-def _whole(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
+def _all_tokens(received: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
     """Return the received tensor, all tokens of a rank's heads, as ``[B, n, L, D]``."""
     first, stop = way.heads[exchange.rank]
-    rows_LBnD = coming.view(sum(exchange.sizes), way.batch, stop - first, way.width)
+    rows_LBnD = received.view(sum(exchange.sizes), way.batch, stop - first, way.width)
     return _pick(rows_LBnD, _in_sequence(exchange.shares)).permute(1, 2, 0, 3)
 
 
 def _go_home(x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
     """Start to send tokens of this rank's heads to the tokens' ranks; return the tensor to be received."""
-    coming_sizes, sent_sizes = _sizes(way, exchange)
+    received_sizes, sent_sizes = _sizes(way, exchange)
     rows_LBnD = _pick(x_BnLD.permute(2, 0, 1, 3), [span for spans in exchange.shares for span in spans])
-    return start_exchange(rows_LBnD.reshape(-1), sent_sizes, coming_sizes, exchange.group_name)
+    return start_exchange(rows_LBnD.reshape(-1), sent_sizes, received_sizes, exchange.group_name)
 
 
-def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
+def _joined(received: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
     """Return a rank's tokens, received from the ranks that work on the heads, as ``[B, N, S, D]``."""
     mine = exchange.sizes[exchange.rank]
     parts_BSnD = [
-        coming[start:end].view(mine, way.batch, stop - first, way.width).transpose(0, 1)
+        received[start:end].view(mine, way.batch, stop - first, way.width).transpose(0, 1)
         for (first, stop), (start, end) in zip(way.heads, bounds(_sizes(way, exchange)[0]), strict=True)
     ]
     worked_on = [heads for heads in way.heads if heads[0] < heads[1]]
     if all(before[1] == after[0] for before, after in pairwise(worked_on)):
         return torch.cat(parts_BSnD, dim=2).transpose(1, 2)
-    wide = torch.promote_types(coming.dtype, torch.float32)
-    total_BSND = coming.new_zeros(way.batch, mine, way.all_heads, way.width, dtype=wide)
+    wide = torch.promote_types(received.dtype, torch.float32)
+    total_BSND = received.new_zeros(way.batch, mine, way.all_heads, way.width, dtype=wide)
     for (first, stop), part_BSnD in zip(way.heads, parts_BSnD, strict=True):
         total_BSND[:, :, first:stop] += part_BSnD
-    return total_BSND.to(coming.dtype).transpose(1, 2)
+    return total_BSND.to(received.dtype).transpose(1, 2)
 
 
 def _sizes(way: Way, exchange: HeadExchange) -> tuple[list[int], list[int]]:

@@ -55,7 +55,7 @@ class Halo:
     """An :class:`Exchange` of the keys and values that are within the window of other ranks' queries."""
 
     def __init__(self, team: SequenceTeam) -> None:
-        self._team, self._own = team, team.shares[team.rank]
+        self._team, self._local_spans = team, team.shares[team.rank]
         self._given = cache(self._given_of)
         self._taken = cache(self._taken_of)
 
@@ -69,11 +69,11 @@ class Halo:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; attention to this rank's own keys is computed while other ranks' keys arrive."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
-        own = form.packed()
-        post, others = self._exchange(own, layout)
-        seen.meet(*form.pair(own), BlockPair(self._own, self._own, layout, documents_BL))
+        local_block = form.packed()
+        post, others = self._exchange(local_block, layout)
+        seen.meet(*form.pair(local_block), BlockPair(self._local_spans, self._local_spans, layout, documents_BL))
         post.wait()
-        seen.meet(*form.pair(others), BlockPair(self._own, self._spans(layout), layout, documents_BL))
+        seen.meet(*form.pair(others), BlockPair(self._local_spans, self._spans(layout), layout, documents_BL))
         return seen.result()
 
     def backward(
@@ -86,15 +86,21 @@ class Halo:
         """See :class:`Exchange`; gradients of other ranks' keys are sent while this rank's keys get their gradients."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
-        own = form.packed()
-        post, others = self._exchange(own, layout)
-        of_others, ours = (torch.zeros_like(block, dtype=wide(block.dtype)) for block in (others, own))
+        local_block = form.packed()
+        post, others = self._exchange(local_block, layout)
+        of_others, ours = (torch.zeros_like(block, dtype=wide(block.dtype)) for block in (others, local_block))
         post.wait()
         back.meet(
-            form.pair(others), form.pair(of_others), BlockPair(self._own, self._spans(layout), layout, documents_BL)
+            form.pair(others),
+            form.pair(of_others),
+            BlockPair(self._local_spans, self._spans(layout), layout, documents_BL),
         )
         post, returned = self._return(of_others, layout)
-        back.meet(form.pair(own), form.pair(ours), BlockPair(self._own, self._own, layout, documents_BL))
+        back.meet(
+            form.pair(local_block),
+            form.pair(ours),
+            BlockPair(self._local_spans, self._local_spans, layout, documents_BL),
+        )
         post.wait()
         for stretches, gradient in returned:
             row = 0
@@ -103,11 +109,11 @@ class Halo:
                 row += high - low
         return back.dq_BNQD, *form.pair(ours)
 
-    def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
+    def _exchange(self, local_block: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
         """Start to exchange keys that other ranks see; return the transfer and the receive buffer, ordered by rank."""
         taken = self._taken(layout.window)
-        others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
-        letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]
+        others = local_block.new_empty(sum(tokens(spans) for _, spans in taken), *local_block.shape[1:])
+        letters = [(rank, picked(local_block, stretches)) for rank, stretches in self._given(layout.window)]
         return send(letters, self._by_rank(others, layout), self._team.group), others
 
     def _return(
@@ -136,12 +142,12 @@ class Halo:
 
     def _given_of(self, window: int | None) -> list[tuple[int, list[tuple[int, int]]]]:
         """Return (other rank, row ranges of this rank's tokens that the other rank sees) pairs."""
-        seen = [(rank, needed(share, self._own, window)) for rank, share in self._others()]
-        return [(rank, rows(self._own, spans)) for rank, spans in seen if spans]
+        seen = [(rank, needed(share, self._local_spans, window)) for rank, share in self._others()]
+        return [(rank, rows(self._local_spans, spans)) for rank, spans in seen if spans]
 
     def _taken_of(self, window: int | None) -> list[tuple[int, Spans]]:
         """Return (other rank, spans of the other rank's tokens that this rank sees) pairs."""
-        seen = [(rank, needed(self._own, share, window)) for rank, share in self._others()]
+        seen = [(rank, needed(self._local_spans, share, window)) for rank, share in self._others()]
         return [(rank, spans) for rank, spans in seen if spans]
 
     def _others(self) -> list[tuple[int, Spans]]:

@@ -20,10 +20,10 @@ class KeysForm:
 
     def packed(self) -> torch.Tensor:
         """Return a buffer filled with the keys and values."""
-        found = self.room(self._k.shape[2])
-        for part_SBKD, x_BKSD in zip(found.tensor_split([self._width], dim=3), (self._k, self._v), strict=True):
+        buffer = self.room(self._k.shape[2])
+        for part_SBKD, x_BKSD in zip(buffer.tensor_split([self._width], dim=3), (self._k, self._v), strict=True):
             part_SBKD.copy_(x_BKSD.permute(2, 0, 1, 3))
-        return found
+        return buffer
 
     def room(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised buffer of ``size`` tokens."""
@@ -38,14 +38,14 @@ class KeysForm:
 
 def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
     """Return the row ranges of the tokens ``parts`` in a buffer that holds the tokens ``spans``."""
-    found, row = [], 0
+    ranges, row = [], 0
     for start, stop in spans:
-        found += [(row + low - start, row + high - start) for low, high in parts if start <= low < stop]
+        ranges += [(row + low - start, row + high - start) for low, high in parts if start <= low < stop]
         row += stop - start
-    return found
+    return ranges
 
 
 def picked(buffer: torch.Tensor, stretches: Iterable[tuple[int, int]]) -> torch.Tensor:
     """Return the row ranges ``stretches`` of a buffer, concatenated."""
-    found = [buffer[low:high] for low, high in stretches]
-    return found[0] if len(found) == 1 else torch.cat([buffer[:0], *found])
+    parts = [buffer[low:high] for low, high in stretches]
+    return parts[0] if len(parts) == 1 else torch.cat([buffer[:0], *parts])

@@ -92,7 +92,7 @@ class KeyRing:
         shares = self._team.shares
         return BlockPair(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
-    def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
+    def _receive_buffer(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer for the block that the previous rank sends for a step; empty if no block comes."""
         source = self._source(step)
         comes = step < self._team.ranks and step <= self._reach[source]
@@ -100,7 +100,7 @@ class KeyRing:
 
     def _pass_on(self, step: int, block: torch.Tensor, form: KeysForm) -> tuple[Post, torch.Tensor]:
         """Start to send a block to the next rank, if a later rank needs it; return the transfer and the next block."""
-        following = self._coming(step + 1, form, block.dtype)
+        following = self._receive_buffer(step + 1, form, block.dtype)
         goes = step < self._reach[self._source(step)]
         return self._send([(1, block)] if goes else [], [(-1, following)]), following
 
@@ -112,7 +112,7 @@ class KeyRing:
         All ranks exchange the gradient of a step after the block of this step: messages are matched by their order.
         """
         source, rank = self._source(step), self._team.rank
-        came = self._coming(step + 1, form, gradient.dtype)
+        came = self._receive_buffer(step + 1, form, gradient.dtype)
         letters = []
         if step <= self._reach[source]:
             letters.append((1 if step < self._reach[source] else -step, gradient))

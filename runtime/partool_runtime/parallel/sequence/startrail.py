@@ -75,15 +75,15 @@ class TeamBlock:
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return each member's rows, given all members' rows in sequence order."""
-        found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
+        by_member: list[list[torch.Tensor]] = [[] for _ in self.sizes]
         row = 0
         rows: dict[ShareRows, int] = {}
         for piece in self._pieces:
             rows[piece] = row
             row += piece.past - piece.first
         for piece in sorted(self._pieces, key=lambda piece: (piece.member, piece.first)):
-            found[piece.member].append(x[..., rows[piece] : rows[piece] + piece.past - piece.first, :])
-        return [torch.cat(stretches, dim=-2) if stretches else x[..., :0, :] for stretches in found]
+            by_member[piece.member].append(x[..., rows[piece] : rows[piece] + piece.past - piece.first, :])
+        return [torch.cat(stretches, dim=-2) if stretches else x[..., :0, :] for stretches in by_member]
 
 
 class StarTrail:
@@ -94,7 +94,7 @@ class StarTrail:
         self._blocks = [TeamBlock([team.shares[rank] for rank in trails.team(n)]) for n in range(trails.teams)]
         number, self._member = trails.place(team.rank)
         self._mates = trails.team(number)
-        self._own = self._blocks[number]
+        self._team_block = self._blocks[number]
         ring = trails.ring(team.rank)
         place = ring.index(team.rank)
         self._next, self._before = ring[(place + 1) % len(ring)], ring[place - 1]
@@ -116,8 +116,8 @@ class StarTrail:
             post.wait()
             kv = following
         out_BNTD, lse_BNT = seen.result()
-        outs = self._from_mates(self._own.parts(out_BNTD))
-        lses = self._from_mates(self._own.parts(lse_BNT[..., None]))
+        outs = self._from_mates(self._team_block.parts(out_BNTD))
+        lses = self._from_mates(self._team_block.parts(lse_BNT[..., None]))
         mine = Seen(q_BNSD)
         for out, lse in zip(outs, lses, strict=True):
             mine.merge((0, q_BNSD.shape[2]), out, lse[..., 0])
@@ -149,12 +149,12 @@ class StarTrail:
             post.wait()
             kv = following
         dk_BKSD, dv_BKSD = _pair(self._home(dkv), width)
-        parts = self._from_mates(self._own.parts(returned.dq_BNQD.to(q_BNSD.dtype)))
+        parts = self._from_mates(self._team_block.parts(returned.dq_BNQD.to(q_BNSD.dtype)))
         return _sum(parts, wide(q_BNSD.dtype)), dk_BKSD, dv_BKSD
 
     def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
         keys = self._blocks[self._trails.block(self._rank, step)].spans
-        return BlockPair(self._own.spans, keys, layout, documents_BL)
+        return BlockPair(self._team_block.spans, keys, layout, documents_BL)
 
     def _begin(
         self, shared: list[torch.Tensor], k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
@@ -173,7 +173,7 @@ class StarTrail:
             if owner != self._rank:
                 wanted.append((owner, parts[-1]))
         send(letters, wanted, self._group).wait()
-        return [self._own.joined(room) for room in rooms], self._blocks[first].joined(parts)
+        return [self._team_block.joined(room) for room in rooms], self._blocks[first].joined(parts)
 
     def _to_mates(
         self, shared: list[torch.Tensor]
@@ -183,7 +183,7 @@ class StarTrail:
         for x in shared:
             room = [
                 x if member == self._member else x.new_empty(*x.shape[:-2], size, x.shape[-1])
-                for member, size in enumerate(self._own.sizes)
+                for member, size in enumerate(self._team_block.sizes)
             ]
             rooms.append(room)
             for member, mate in enumerate(self._mates):
@@ -218,7 +218,7 @@ class StarTrail:
         number = self._trails.block(self._rank, last)
         owners = self._trails.team(number)
         parts = dict(zip(owners, self._blocks[number].parts(dkv), strict=True))
-        size = self._own.sizes[self._member]
+        size = self._team_block.sizes[self._member]
         rooms = {
             reader: parts[self._rank] if reader == self._rank else dkv.new_empty(*dkv.shape[:-2], size, dkv.shape[-1])
             for reader in self._trails.readers(self._rank, last)

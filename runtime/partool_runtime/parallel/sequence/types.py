@@ -64,9 +64,9 @@ def open_sets(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dist.Process
     The sets are disjoint, and each has several places. A collective of all ranks of the world, which open the groups of
     all teams.
     """
-    found = team.groups.of(of_teams(team, sets), SEQUENCE)
-    assert found is not None, "every rank is in a set"
-    return found
+    group = team.groups.of(of_teams(team, sets), SEQUENCE)
+    assert group is not None, "every rank is in a set"
+    return group
 
 
 def of_teams(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -49,14 +49,14 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
     """Return the team of tensor ranks for a layer; ranks may hold different numbers of tokens in different layers."""
-    turned = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
-    if team.length is None or not turned or plan.model.grid is None:
+    along_rows = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
+    if team.length is None or not along_rows or plan.model.grid is None:
         return team
     rows = whole_rows(*plan.model.grid, ranks.cp.size)[ranks.cp.place]
-    found = replace(team, length=tokens(rows))
-    if found.symmetric:
-        check_symmetric(found, ranks.device, plan.partition)
-    return found
+    layer_team = replace(team, length=tokens(rows))
+    if layer_team.symmetric:
+        check_symmetric(layer_team, ranks.device, plan.partition)
+    return layer_team
 
 
 def make_team(plan: Plan, ranks: Ranks) -> Team:
@@ -83,10 +83,10 @@ def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks
     Raises RuntimeError if a parameter has no row in the plan's partition; even parameters that are not cut need a row.
     """
     names = list(names)
-    known = by_name(rows, names)
-    if missing := [name for name in names if name not in known]:
+    row_of = by_name(rows, names)
+    if missing := [name for name in names if name not in row_of]:
         raise RuntimeError(f"the plan does not say how tensor ranks share {', '.join(missing[:5])}")
-    return {name: placement_of(known[name], rank, ranks) for name in names}
+    return {name: placement_of(row_of[name], rank, ranks) for name in names}
 
 
 def placement_of(row: Partition, rank: int, ranks: int) -> Placement:
@@ -100,26 +100,28 @@ def placement_of(row: Partition, rank: int, ranks: int) -> Placement:
 
 def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     """Give every parameter the shape of this rank's part, in place, and record the parts' places in the model."""
-    held = [(module, leaf, p) for module in model.modules() for leaf, p in module.named_parameters(recurse=False)]
+    parameter_slots = [
+        (module, leaf, p) for module in model.modules() for leaf, p in module.named_parameters(recurse=False)
+    ]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = placements(plan.partition, names.values(), ranks.tp.place, ranks.tp.size)
+    local_placements = placements(plan.partition, names.values(), ranks.tp.place, ranks.tp.size)
     made: dict[int, nn.Parameter] = {}
-    for module, leaf, parameter in held:
-        shape = found[names[id(parameter)]].local_shape
+    for module, leaf, parameter in parameter_slots:
+        shape = local_placements[names[id(parameter)]].local_shape
         if id(parameter) not in made:
             # A parameter without elements is never sharded, hence never cast to the type of computation by FSDP2.
             dtype = parameter.dtype if prod(shape) else COMPUTE_DTYPE[plan.training.precision]
             part = torch.empty(shape, dtype=dtype, device=parameter.device)
             made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         setattr(module, leaf, made[id(parameter)])
-    model.placements = MappingProxyType(found)
-    model.copies |= {name for name, placement in found.items() if not placement.counts}
+    model.placements = MappingProxyType(local_placements)
+    model.copies |= {name for name, placement in local_placements.items() if not placement.counts}
 
 
 def layer_sharding(team: Team) -> LayerSharding:
     """Return how the layers of a team of tensor ranks multiply."""
     inputs, output = ColumnParallel(team), RowParallel(team)
-    return LayerSharding(inputs, output, inputs, output, keys_shared_part=inputs.entered)
+    return LayerSharding(inputs, output, inputs, output, keys_shared_part=inputs.copy_to_tp)
 
 
 def _sharding(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Sharding:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from partool_runtime import deferral
 from partool_runtime.fp8 import products
 from partool_runtime.model.projection import Projection
-from partool_runtime.parallel.tensor.ops import Team, entered, start_leaving, start_tokens, tokens
+from partool_runtime.parallel.tensor.ops import Team, copy_to_tp, start_reduce_from_tp, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_columns
 from partool_runtime.torch_internals.collectives import finished
 
@@ -32,9 +32,9 @@ class ColumnParallel:
         """Return :func:`columns`."""
         return columns(x, projections, self.team)
 
-    def entered(self, x: torch.Tensor) -> torch.Tensor:
+    def copy_to_tp(self, x: torch.Tensor) -> torch.Tensor:
         """Return all tokens; the gradient is summed over the ranks."""
-        return entered(x, self.team)
+        return copy_to_tp(x, self.team)
 
 
 def columns(x: torch.Tensor, projections: Sequence[Projection], team: Team) -> tuple[torch.Tensor, ...]:
@@ -47,7 +47,7 @@ def columns(x: torch.Tensor, projections: Sequence[Projection], team: Team) -> t
     plain = simple or deferral.is_splitting() or torch.compiler.is_compiling()
     weights = [] if plain else [matrix for each in projections if (matrix := each.matrix) is not None]
     if len(weights) < len(projections):
-        return products(entered(x, team), projections)
+        return products(copy_to_tp(x, team), projections)
     biases = [each.bias for each in projections]
     if team.symmetric:
         return symmetric_columns(x, weights, biases, team)
@@ -71,8 +71,8 @@ class _Columns(torch.autograd.Function):
         weights = [weight for weight in parameters[:half] if weight is not None]
         ctx.save_for_backward(x, *weights)
         ctx.team = team  # type: ignore[attr-defined]
-        whole = x if team.length is None else tokens(start_tokens(x, team), team)
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, parameters[half:], strict=True))
+        full_x = x if team.length is None else tokens(start_tokens(x, team), team)
+        return tuple(F.linear(full_x, w, b) for w, b in zip(weights, parameters[half:], strict=True))
 
     @staticmethod
     @once_differentiable
@@ -82,12 +82,12 @@ class _Columns(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
         gathering = start_tokens(x, team) if team.length is not None and any(needs_weight) else None
-        travelling = start_leaving(_of_input(grads, weights), team, fresh=True) if needs_x else None
+        travelling = start_reduce_from_tp(_of_input(grads, weights), team, fresh=True) if needs_x else None
         if travelling is not None and not team.overlap:
             travelling = finished(travelling)
-        whole = x if gathering is None else tokens(gathering, team)
+        full_x = x if gathering is None else tokens(gathering, team)
         pairs = list(zip(grads, needs_weight, needs_bias, strict=True))
-        of_weights = [deferral.of_weight(whole, grad) if wanted else None for grad, wanted, _ in pairs]
+        of_weights = [deferral.of_weight(full_x, grad) if wanted else None for grad, wanted, _ in pairs]
         of_biases = [deferral.of_bias(grad) if wanted else None for grad, _, wanted in pairs]
         if travelling is not None and team.overlap:
             travelling = finished(travelling)

@@ -27,7 +27,7 @@ from partool_runtime.parallel.tensor.apply import first_row, make_team, place
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.hf_heads import Widths, is_attention, tell_heads
 from partool_runtime.parallel.tensor.hf_random import Random
-from partool_runtime.parallel.tensor.ops import Team, entered, gathered, left
+from partool_runtime.parallel.tensor.ops import Team, copy_to_tp, gather_from_tp, reduce_from_tp
 from partool_runtime.parallel.tensor.rows import row
 from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
 from partool_runtime.placement import Placement
@@ -106,9 +106,9 @@ class _Hooks:
 
     def _cuts(self) -> Iterator[_Cut]:
         for name, module in self._model.named_modules():
-            for own in module._parameters:
-                row_ = self._rows.get(self._original(f"{name}.{own}"))
-                if row_ is not None and own == "weight" and name != self._model.head_name:
+            for leaf in module._parameters:
+                row_ = self._rows.get(self._original(f"{name}.{leaf}"))
+                if row_ is not None and leaf == "weight" and name != self._model.head_name:
                     yield _Cut(name, module, row_)
 
     def _put(self, cut: _Cut, styles: Mapping[str, set[str]]) -> None:
@@ -119,8 +119,8 @@ class _Hooks:
         elif style == "row":
             dim = 0 if _transposed(module) else 1
             spans = self._placement(cut).spans[dim]
-            whole = None if _gets_parts(cut.name, styles) else spans
-            patch_forward(module, Patch.TENSOR, partial(self._row, _matrix(module), whole))
+            spans_to_cut = None if _gets_parts(cut.name, styles) else spans
+            patch_forward(module, Patch.TENSOR, partial(self._row, _matrix(module), spans_to_cut))
         elif cut.row.summed_outputs:
             patch_forward(
                 module, Patch.TENSOR, partial(_summed_outputs, module.forward, cut.row.summed_outputs, self._team)
@@ -148,9 +148,9 @@ class _Hooks:
     def _row(self, matrix: Projection, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
         """Multiply by this rank's columns of a matrix; with ``spans``, ``x`` is whole and is first cut to ``spans``."""
         if spans is not None:
-            whole = entered(x, self._team)
-            parts = [whole[..., start:stop] for start, stop in spans]
-            x = torch.cat(parts, dim=-1) if parts else whole[..., :0]
+            full_x = copy_to_tp(x, self._team)
+            parts = [full_x[..., start:stop] for start, stop in spans]
+            x = torch.cat(parts, dim=-1) if parts else full_x[..., :0]
         out = row(x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1]), matrix, self._team)
         if self._random is not None:
             self._random.leave()
@@ -159,8 +159,8 @@ class _Hooks:
     def _heads(self, prefix: str, module: nn.Module, children: dict[str, _Cut]) -> None:
         """If a module is attention, set the rank's numbers of heads; if it holds the matrices of experts, wrap it."""
         stacked = [
-            f"{prefix}{own}"
-            for own, parameter in module._parameters.items()
+            f"{prefix}{leaf}"
+            for leaf, parameter in module._parameters.items()
             if parameter is not None and parameter.dim() == 3
         ]
         if any(self._rows[self._original(name)].cuts for name in stacked):
@@ -216,11 +216,11 @@ def _transposed(module: nn.Module) -> bool:
 
 def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
     """Return the styles in which the matrices of each parent module are cut, by the parent module's name."""
-    found: dict[str, set[str]] = {}
+    styles_by_parent: dict[str, set[str]] = {}
     for cut in cuts:
         if isinstance(cut.module, nn.Linear) or _transposed(cut.module):
-            found.setdefault(cut.name.rpartition(".")[0], set()).add(cut.row.style)
-    return found
+            styles_by_parent.setdefault(cut.name.rpartition(".")[0], set()).add(cut.row.style)
+    return styles_by_parent
 
 
 def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
@@ -233,8 +233,8 @@ def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
     if "column" in styles[parent]:
         return True
     above = parent.rpartition(".")[0]
-    beside = (found for group, found in styles.items() if group.rpartition(".")[0] == above)
-    return any("column" in found and "row" not in found for found in beside)
+    beside = (group_styles for group, group_styles in styles.items() if group.rpartition(".")[0] == above)
+    return any("column" in group_styles and "row" not in group_styles for group_styles in beside)
 
 
 def _matrix(module: nn.Module) -> Projection:
@@ -248,7 +248,7 @@ def _gathering(
     random: Random | None,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    out = gathered(product(x), widths, team)
+    out = gather_from_tp(product(x), widths, team)
     if random is not None:
         random.leave()
     return out
@@ -259,15 +259,15 @@ def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor)
     rows = embed.weight.shape[0]
     if rows == 0:
         nothing = embed.weight.sum() + embed.weight.new_zeros(*tokens_BS.shape, embed.weight.shape[1])
-        return left(nothing, team)
-    own_BS = tokens_BS - first
-    inside_BS = (own_BS >= 0) & (own_BS < rows)
+        return reduce_from_tp(nothing, team)
+    local_BS = tokens_BS - first
+    inside_BS = (local_BS >= 0) & (local_BS < rows)
     padding = None if embed.padding_idx is None else embed.padding_idx - first
     here = padding if padding is not None and 0 <= padding < rows else None
-    found_BSH = F.embedding(own_BS.where(inside_BS, 0), embed.weight, here)
+    rows_BSH = F.embedding(local_BS.where(inside_BS, 0), embed.weight, here)
     scale = getattr(embed, "embed_scale", None)
-    found_BSH = found_BSH if scale is None else found_BSH * scale.to(found_BSH.dtype)
-    return left(found_BSH * inside_BS.unsqueeze(-1), team)
+    rows_BSH = rows_BSH if scale is None else rows_BSH * scale.to(rows_BSH.dtype)
+    return reduce_from_tp(rows_BSH * inside_BS.unsqueeze(-1), team)
 
 
 def _loss(
@@ -285,7 +285,7 @@ def _summed_outputs(
     parts = []
     for span in pairwise(cuts):
         part = out[..., span[0] : span[1]]
-        parts.append(entered(part, team) if span in widths else part)
+        parts.append(copy_to_tp(part, team) if span in widths else part)
     return torch.cat(parts, dim=-1)
 
 
@@ -293,7 +293,7 @@ def _experts(forward: Callable[..., torch.Tensor], team: Team, hidden: torch.Ten
     """Run experts that are cut by their inner widths; sum the outputs and the inputs' gradients over the ranks."""
 
     def enter(value: Any) -> Any:
-        return entered(value, team) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return copy_to_tp(value, team) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     out = forward(enter(hidden), *map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
-    return left(out, team)
+    return reduce_from_tp(out, team)

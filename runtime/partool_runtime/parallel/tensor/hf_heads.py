@@ -25,7 +25,7 @@ class Widths(NamedTuple):
 
     here: int
     """Width that this rank holds."""
-    whole: int
+    full: int
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -38,11 +38,11 @@ def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> 
     """Set an attention module's numbers of heads; ``inputs`` has, by name, the widths of matrices cut by outputs."""
     config: Any = module.config
     queries, keys = _local_heads(config, out, inputs)
-    own = copy.copy(config)
-    own.num_attention_heads = queries
+    local_config = copy.copy(config)
+    local_config.num_attention_heads = queries
     if getattr(config, "num_key_value_heads", None) is not None:
-        own.num_key_value_heads = keys
-    module.config = own
+        local_config.num_key_value_heads = keys
+    module.config = local_config
     for names, count in ((_HEADS, queries), (_KEY_HEADS, keys)):
         for name in names:
             if isinstance(getattr(module, name, None), int):
@@ -59,14 +59,14 @@ def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tupl
     """Return the number of query heads and the number of key and value heads that this rank has."""
     heads = config.num_attention_heads
     keys = kv_heads(config)
-    queries = out.here * heads // out.whole
+    queries = out.here * heads // out.full
     for name in _KEYS:
         if name in inputs:
-            return queries, inputs[name].here * keys // inputs[name].whole
+            return queries, inputs[name].here * keys // inputs[name].full
     if keys == heads or not inputs:
         return queries, queries
     fused = next(iter(inputs.values()))
-    each = fused.whole // (heads + 2 * keys)
+    each = fused.full // (heads + 2 * keys)
     return queries, (fused.here // each - queries) // 2
 
 

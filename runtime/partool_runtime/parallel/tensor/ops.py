@@ -1,9 +1,9 @@
 """Exchanges of tensor-parallel layers: the two conjugate operators of Megatron-LM (arXiv 1909.08053, section 3).
 
-``entered`` comes before matrices that are cut by outputs, ``left`` after matrices that are cut by inputs. If norms work
-on shares of the sequence (arXiv 2205.05198, section 4.2.2), the residual stream is ``[B, s, H]`` on each rank. s is the
-number of tokens of a sequence divided by the number of ranks, rounded up; the padding on the last ranks is never read
-and has zero gradients.
+``copy_to_tp`` comes before matrices that are cut by outputs, ``reduce_from_tp`` after matrices that are cut by inputs.
+If norms work on shares of the sequence (arXiv 2205.05198, section 4.2.2), the residual stream is ``[B, s, H]`` on each
+rank. s is the number of tokens of a sequence divided by the number of ranks, rounded up; the padding on the last ranks
+is never read and has zero gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tokens(gathered: torch.Tensor, team: Team) -> torch.Tensor:
     return of_ranks.transpose(0, 1).flatten(1, 2)[:, : team.length]
 
 
-def start_leaving(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
+def start_reduce_from_tp(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
     """Start to sum partial results over ranks; if ranks hold shares of the tokens, each rank gets the sum of its share.
 
     ``fresh`` allows the sum to overwrite ``x_BSH``. ``finished`` completes the sum.
@@ -74,32 +74,32 @@ def by_rank(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
     return padded.reshape(batch, team.ranks, team.share, hidden)
 
 
-def entered(x: torch.Tensor, team: Team) -> torch.Tensor:
+def copy_to_tp(x: torch.Tensor, team: Team) -> torch.Tensor:
     """Return all tokens of a residual stream, for matrices cut by outputs; the gradient is summed over the ranks."""
-    whole: torch.Tensor = _Entered.apply(x, team)  # type: ignore[no-untyped-call]
-    return whole
+    full_x: torch.Tensor = _CopyToTp.apply(x, team)  # type: ignore[no-untyped-call]
+    return full_x
 
 
-def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
+def reduce_from_tp(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
     """Return the products' sum over ranks; if ranks hold shares of the tokens, only this rank's share of the sum.
 
     ``fresh`` means that no other code needs ``x_BSH``, so the sum overwrites it.
     """
-    out: torch.Tensor = _Left.apply(x_BSH, team, fresh)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _ReduceFromTp.apply(x_BSH, team, fresh)  # type: ignore[no-untyped-call]
     return out
 
 
-def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
+def gather_from_tp(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
     """Return ``x`` all-gathered along the last dimension, of which rank i holds ``widths[i]`` entries.
 
     All ranks must use the result in the same way. Then all ranks have the same gradient of the result, and each rank
     takes its part of the gradient without exchange.
     """
-    out: torch.Tensor = _Gathered.apply(x, widths, team)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _GatherFromTp.apply(x, widths, team)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Entered(torch.autograd.Function):
+class _CopyToTp(torch.autograd.Function):
     """Forward identity, backward all-reduce; if ranks hold shares of the tokens, all-gather and reduce-scatter."""
 
     @staticmethod
@@ -109,10 +109,10 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return finished(start_leaving(grad, ctx.team)), None
+        return finished(start_reduce_from_tp(grad, ctx.team)), None
 
 
-class _Left(torch.autograd.Function):
+class _ReduceFromTp(torch.autograd.Function):
     """Forward all-reduce, backward identity; if ranks hold shares of the tokens, reduce-scatter and all-gather."""
 
     @staticmethod
@@ -120,14 +120,14 @@ class _Left(torch.autograd.Function):
         ctx.team = team  # type: ignore[attr-defined]
         if team.length is None and second_pass.is_unread():
             return x.view_as(x)
-        return finished(start_leaving(x, team, fresh=fresh))
+        return finished(start_reduce_from_tp(x, team, fresh=fresh))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad if ctx.team.length is None else tokens(start_tokens(grad, ctx.team), ctx.team), None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherFromTp(torch.autograd.Function):
     """All-gather of the ranks' columns; the backward pass takes this rank's columns of the gradient."""
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from partool_runtime import deferral
 from partool_runtime.model.projection import Projection
-from partool_runtime.parallel.tensor.ops import Team, by_rank, left, start_tokens, tokens
+from partool_runtime.parallel.tensor.ops import Team, by_rank, reduce_from_tp, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_row
 from partool_runtime.torch_internals.collectives import finished, start_scatter_sum, start_sum
 
@@ -40,7 +40,7 @@ def row(x_BSI: torch.Tensor, projection: Projection, team: Team) -> torch.Tensor
         out = _in_pieces(x_BSI, matrix_HI, team)
     else:
         product = projection.product(x_BSI, biased=False)
-        out = left(product, team, fresh=not deferral.is_splitting())
+        out = reduce_from_tp(product, team, fresh=not deferral.is_splitting())
     return out if projection.bias is None else out + projection.bias
 
 

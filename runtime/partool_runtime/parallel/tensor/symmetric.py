@@ -86,9 +86,9 @@ class _Columns(torch.autograd.Function):
         gathering = start_tokens(x_BsH, team) if any(needs_weight) else None
         # The gradients are concatenated for one product; its parts are sent to each rank when they are done.
         grad_x = _scattered(torch.cat(grads, -1), torch.cat(weights), team) if needs_x else None
-        whole = x_BsH if gathering is None else tokens(gathering, team)
+        full_x = x_BsH if gathering is None else tokens(gathering, team)
         pairs = list(zip(grads, needs_weight, needs_bias, strict=True))
-        of_weights = [deferral.of_weight(whole, grad) if wanted else None for grad, wanted, _ in pairs]
+        of_weights = [deferral.of_weight(full_x, grad) if wanted else None for grad, wanted, _ in pairs]
         of_biases = [deferral.of_bias(grad) if wanted else None for grad, _, wanted in pairs]
         return grad_x, None, *of_weights, *of_biases
 
@@ -106,9 +106,9 @@ class _Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BsH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_BSI, weight_HI = ctx.saved_tensors
-        whole_BSH, products = gathered_products(grad_BsH, [weight_HI], _SEQUENCE, ctx.team.group_name)
+        full_BSH, products = gathered_products(grad_BsH, [weight_HI], _SEQUENCE, ctx.team.group_name)
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        return products[0] if needs_x else None, deferral.of_weight(x_BSI, whole_BSH) if needs_weight else None, None
+        return products[0] if needs_x else None, deferral.of_weight(x_BSI, full_BSH) if needs_weight else None, None
 
 
 def _scattered(x_BSI: torch.Tensor, weight_IO: torch.Tensor, team: Team) -> torch.Tensor:

@@ -68,8 +68,8 @@ class TensorGradients:
 def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:
     """Return the groups of tensor ranks that have parts of the same gradients, in the same order on all ranks."""
     summed = [row for row in rows if row.gradients == "summed"]
-    found = {row.holders(rank, ranks) for row in summed for rank in range(ranks) if all(row.spans(rank))}
-    return sorted(members for members in found if len(members) > 1)
+    holders = {row.holders(rank, ranks) for row in summed for rank in range(ranks) if all(row.spans(rank))}
+    return sorted(members for members in holders if len(members) > 1)
 
 
 def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -18,7 +18,7 @@ from partool_runtime.model.projection import Projection
 from partool_runtime.parallel.tensor.two_dim_comm import Axis, Grid
 from partool_runtime.parallel.tensor.two_dim_ops import first_products, second_product
 from partool_runtime.parallel.tensor.two_dim_sums import (
-    entered_of_outer,
+    copy_to_outer,
     gathered_of_inner,
     inner_sum,
     outer_sum,
@@ -50,8 +50,8 @@ class FirstProducts:
         if len(weights) == len(projections):
             sums = first_products(self.grid, x, weights, deal=self.deal)
         else:
-            entered = entered_of_outer(self.grid, x)
-            products = [each.product(entered, biased=False) for each in projections]
+            copied = copy_to_outer(self.grid, x)
+            products = [each.product(copied, biased=False) for each in projections]
             sums = summed_over_inner(self.grid, products, deal=self.deal)
         return tuple(_biased(one, each.bias) for one, each in zip(sums, projections, strict=True))
 

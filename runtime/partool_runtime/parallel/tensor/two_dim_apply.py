@@ -33,10 +33,8 @@ class _Loss:
         self, hidden_BSH: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any
     ) -> torch.Tensor:
         """Return the sum of token losses, see :data:`partool_runtime.model.decoder.HeadLoss`."""
-        whole_BSH = gathered_hidden(self.grid, hidden_BSH)
-        return vocabulary_loss(
-            whole_BSH, weight_VH, labels_BS, first=self.first, team=self.team, sum_input=False, **how
-        )
+        full_BSH = gathered_hidden(self.grid, hidden_BSH)
+        return vocabulary_loss(full_BSH, weight_VH, labels_BS, first=self.first, team=self.team, sum_input=False, **how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,11 +80,11 @@ class _First(torch.autograd.Function):
         pieces = zip(*(_pieces(grad, grid) for grad in grads), strict=True)
         if ctx.deal:
             started = [grid.inner.start_gather(side_by_side(piece)) for piece in pieces]
-            whole: Iterable[Sequence[torch.Tensor]] = (of_ranks(wait(), widths) for wait in started)
+            grad_pieces: Iterable[Sequence[torch.Tensor]] = (of_ranks(wait(), widths) for wait in started)
         else:
-            whole = pieces
+            grad_pieces = pieces
         used, pending = [], []
-        for piece in whole:
+        for piece in grad_pieces:
             used.append(piece)
             if ctx.needs_input_grad[2]:
                 pending.append(grid.outer.start_sum(_sum_of_products(piece, weights), in_place=True))

@@ -14,16 +14,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from partool_runtime.parallel.tensor.two_dim_comm import Grid, by_rank, of_ranks, side_by_side
 
 
-def entered_of_outer(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+def copy_to_outer(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, which outer ranks multiply by different matrices; its gradient is summed over the outer axis."""
-    out: torch.Tensor = _EnteredOfOuter.apply(grid, x)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _CopyToOuter.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def summed_over_inner(grid: Grid, products: Sequence[torch.Tensor], *, deal: bool) -> tuple[torch.Tensor, ...]:
     """Sum products ``[B, S, X/d1]`` over the inner axis; with ``deal`` each rank gets its part of every sum's widths.
 
-    Together with :func:`entered_of_outer` this is ``first_products`` for products of any kind.
+    Together with :func:`copy_to_outer` this is ``first_products`` for products of any kind.
     """
     out: tuple[torch.Tensor, ...] = _SummedOverInner.apply(grid, deal, *products)  # type: ignore[no-untyped-call]
     return out
@@ -69,8 +69,8 @@ def dealt_rows(grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class _EnteredOfOuter(torch.autograd.Function):
-    """:func:`entered_of_outer`."""
+class _CopyToOuter(torch.autograd.Function):
+    """:func:`copy_to_outer`."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:

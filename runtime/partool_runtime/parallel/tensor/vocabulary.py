@@ -22,7 +22,7 @@ from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
 from partool_runtime.model.norm import wide_dtype
-from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start_tokens, tokens
+from partool_runtime.parallel.tensor.ops import Team, reduce_from_tp, start_reduce_from_tp, start_tokens, tokens
 from partool_runtime.torch_internals.collectives import finished, start_sum
 
 
@@ -77,7 +77,7 @@ def vocabulary_rows(
 
     The result is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
-    return left(looked_up(tokens_BS, weight_VH, first, padding), team)
+    return reduce_from_tp(looked_up(tokens_BS, weight_VH, first, padding), team)
 
 
 def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, padding: int | None = None) -> torch.Tensor:
@@ -89,10 +89,10 @@ def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, padd
     if rows == 0:
         # The zeros depend on the weight, so that this rank's graph equals the other ranks' graphs.
         return weight_VH.sum() + weight_VH.new_zeros(*tokens_BS.shape, hidden)
-    own_BS = tokens_BS - first
-    inside_BS = (own_BS >= 0) & (own_BS < rows)
+    local_BS = tokens_BS - first
+    inside_BS = (local_BS >= 0) & (local_BS < rows)
     here = padding - first if padding is not None and first <= padding < first + rows else None
-    return F.embedding(own_BS.where(inside_BS, 0), weight_VH, here) * inside_BS.unsqueeze(-1)
+    return F.embedding(local_BS.where(inside_BS, 0), weight_VH, here) * inside_BS.unsqueeze(-1)
 
 
 def vocabulary_loss(
@@ -149,8 +149,8 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, how: _How
     ) -> torch.Tensor:
-        whole_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
-        hidden_TH, labels_T = whole_BSH.flatten(0, 1), how.labels.flatten()
+        full_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
+        hidden_TH, labels_T = full_BSH.flatten(0, 1), how.labels.flatten()
         seen = []
         for start in range(0, len(labels_T), how.chunk):
             part = slice(start, start + how.chunk)
@@ -174,13 +174,13 @@ class _VocabularyLoss(torch.autograd.Function):
             grad_hidden_TH, *sums = _in_chunks(ctx, grad)
             grad_hidden = grad_hidden_TH.view(shape)
             if how.sum_input:
-                grad_hidden = finished(start_leaving(grad_hidden, how.team, fresh=True))
+                grad_hidden = finished(start_reduce_from_tp(grad_hidden, how.team, fresh=True))
             return grad_hidden, *sums, None
         grad_TV = _grad_logits(logits_TV, log_total_T, how.labels.flatten(), how, grad).to(hidden_TH.dtype)
         grad_hidden = (grad_TV @ weight_VH).view(shape)
         if not how.sum_input:
             return grad_hidden, *_of_parameters(ctx, hidden_TH, grad_TV), None
-        travelling = start_leaving(grad_hidden, how.team, fresh=True)
+        travelling = start_reduce_from_tp(grad_hidden, how.team, fresh=True)
         if not how.team.overlap:
             travelling = finished(travelling)
         of_parameters = _of_parameters(ctx, hidden_TH, grad_TV)
@@ -208,10 +208,10 @@ class _EarlyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, how: _How
     ) -> torch.Tensor:
-        whole_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
-        hidden_TH, labels_T = whole_BSH.flatten(0, 1), how.labels.flatten()
+        full_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
+        hidden_TH, labels_T = full_BSH.flatten(0, 1), how.labels.flatten()
         needs = WantedGradients(*(how.graph and needed for needed in ctx.needs_input_grad[:3]))
-        found = losses_and_gradients(
+        loss_and_gradients = losses_and_gradients(
             Inputs(hidden_TH, weight_VH, bias_V, labels_T),
             How(
                 Terms(how.z_loss),
@@ -223,10 +223,10 @@ class _EarlyLoss(torch.autograd.Function):
             ),
             needs,
         )
-        ctx.save_for_backward(found.hidden, found.weight, found.bias)
-        ctx.how, ctx.shape, ctx.dtype = how, whole_BSH.shape, hidden.dtype
+        ctx.save_for_backward(loss_and_gradients.hidden, loss_and_gradients.weight, loss_and_gradients.bias)
+        ctx.how, ctx.shape, ctx.dtype = how, full_BSH.shape, hidden.dtype
         ctx.inner = inner_scale(hidden.dtype, len(weight_VH))
-        return found.total
+        return loss_and_gradients.total
 
     @staticmethod
     @once_differentiable
@@ -236,7 +236,7 @@ class _EarlyLoss(torch.autograd.Function):
         grad_hidden = None if of_hidden is None else _times(of_hidden, factor, ctx).view(ctx.shape)
         if grad_hidden is None or not ctx.how.sum_input:
             return grad_hidden, *(_times(x, factor, ctx) for x in sums), None
-        travelling = start_leaving(grad_hidden, team, fresh=True)
+        travelling = start_reduce_from_tp(grad_hidden, team, fresh=True)
         if not team.overlap:
             travelling = finished(travelling)
         of_parameters = [_times(x, factor, ctx) for x in sums]
@@ -279,13 +279,13 @@ def _seen(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: _How) -> _Seen:
     """Return the largest logit, the sum of exponentials and the label's logit of each position on this rank."""
     if how.kernels is not None:
         return _Seen(*torch.ops.partool.cross_entropy_parts(logits_CV, labels_C, how.first, 0.0, how.kernels.mode))
-    own_C = labels_C - how.first
+    local_C = labels_C - how.first
     if logits_CV.shape[1] == 0:
         nothing_C = logits_CV.new_zeros(len(logits_CV))
         return _Seen(torch.full_like(nothing_C, -torch.inf), nothing_C, nothing_C)
     highest_C = logits_CV.amax(1)
-    inside_C = (own_C >= 0) & (own_C < logits_CV.shape[1])
-    target_C = logits_CV.gather(1, own_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
+    inside_C = (local_C >= 0) & (local_C < logits_CV.shape[1])
+    target_C = logits_CV.gather(1, local_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
     return _Seen(highest_C, (logits_CV - highest_C[:, None]).exp().sum(1), target_C)
 
 
@@ -313,10 +313,10 @@ def _grad_logits(
     grads_CV = (logits_CV - log_total_C[:, None]).exp()
     if how.z_loss:
         grads_CV *= (1.0 + 2.0 * how.z_loss * log_total_C)[:, None]
-    own_C = labels_C - how.first
-    inside_C = (own_C >= 0) & (own_C < logits_CV.shape[1])
+    local_C = labels_C - how.first
+    inside_C = (local_C >= 0) & (local_C < logits_CV.shape[1])
     if logits_CV.shape[1]:
-        grads_CV.scatter_add_(1, own_C.where(inside_C, 0)[:, None], -inside_C[:, None].to(grads_CV.dtype))
+        grads_CV.scatter_add_(1, local_C.where(inside_C, 0)[:, None], -inside_C[:, None].to(grads_CV.dtype))
     # Scaled before any cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
     return grads_CV * (grad * (labels_C != IGNORED))[:, None]
 

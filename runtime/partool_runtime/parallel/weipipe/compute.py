@@ -86,7 +86,7 @@ class Computation:
             self.peak_live = max(self.peak_live, len(self._live))
         if keeps:
             self._graphs[stage, batch] = graph = self._graph(stage, batch, flat, halved)
-            self._done(stage, batch, graph.out.detach())
+            self._hand_on(stage, batch, graph.out.detach())
             return
         with torch.no_grad():
             x_BSH = self._input(stage, batch)
@@ -96,7 +96,7 @@ class Computation:
                 out = self._loss(out, batch)
         if stage < self._trained_from:
             self._inputs.pop((stage, batch), None)
-        self._done(stage, batch, out)
+        self._hand_on(stage, batch, out)
 
     def backward(self, action: Action, flat: torch.Tensor) -> None:
         """Run a stage's backward pass; :meth:`weights` then completes and collects the weight gradients."""
@@ -154,7 +154,7 @@ class Computation:
         out: torch.Tensor = functional_call(module, narrowed, arguments) if narrowed else module(*arguments)
         return out
 
-    def _done(self, stage: int, batch: int, out: torch.Tensor) -> None:
+    def _hand_on(self, stage: int, batch: int, out: torch.Tensor) -> None:
         if stage == self._top:
             self.loss_sum += out
         else:

@@ -21,16 +21,16 @@ class Ticket(Generic[T]):
         self._future, self._event = future, event
 
     @property
-    def done(self) -> bool:
+    def ended(self) -> bool:
         """Whether the job has ended, with a result or with an error."""
         return self._future.done()
 
     def wait(self) -> T:
         """Return the job's result, or raise its error; on a GPU the current stream waits for the job's work."""
-        found = self._future.result()
+        result = self._future.result()
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
-        return found
+        return result
 
 
 class Lane:

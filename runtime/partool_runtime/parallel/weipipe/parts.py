@@ -65,8 +65,8 @@ class RingDecoder(AnyDecoder):
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = Embedding(config.max_position, config.hidden) if config.position == "learned" else None
-        own = {layer for stage in mine for layer in range(*spans[stage])}
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in sorted(own)})
+        local_layers = {layer for stage in mine for layer in range(*spans[stage])}
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in sorted(local_layers)})
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)
         contexts = Contexts(config)

@@ -65,7 +65,7 @@ class WeiPipePasses:
         self._everyone = ring.relay if everyone is None else everyone
         mine = schedule.on_rank(ring.rank)
         example = next(model.stages[mine[0]].parameters())
-        self._own = {
+        self._weight_buffers = {
             stage: Buffer(torch.empty(self._chunks[stage].weight_elements, dtype=dtype, device=example.device))
             for stage in mine
         }
@@ -75,11 +75,11 @@ class WeiPipePasses:
         self._example, self._device = example, example.device
         self._clock = clock_for(self._device)
         self._wire = Wire(ring, timeout_s, self._device)
-        held = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
+        buffer_count = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
         longest = max(chunk.weight_elements for chunk in self._chunks)
-        lent = LentBuffers(held, longest, dtype, example.device)
+        lent = LentBuffers(buffer_count, longest, dtype, example.device)
         moves, sums = lane("partool-weights", example.device), lane("partool-gradients", example.device)
-        self._weights = TravellingWeights(self._wire, self._chunks, self._own, lent, moves)
+        self._weights = TravellingWeights(self._wire, self._chunks, self._weight_buffers, lent, moves)
         self._gradients = Gradients(self._wire, self._chunks, self._home, sums)
         self._halved = any(step.action.kind == "I" for step in self._program if isinstance(step, Compute))
         if self._halved:
@@ -91,13 +91,13 @@ class WeiPipePasses:
     @property
     def copies_bytes(self) -> int:
         """Bytes of this rank's weight copies in the type of computation; the parameters themselves are not counted."""
-        return sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._own.values())
+        return sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._weight_buffers.values())
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that stay on this rank: gradients of its own stages and of the outer modules."""
-        held = [*self._home.values(), *(p.grad for p in self._outer if p.grad is not None)]
-        return sum(gradient.numel() * gradient.itemsize for gradient in held)
+        gradients = [*self._home.values(), *(p.grad for p in self._outer if p.grad is not None)]
+        return sum(gradient.numel() * gradient.itemsize for gradient in gradients)
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class WeiPipePasses:
     def sent_bytes(self) -> int:
         """Bytes of weights and gradients that this rank has sent in the ring; sums over replicas do not count."""
         weights, gradients = self.sent
-        return weights * next(iter(self._own.values())).flat.itemsize + gradients * self._example.itemsize
+        return weights * next(iter(self._weight_buffers.values())).flat.itemsize + gradients * self._example.itemsize
 
     @property
     def peak_live(self) -> int:
@@ -168,9 +168,9 @@ class WeiPipePasses:
         return weipipe(schedule.name, schedule.ranks, micro_batches, schedule.chunks, schedule.stages)
 
     def _run(self, program: Sequence[Step], computation: Computation, timer: Timer) -> None:
-        for stage, buffer in self._own.items():
+        for stage, buffer in self._weight_buffers.items():
             self._chunks[stage].pack(self._model.stages[stage], buffer.flat)
-        self._wire.done.clear()
+        self._wire.timed_actions.clear()
         if self._watching:
             self._clock.begin()
         ended_s = time.perf_counter()
@@ -198,7 +198,7 @@ class WeiPipePasses:
             if kind in ("B", "W"):
                 computation.weights(action, None if into is None else into.flat)
         if self._watching:
-            self._clock.done(action, start, waited_s, self._wire.done.append)
+            self._clock.record_action(action, start, waited_s, self._wire.timed_actions.append)
         ended_s = time.perf_counter()
         if into is not None:
             self._gradients.add(stage, into)
@@ -213,9 +213,9 @@ class WeiPipePasses:
 
     def _tell(self) -> None:
         if self._watch is not None:
-            self._clock.tell(self._wire.done.append)
-            for done in sorted(self._wire.done, key=lambda done: done.stop_s):
-                self._watch(done)
+            self._clock.tell(self._wire.timed_actions.append)
+            for timed in sorted(self._wire.timed_actions, key=lambda timed: timed.stop_s):
+                self._watch(timed)
 
     def _sum(self) -> None:
         """Sum the outer modules' gradients over the ring, and all gradients over replicas; set the stages' ``grad``."""
@@ -234,8 +234,8 @@ class WeiPipePasses:
 
 def _distinct(model: RingModel) -> list[nn.Parameter]:
     """Return the trained parameters of the outer modules; shared parameters are listed only once."""
-    found = {id(p): p for p in chain(model.first.parameters(), model.last.parameters()) if p.requires_grad}
-    return list(found.values())
+    distinct = {id(p): p for p in chain(model.first.parameters(), model.last.parameters()) if p.requires_grad}
+    return list(distinct.values())
 
 
 def _check(schedule: Schedule, model: RingModel, ring: PipelineRing) -> None:

@@ -60,7 +60,7 @@ class Wire:
         self._limit = timedelta(seconds=timeout_s)
         self._ordered: list[tuple[dist.Work, Action, int]] | None = [] if device.type == "cuda" else None
         """On a GPU, transfers that streams wait for and that the host has not seen complete."""
-        self.done: list[Done] = []
+        self.timed_actions: list[Done] = []
         """Shifts of the current step, in the order in which they ended."""
 
     def send(self, buffer: Buffer, flat: torch.Tensor, group: Group, action: Action, peer: int) -> None:
@@ -72,7 +72,7 @@ class Wire:
         assert work is not None
         buffer.leaving.append((work, action, peer))
         now = time.perf_counter()
-        self.done.append(Done(action, now, now))
+        self.timed_actions.append(Done(action, now, now))
 
     def receive(self, flat: torch.Tensor, group: Group, action: Action, peer: int) -> Callable[[], None]:
         """Post a receive; return a function that waits for it."""
@@ -85,7 +85,7 @@ class Wire:
 
         def wait() -> None:
             self._wait(work, action, peer)
-            self.done.append(Done(action, posted_s, time.perf_counter()))
+            self.timed_actions.append(Done(action, posted_s, time.perf_counter()))
 
         return wait
 
@@ -100,7 +100,7 @@ class Wire:
             last_s = time.monotonic() + self.timeout_s
             while not collectives.is_complete(work):
                 if time.monotonic() > last_s:
-                    raise TransferError(self.ring.rank, action, peer, self._late())
+                    raise TransferError(self.ring.rank, action, peer, self._timeout_message())
                 time.sleep(1e-3)
         if self._ordered:
             self._ordered.clear()
@@ -115,10 +115,12 @@ class Wire:
                 return
             work.wait(self._limit)
         except RuntimeError as error:
-            late = time.monotonic() - started_s >= self.timeout_s
-            raise TransferError(self.ring.rank, action, peer, self._late() if late else _reason(error)) from error
+            timed_out = time.monotonic() - started_s >= self.timeout_s
+            raise TransferError(
+                self.ring.rank, action, peer, self._timeout_message() if timed_out else _reason(error)
+            ) from error
 
-    def _late(self) -> str:
+    def _timeout_message(self) -> str:
         return f"nothing moved for {self.timeout_s:g} s"
 
 
@@ -126,12 +128,12 @@ class TravellingWeights:
     """Stages' weights that pass through this rank: received ahead, sent on at once, and kept until their last use."""
 
     def __init__(
-        self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers, lane: Lane
+        self, wire: Wire, chunks: Sequence[Chunk], local_buffers: Mapping[int, Buffer], pool: LentBuffers, lane: Lane
     ) -> None:
-        self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
+        self._wire, self._chunks, self._local_buffers, self._pool = wire, chunks, local_buffers, pool
         self._lane = lane
-        self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
-        self._held: dict[int, Buffer] = {}
+        self._arrivals: dict[int, Ticket[dict[int, Buffer]]] = {}
+        self._filled_buffers: dict[int, Buffer] = {}
         """Used by the lane only: for each stage, the buffer that the stage's latest receive has filled."""
         self._last: Ticket[dict[int, Buffer]] | None = None
         self.sent_elements = 0
@@ -144,23 +146,23 @@ class TravellingWeights:
         self._last = ticket = self._lane.submit(lambda: self._moved(shifts, released))
         for action, _ in shifts:
             if action.kind.startswith("RECV"):
-                self._coming[action.stage] = ticket
+                self._arrivals[action.stage] = ticket
 
     def of(self, stage: int) -> torch.Tensor:
         """Return a stage's flat weights, once they have arrived."""
-        if stage in self._own:
-            return self._own[stage].flat
-        return self._cut(stage, self._coming[stage].wait()[stage])
+        if stage in self._local_buffers:
+            return self._local_buffers[stage].flat
+        return self._cut(stage, self._arrivals[stage].wait()[stage])
 
     def release(self, stage: int) -> None:
         """Release a stage's received weights."""
-        self._pool.give(self._coming.pop(stage).wait()[stage])
+        self._pool.give(self._arrivals.pop(stage).wait()[stage])
 
     def finish(self) -> None:
         """Wait until all shifts are done and this rank's own weights may change."""
         if self._last is not None:
             self._last.wait()
-        for buffer in self._own.values():
+        for buffer in self._local_buffers.values():
             self._wire.settle(buffer)
 
     def close(self) -> None:
@@ -182,20 +184,24 @@ class TravellingWeights:
             elif peer != 0:
                 self._send(action, peer, self._wire.ring.relay)
         for stage in released:
-            self._pool.give(self._held[stage])
-        return dict(self._held)
+            self._pool.give(self._filled_buffers[stage])
+        return dict(self._filled_buffers)
 
     def _post(self, action: Action, peer: int) -> Callable[[], None]:
         buffer = self._pool.take(self._wire.timeout_s)
         if buffer is None:
             raise TransferError(self._wire.ring.rank, action, peer, "no buffer is free to receive it")
         self._wire.settle(buffer)
-        self._held[action.stage] = buffer
+        self._filled_buffers[action.stage] = buffer
         group = self._wire.ring.deal if self._wire.ring.rank == 0 else self._wire.ring.relay
         return self._wire.receive(self._cut(action.stage, buffer), group, action, peer)
 
     def _send(self, action: Action, peer: int, group: Group) -> None:
-        buffer = self._own[action.stage] if action.stage in self._own else self._held[action.stage]
+        buffer = (
+            self._local_buffers[action.stage]
+            if action.stage in self._local_buffers
+            else self._filled_buffers[action.stage]
+        )
         flat = self._cut(action.stage, buffer)
         self._wire.send(buffer, flat, group, action, peer)
         self.sent_elements += flat.numel()
@@ -252,7 +258,7 @@ class Gradients:
         self._lane.close()
 
     def _submit(self, job: Callable[[], None]) -> Ticket[None]:
-        while len(self._jobs) > 2 * GRADIENT_COPIES and self._jobs[0].done:
+        while len(self._jobs) > 2 * GRADIENT_COPIES and self._jobs[0].ended:
             self._jobs.popleft().wait()
         ticket = self._lane.submit(job)
         self._jobs.append(ticket)

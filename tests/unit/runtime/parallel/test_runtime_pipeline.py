@@ -151,8 +151,8 @@ def test_what_a_stage_has_begun() -> None:
     schedule = generate("zb-h1", 2, 3)
     done = {Action("F", 0, b) for b in range(3)} | {Action("F", 1, 0), Action("I", 1, 0), Action("F", 1, 1)}
     first, second = (unfinished(schedule, done, stage) for stage in (0, 1))
-    assert (first.inputs, first.gradients, first.held, first.halfway) == ((), (0,), (0, 1, 2), ())
-    assert (second.inputs, second.gradients, second.held, second.halfway) == ((2,), (), (1,), (0,))
+    assert (first.inputs, first.gradients, first.in_flight, first.halfway) == ((), (0,), (0, 1, 2), ())
+    assert (second.inputs, second.gradients, second.in_flight, second.halfway) == ((2,), (), (1,), (0,))
 
 
 def test_an_error_of_a_shift_counts_turns() -> None:

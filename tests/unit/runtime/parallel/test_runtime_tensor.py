@@ -141,7 +141,7 @@ def test_the_inputs_gradient_travels_while_the_weights_are_computed(
 
     monkeypatch.setattr(of_columns, "start_tokens", lambda x, team: x)
     monkeypatch.setattr(of_columns, "tokens", lambda x, team: x)
-    monkeypatch.setattr(of_columns, "start_leaving", lambda x, team, fresh: noted("start", x))
+    monkeypatch.setattr(of_columns, "start_reduce_from_tp", lambda x, team, fresh: noted("start", x))
     monkeypatch.setattr(of_columns, "finished", lambda x: noted("finish", x))
     monkeypatch.setattr(deferral, "of_weight", lambda x, grad: noted("weight", of_weight(x, grad)))
     x_BSH = torch.randn(2, 4, 3, requires_grad=True)

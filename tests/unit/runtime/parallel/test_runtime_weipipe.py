@@ -117,7 +117,7 @@ def test_lanes_keep_order_and_pass_errors_on() -> None:
     lane, seen, gate = Lane("test", CPU), [], threading.Event()
     first = lane.submit(gate.wait)
     tickets = [lane.submit(lambda number=number: seen.append(number)) for number in range(5)]
-    assert not first.done
+    assert not first.ended
     gate.set()
     assert first.wait()
     tickets[-1].wait()
