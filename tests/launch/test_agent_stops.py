@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_helpers import AgentRun, make_plan
+from launch_helpers import AgentRun, make_plan, wait_until
 
 from partool.plan.event_log import event_log
 
@@ -25,11 +25,14 @@ def stopped(run: AgentRun, *files: str) -> AgentRun:
 
 def test_a_stop_within_a_long_step(tmp_path: Path) -> None:
     """The step takes 4 s: a written second loses it, and keeps the checkpoint before it; the plan's time saves it."""
-    short = AgentRun(tmp_path / "short", LONG, make_plan(shutdown_timeout_s=1)).start()
-    roomy = AgentRun(tmp_path / "roomy", LONG).start()
     bare = AgentRun(tmp_path / "bare", {"0": "hang", "1": "hang"}, make_plan(shutdown_timeout_s=1)).start()
-    for run in (short, roomy):
-        stopped(run, "checkpoints/step-00000003")
+    short = AgentRun(tmp_path / "short", LONG, make_plan(shutdown_timeout_s=1))
+    roomy = AgentRun(tmp_path / "roomy", LONG)
+    for run in (short, roomy):  # one by one, so that each is stopped as soon as both of its ranks are in the long step
+        run.start().wait_for("steps-0", "steps-1", "checkpoints/step-00000003")
+        files = [run.run_dir / f"steps-{rank}" for rank in (0, 1)]
+        wait_until(lambda files=files: [file.read_text() for file in files] == ["3", "3"], "the long step")  # type: ignore[misc]
+        stopped(run)
     log = event_log(short.run_dir, 0)
     log.parent.mkdir(exist_ok=True)
     steps = "".join(f'{{"v": 1, "kind": "step", "t": 1.0, "rank": 0, "data": {{"step": {n}}}}}\n' for n in (1, 9))

@@ -17,7 +17,7 @@ from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.routing import Choices
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.expert import dispatch
-from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows, routed
+from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows
 
 EXPERTS, HIDDEN = 8, 6
 TOKENS: dict[str, tuple[int, ...]] = {
@@ -132,7 +132,7 @@ def main() -> None:
             rows = len(stacked.weight) // ranks
             stacked.weight = nn.Parameter(stacked.weight.detach()[rank * rows : (rank + 1) * rows].clone())
         team = ExpertTeam(group.group_name, rank, tokens, read_rows)
-        mine.routed = partial(routed, mine, team)  # type: ignore[method-assign]
+        mine.dispatch = team
         with CommCounter() as counter, noted(mine) as order:
             got = run(mine, name, share_TH, [rank] * tokens[rank])
         assert order == ORDER, f"{name}: {order}"
