@@ -28,15 +28,15 @@ def test_a_stop_within_a_long_step(tmp_path: Path) -> None:
     bare = AgentRun(tmp_path / "bare", {"0": "hang", "1": "hang"}, make_plan(shutdown_timeout_s=1)).start()
     short = AgentRun(tmp_path / "short", LONG, make_plan(shutdown_timeout_s=1))
     roomy = AgentRun(tmp_path / "roomy", LONG)
+    log = event_log(short.run_dir, 0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    steps = "".join(f'{{"v": 1, "kind": "step", "t": 1.0, "rank": 0, "data": {{"step": {n}}}}}\n' for n in (1, 9))
+    log.write_text(steps)
     for run in (short, roomy):  # one by one, so that each is stopped as soon as both of its ranks are in the long step
         run.start().wait_for("steps-0", "steps-1", "checkpoints/step-00000003")
         files = [run.run_dir / f"steps-{rank}" for rank in (0, 1)]
         wait_until(lambda files=files: [file.read_text() for file in files] == ["3", "3"], "the long step")  # type: ignore[misc]
         stopped(run)
-    log = event_log(short.run_dir, 0)
-    log.parent.mkdir(exist_ok=True)
-    steps = "".join(f'{{"v": 1, "kind": "step", "t": 1.0, "rank": 0, "data": {{"step": {n}}}}}\n' for n in (1, 9))
-    log.write_text(steps)
     stopped(bare, "steps-0", "steps-1")
 
     assert short.finish() == 75  # the run can go on
