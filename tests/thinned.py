@@ -34,12 +34,16 @@ THINNED: dict[str, int] = {
     "unit/project/test_first_contact.py::test_cases_on_two_ranks_of_a_cpu_show_no_fault": 0,
     # Ranks that are executed without devices.
     "unit/runtime/dry/test_dry_terms.py::test_gradients_that_wait_for_the_norm_or_for_replicas_are_gradients": 0,
+    "unit/planner/test_planner_sequence.py::test_the_longest_sequence_of_each_method_fits_and_a_longer_one_does_not": 0,
+    "unit/runtime/dry/test_dry.py::test_offloaded_activations_leave_the_device": 0,
+    "unit/runtime/dry/test_dry_terms.py::test_terms_of_experts_agree_with_their_execution": 0,
     "unit/runtime/dry/test_dry_faults.py::test_faults_of_the_code_are_found": 0,
     "unit/runtime/test_adversarial.py::test_nothing_more_is_reduced": 0,
     "unit/runtime/test_adversarial.py::test_the_traffic_of_tensor_ranks_is_priced": 2,
     "unit/runtime/dry/test_dry_host.py::test_state_in_host_memory_takes_no_memory": 0,
     "unit/runtime/dry/test_dry_terms.py::test_terms_of_random_plans_agree_with_their_execution": 0,
-    "unit/runtime/graph/test_graph_windows.py::test_the_window_of_a_family_is_described": 2,
+    "unit/runtime/graph/test_graph_windows.py::test_the_window_of_a_family_is_described": 0,
+    "unit/runtime/calibrate/test_calibrate.py::test_a_real_measurement_of_two_ranks": 0,
     # Models, kernels and files. CI compiles all programs of the registry, for all architectures (make test-triton).
     "unit/kernels/test_kernels_offline.py::test_what_the_registry_answers_can_run": 5,
     "unit/runtime/test_runtime_fp8.py::test_equal_layers_share_one_compilation": 0,
