@@ -71,6 +71,11 @@ THINNED: dict[str, int] = {
     "parity/test_dry_repeat.py::test_repeated_micro_batches_and_layers": 0,
     "parity/test_dry_collectives.py::test_a_ring_sends_the_weights_and_gradients_of_a_real_one": 0,
     # Commands, agents and clusters.
+    "launch/test_agent_trainer.py::test_every_way_of_stopping_and_going_on": 0,
+    "launch/test_kill_resume.py::test_another_number_of_ranks_and_another_stage_go_on_from_a_killed_run": 0,
+    "parity/test_experts_state.py::test_a_killed_run_goes_on_in_another_layout": 0,
+    "parity/test_sequence_compiled.py::test_stopped_runs_go_on_with_any_number_of_ranks": 0,
+    "launch/test_model_code.py::test_code_runs_only_where_the_command_line_allows_it": 0,
     "launch/test_kill_resume.py::test_kills_change_no_bit": 3,
     "launch/test_kill_resume.py::test_low_precision_stays_near_and_the_comparison_can_fail": 0,
     "launch/test_slurm_cluster.py::test_to_the_end": 0,
