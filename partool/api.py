@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     SpecSource = str | os.PathLike[str] | Mapping[str, Any]
     """The path of a spec, or its sections."""
-    Overrides = Mapping[str, Any] | Iterable[str]
-    """Values by field, such as ``{"training.steps": 100}``, or texts as for ``--set``."""
+    Overrides = Mapping[str, Any] | Iterable[str] | str
+    """Values by field, such as ``{"training.steps": 100}``, or one text or several as for ``--set``."""
 
 _UNNAMED = "spec.yaml"
 """Stands for the file of a spec that is given by its sections; relative paths begin at the current folder."""
@@ -86,8 +86,11 @@ def render(plan: Plan, target: str | None = None) -> Rendered:
     texts by name, ``text`` is the one to submit. Raises :class:`SpecError` if the plan cannot run there.
     """
     from partool.launch.prepare import about_launch, aimed_at
+    from partool.plan.types import Plan
     from partool.strategies.targets import TARGETS
 
+    if not isinstance(plan, Plan):
+        raise TypeError(f"render takes what plan returns, not {type(plan).__name__}")
     if target is not None and target not in TARGETS:
         raise ValueError(f"there is no target {target!r}: {', '.join(TARGETS)}")
     aimed = aimed_at(plan, target)
@@ -102,16 +105,35 @@ def _read(source: SpecSource, overrides: Overrides) -> Loaded:
     from partool.spec.loader import load as load_file
     from partool.spec.loader import load_text
 
-    texts = (
-        [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
-        if isinstance(overrides, Mapping)
-        else [*overrides]
-    )
+    if isinstance(overrides, Mapping):
+        texts = [f"{key}={json.dumps(_plain(value, key))}" for key, value in overrides.items()]
+    else:
+        texts = [overrides] if isinstance(overrides, str) else [*overrides]
     if isinstance(source, Mapping):
         import yaml
 
-        return load_text(yaml.safe_dump(dict(source), sort_keys=False, allow_unicode=True), _UNNAMED, texts)
+        return load_text(yaml.safe_dump(_plain(source, ""), sort_keys=False, allow_unicode=True), _UNNAMED, texts)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"a spec is a path or a mapping of its sections, not {type(source).__name__}")
     return load_file(Path(source), texts)
+
+
+def _plain(value: Any, field: str) -> Any:
+    """Return a value of a spec as YAML and JSON can hold it: paths become texts.
+
+    Raises TypeError, which names the field, for a value that no spec can hold.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, f"{field}.{key}".lstrip(".")) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, field) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise TypeError(
+        f"{field} is a {type(value).__name__}: a spec holds numbers, texts, true and false, lists, sections"
+    )
 
 
 def _failed(findings: Iterable[Diagnostic]) -> bool:

@@ -29,10 +29,15 @@ _STARTED = "PARTOOL_CHANGED_STARTED"
 
 
 def changed_files(commit: str) -> set[Path]:
-    """Return the files that differ from a commit, and those that git neither follows nor ignores."""
+    """Return the files that differ from a commit, and those that git neither follows nor ignores.
+
+    Ends the process with git's message if there is no such commit.
+    """
     commands = (["diff", "--name-only", "--relative", commit], ["ls-files", "--others", "--exclude-standard"])
-    lines = (subprocess.check_output(["git", *each], cwd=ROOT, text=True).splitlines() for each in commands)
-    return {ROOT / line for each in lines for line in each}
+    answers = [subprocess.run(["git", *each], cwd=ROOT, text=True, capture_output=True) for each in commands]
+    if wrong := next((each for each in answers if each.returncode), None):
+        sys.exit(f"tests/changed.py: {wrong.stderr.splitlines()[0]}")
+    return {ROOT / line for each in answers for line in each.stdout.splitlines()}
 
 
 def modules_of_tests() -> dict[str, Path]:

@@ -109,6 +109,27 @@ def test_what_a_target_refuses_is_raised(spec: Path) -> None:
         render(result.model_copy(update={"runnable": False, "not_runnable": ("PT499",)}), "slurm")
 
 
+def test_paths_and_one_override_are_taken_as_they_are(spec: Path) -> None:
+    loaded = load(SPEC | {"data": spec.parent / "*.txt"}, "training.steps=3").spec
+    assert loaded is not None
+    assert (loaded.data.source, loaded.training.steps) == (str(spec.parent / "*.txt"), 3)
+    loaded = load(spec, {"data.source": spec.parent}).spec
+    assert loaded is not None
+    assert loaded.data.source == str(spec.parent)
+
+
+def test_what_no_spec_can_be_is_a_type_error_that_names_it() -> None:
+    with pytest.raises(TypeError, match=r"model\.layers is a set: a spec holds numbers"):
+        check(SPEC | {"model": {"layers": {1}}})
+    with pytest.raises(TypeError, match=r"training\.steps is a object"):
+        load(SPEC, {"training.steps": object()})
+    for wrong in (None, ["spec.yaml"]):
+        with pytest.raises(TypeError, match="a spec is a path or a mapping of its sections, not"):
+            load(wrong)
+    with pytest.raises(TypeError, match="render takes what plan returns, not str"):
+        render("plan.json")
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[-1][:40] for text in EXAMPLES])
 def test_examples_of_the_page_run(
     example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

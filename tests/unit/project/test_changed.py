@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from changed import ROOT, chosen, depths
+import pytest
+from changed import ROOT, changed_files, chosen, depths
 
 UNIT = ROOT / "tests/unit"
 
@@ -48,3 +49,8 @@ def test_all_chosen_files_exist() -> None:
     units, others = chosen({ROOT / "partool/spec/model.py"})
     assert all(isinstance(path, Path) and path.is_file() for path in [*units, *others])
     assert len(units) > 10
+
+
+def test_a_commit_that_git_does_not_know_ends_with_its_message() -> None:
+    with pytest.raises(SystemExit, match=r"tests/changed\.py: fatal: .*no-such-commit"):
+        changed_files("no-such-commit")
