@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from _layers import KERNEL_LAYERS, LAYERS, RUNTIME_LAYERS, upward
+from words import vague_names
 
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
@@ -39,8 +40,6 @@ STRATEGIES: dict[str, Iterable[str]] = {
 
 ORDERS = {"partool": LAYERS, "partool_runtime": RUNTIME_LAYERS, "partool_kernels": KERNEL_LAYERS}
 """Order of the packages' rooms, by package."""
-VAGUE = {"found", "own", "whole", "known", "told", "held", "left", "there", "done", "again", "coming"}
-"""Names that say nothing about a value; counted where they are assigned."""
 PATCHED = {"forward", "inputs", "output", "core", "loss", "attend", "routed"}
 """Methods of modules; an assignment to one of another object replaces what the module computes."""
 
@@ -232,39 +231,33 @@ def patches(tree: ast.AST) -> int:
     return found
 
 
-def vague_names(tree: ast.AST) -> Counter[str]:
-    """Count how often each vague name is assigned."""
-    names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    return Counter(name for name in names if name in VAGUE)
-
-
 @dataclass(frozen=True)
 class Faults:
     """Counts that should fall, of one checkout."""
 
     loose: dict[str, int]
     patches: dict[str, int]
-    """By package, as are the vague names."""
+    """By package."""
     upward: dict[str, int]
     vague: dict[str, int]
+    """Vague names by package, counted as ``test_words`` does."""
     words: dict[str, int]
     """How often each vague name is assigned."""
 
     @classmethod
     def of(cls, files: dict[str, Path]) -> Faults:
         """Count in the files of a checkout."""
-        loose, patched, vague, words = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+        loose, patched, vague = Counter[str](), Counter[str](), vague_names(files)
         for name, path in files.items():
             tree = ast.parse(path.read_text(encoding="utf-8"))
             package = ".".join(name.split(".")[:2])
-            names = vague_names(tree)
             loose.update(loose_types(tree))
             patched[package] += patches(tree)
-            vague[package] += names.total()
-            words.update(names)
         edges = graph(files, typing=False)
         up = {package: len(upward(edges, package, layers)) for package, layers in ORDERS.items()}
-        return cls(dict(loose), dict(+patched), up, dict(+vague), dict(words))
+        words = sum(vague.values(), Counter[str]())
+        totals = {package: names.total() for package, names in sorted(vague.items())}
+        return cls(dict(loose), dict(+patched), up, totals, dict(words))
 
     def lines(self) -> Iterator[str]:
         """Yield a line per kind of fault."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost.case import Column, Mask
+from partool.cost.training.pass_bytes import PassBytes
 from partool.cost.training.states import States
-from partool.cost.training.work import PassBytes
 from partool.plan.terms import MEMORY_TERMS
 
 

@@ -16,8 +16,8 @@ from partool.cost.memory import in_flight as closed
 from partool.cost.memory.rank_parameters import RankLoad, load_of_rank
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.repeats import Memo, codes
+from partool.cost.training.pass_bytes import PassBytes, bytes_of_layers, pass_bytes
 from partool.cost.training.states import States, states
-from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.work.training import TrainingWork
 
 Place = Literal["first", "second", "last"]

@@ -27,9 +27,9 @@ from partool.cost.training.host_state import pinned_terms
 from partool.cost.training.moments import Moment, either, fullest, plain_moments, ring_moments
 from partool.cost.training.optimizer import working_bytes
 from partool.cost.training.parts import Place, least_passes, least_state, parts
+from partool.cost.training.pass_bytes import PassBytes, bytes_of_layers, pass_bytes
 from partool.cost.training.runtime_moments import moments
 from partool.cost.training.states import States, states
-from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory

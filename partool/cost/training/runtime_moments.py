@@ -13,9 +13,9 @@ from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory.rank_parameters import BegunStages
 from partool.cost.training.moments import Moment
 from partool.cost.training.optimizer import working_bytes
+from partool.cost.training.pass_bytes import PassBytes
 from partool.cost.training.runtime_step import Step, UnitElements
 from partool.cost.training.states import States
-from partool.cost.training.work import PassBytes
 from partool.work.training import TrainingWork
 
 

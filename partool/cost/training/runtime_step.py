@@ -15,8 +15,8 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask
 from partool.cost.training.moments import Moment
+from partool.cost.training.pass_bytes import PassBytes
 from partool.cost.training.states import States
-from partool.cost.training.work import PassBytes
 from partool.work.training import TrainingWork
 
 

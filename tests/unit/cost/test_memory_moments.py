@@ -19,10 +19,10 @@ from partool.cost.memory.in_flight import in_flight as closed
 from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.training.moments import Moment
+from partool.cost.training.pass_bytes import PassBytes, bytes_of_layers, pass_bytes
 from partool.cost.training.peak import rank_moments
 from partool.cost.training.runtime_moments import _later
 from partool.cost.training.states import states
-from partool.cost.training.work import PassBytes, bytes_of_layers, pass_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of
