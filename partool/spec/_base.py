@@ -32,6 +32,10 @@ def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
     return expand
 
 
+ONE_KEY: dict[tuple[str | int, ...], str] = {("parallel", "expert"): "degree"}
+"""Path of a value that may be written as a section → the section's only key."""
+
+
 def section_of(field: str) -> Any:
     """Return a before-validator that reads a section of one key, such as ``expert: {degree: 4}``, as its value."""
 

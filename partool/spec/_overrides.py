@@ -7,6 +7,7 @@ from typing import Any
 from partool.diagnostics.record import Diagnostic, Span
 from partool.diagnostics.secrets import MASK, masked, masked_lines
 from partool.spec import _pydantic, _yaml
+from partool.spec._base import ONE_KEY
 from partool.spec._source import Source, SpecPath, is_secret
 
 SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
@@ -19,8 +20,6 @@ SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("parallel", "offload"): ("optimizer", "parameters", "activations"),
 }
 """Section that may be one bare value → the key that this value sets, then further keys that the value ``none`` sets."""
-ONE_KEY: dict[SpecPath, str] = {("parallel", "expert"): "degree"}
-"""Value that may be written as a section → the section's only key."""
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.secrets import MASK, masked
 from partool.spec._aliases import ALIASES, BESIDE, IN_SECTION, NOTES
+from partool.spec._base import ONE_KEY
 from partool.spec._source import SpecPath, is_secret
 from partool.spec._value_help import (
     NONE_WORDS,
@@ -178,6 +179,14 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         near = ["full"]
     if "true or false" in allowed and truth(value):  # YAML 1.1 read them so
         near = [truth(value)]
+    if isinstance(value, dict) and path in ONE_KEY:
+        key = ONE_KEY[path]
+        return Diagnostic(
+            code,
+            f"`{dotted(path)}` has one key, `{key}`",
+            path=path,
+            help=f"write {path[-1]}: {{{key}: 4}}, or {path[-1]}: 4",
+        )
     help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0]) or listed
     return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(value)}", path=path, help=help)
 

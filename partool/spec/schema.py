@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from partool.spec._overrides import ONE_KEY
+from partool.spec._base import ONE_KEY
 from partool.spec.spec import Spec
 
 SCHEMA_ID = "urn:partool:spec:1"

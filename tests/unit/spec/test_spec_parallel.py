@@ -134,6 +134,12 @@ def test_contradictions_are_found_at_their_place(text: str, code: str, path: tup
     assert found.span is not None
 
 
+def test_a_section_of_one_key_says_which() -> None:
+    (finding,) = load_text(f"{BASE}parallel: {{expert: {{ranks: 4}}}}\n").diagnostics
+    assert (finding.code, finding.message) == ("PT105", "`parallel.expert` has one key, `degree`")
+    assert finding.help == "write expert: {degree: 4}, or expert: 4"
+
+
 def test_the_schema_knows_the_shorthands() -> None:
     check = jsonschema.Draft7Validator(json_schema())
     base = {"model": "llama3-8b", "data": "python-stdlib"}
