@@ -1,4 +1,4 @@
-"""Tests of which only a part runs each time, since their cases check the same thing many times or take minutes.
+"""Tests of which only a part runs each time, since their cases check the same thing many times or take long.
 
 Of a test's cases every n-th one runs each time, the first one always; 0 stands for none. The others run with the longer
 suites (``-m long``). A test that stands here has to exist: :func:`thin` raises an error otherwise.
