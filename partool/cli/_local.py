@@ -16,6 +16,7 @@ from partool.launch.target import LaunchError
 from partool.plan.learning_rate import rate_changes
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.strategies.jobs import JOBS
 
 _EXIT_JOB_FAILED = 5
 _ENVIRONMENT = 3
@@ -46,11 +47,13 @@ def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
         return
     current, code = _start(plan, spec_text, previous, options)
     if code == 0:
+        trained = JOBS[plan.job].backward
         say(
-            f"partool: done; plan, log and checkpoints are in {display(current.path)}\n"
-            f"partool: weights for other tools: partool export {current.id} --out FOLDER",
+            f"partool: done; plan, log and {'checkpoints' if trained else 'loss'} are in {display(current.path)}",
             err=True,
         )
+        if trained:
+            say(f"partool: weights for other tools: partool export {current.id} --out FOLDER", err=True)
     if code == 75:
         say(f"partool: to go on: partool launch --resume {current.id}", err=True)
     raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)

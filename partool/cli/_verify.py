@@ -12,6 +12,7 @@ from partool.cli._fail import fail
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.plan.verification import RANK_LIMIT_S, WARNINGS
+from partool.strategies.jobs import JOBS
 
 if TYPE_CHECKING:
     from partool.verify import DryProgress, DryRunError
@@ -37,6 +38,8 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
     if plan.code and not code_allowed():
         message = f"the plan builds its model with code from {plan.code}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", _ERRORS)
+    if not JOBS[plan.job].backward:
+        fail("PT290", f"dry runs execute steps of training; job: {plan.job} has none", "plan without --verify", _ERRORS)
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", _ERRORS)

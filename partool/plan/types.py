@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 
@@ -24,6 +24,7 @@ from partool.plan.soundness import (
 from partool.plan.stopping import Stopping
 from partool.plan.totals import Totals
 from partool.plan.verification import Verification
+from partool.spec._base import OneOf
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
@@ -46,6 +47,7 @@ from partool.spec.training import (
     ResumeSpec,
     TrainingSpec,
 )
+from partool.strategies.jobs import JOBS
 from partool.strategies.sequence import METHODS
 
 PLAN_VERSION = 2
@@ -262,7 +264,8 @@ class Plan(Record):
 
     plan_version: Literal[2] = 2
     partool_version: str
-    job: Literal["train"] = "train"
+    job: Annotated[str, OneOf(JOBS)] = "train"
+    """Kind of job (:data:`partool.strategies.jobs.JOBS`)."""
     name: RunName
     model: ModelConfig
     model_source: str

@@ -9,6 +9,7 @@ from partool.planner.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
+from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
 from partool.work.training import TrainingWork
 
@@ -25,7 +26,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
     training, measured = problem.spec.training, problem.measured
     if measured is None or measured.devices.accelerator != problem.devices.accelerator:
         measured = Applied(problem.devices)
-    return TrainingWork(
+    work = TrainingWork(
         model=problem.model,
         devices=problem.devices,
         sequence_length=training.sequence_length,
@@ -55,3 +56,4 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         perturbed=training.adversarial.share(training.steps),
         offload=problem.offload,
     )
+    return work if problem.job.backward else forward_only(work)

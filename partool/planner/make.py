@@ -140,6 +140,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     findings += awkward_batch(problem, best)
     plan = Plan(
         partool_version=__version__,
+        job=spec.job,
         name=spec.name or default_name,
         model=problem.model,
         model_source=resolved.model_source,

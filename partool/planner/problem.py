@@ -25,6 +25,7 @@ from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
 from partool.spec.watched import note_read
 from partool.strategies.engines import ENGINES, EngineRecord
+from partool.strategies.jobs import JOBS, JobRecord
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.work.gathers import Controls
 from partool.work.traced import Trace, shipped
@@ -132,6 +133,15 @@ class Problem:
     def engine(self) -> EngineRecord:
         """The training system that the plan is for."""
         return ENGINES[self.spec.engine]
+
+    @property
+    def job(self) -> JobRecord:
+        """The kind of job that the plan is for."""
+        return JOBS[self.spec.job]
+
+    def who_asks(self, path: str) -> str:
+        """Return who settles the field of ``parallel`` at ``path``, as the end of a sentence."""
+        return f"job: {self.job.name} has no other" if path in self.job.settled else "the spec asks for it"
 
     @property
     def one_bit(self) -> bool:

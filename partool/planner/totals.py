@@ -28,6 +28,8 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment)
     if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
         written = saved_bytes * layout.mesh.world_size
+    if not problem.job.backward:
+        written = 0
     figures = Totals(
         trained_tokens=trained,
         data_tokens=data_tokens,

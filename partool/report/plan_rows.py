@@ -12,6 +12,7 @@ from partool.plan.types import Plan
 from partool.report import environment, stopping
 from partool.report.units import amount, counted, gib, in_order, probability, seconds, size
 from partool.spec.numbers import duration
+from partool.strategies.jobs import JOBS
 
 Row = tuple[str, str]
 _IN = {"cpu": "in host memory", "nvme": "in files"}
@@ -52,8 +53,12 @@ def job_rows(plan: Plan) -> Iterator[Row]:
         counted(training.global_batch, "sequence"),
         counted(training.sequence_length, "token"),
     )
-    yield "Training", f"{' × '.join(sizes)} = {amount(tokens)} tokens"
+    job = JOBS[plan.job]
+    yield job.title.capitalize(), f"{' × '.join(sizes)} = {amount(tokens)} tokens"
     yield "Data", _data(plan, totals)
+    if not job.backward:
+        yield "Stop", stopping.stop_text(plan)
+        return
     yield "Optimizer", _optimizer(plan)
     if plan.stopping is not None:
         yield "Checkpoint", _checkpoint(plan, totals)

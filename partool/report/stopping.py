@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partool.plan.types import Plan
 from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
+from partool.strategies.jobs import JOBS
 
 
 def stop_text(plan: Plan) -> str:
@@ -12,6 +13,8 @@ def stop_text(plan: Plan) -> str:
         return ""
     given_s, needed_s = plan.launch.window_s, plan.stopping.needed_s
     enough = "" if given_s >= needed_s else f", and may take {needed_s} s"
+    if not JOBS[plan.job].backward:
+        return f"within {given_s} s; a stopped {JOBS[plan.job].title} goes on where it was"
     sooner = f"a shorter notice (spot) loses {worst_loss(plan.checkpoint.every)}"
     return f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
 

@@ -21,18 +21,19 @@ from partool.spec.training import (
     TrainingSpec,
 )
 from partool.strategies.engines import ENGINES
+from partool.strategies.jobs import JOBS
 
 
 class Spec(Section):
-    """A training run: the model, the machines and the limits; ``auto`` leaves a choice to the planner."""
+    """A run: the model, the machines and the limits; ``auto`` leaves a choice to the planner."""
 
     spec: Literal[1] = 1
     """Version of this format."""
     engine: Annotated[str, OneOf(ENGINES)] = "partool"
     """Training system whose constants price the plan. Only partool trains what it plans; the others are for comparison
     with runs that were imported (``partool import``)."""
-    job: Literal["train"] = "train"
-    """Kind of job; only training is supported."""
+    job: Annotated[str, OneOf(JOBS)] = "train"
+    """Kind of job: train, or evaluate, which computes the mean loss over the data (docs/guide/evaluation.md)."""
     name: RunName | None = None
     """Name of the run; default: the file's name."""
     model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]

@@ -36,6 +36,8 @@ class Workload:
     """Facts about the code base that runs the plan: how it keeps states, and which operators it fuses and overlaps."""
     trace: Trace = field(default_factory=shipped)
     """Bytes that the code base's blocks save for the backward pass."""
+    backward: bool = True
+    """False for a job that computes no gradients; its passes only go forward and save nothing."""
     padded_vocab: int | None = None
     """Number of embedding rows after padding by the code base; None means the model's number of rows."""
     time_scalar: float = 1.0

@@ -21,6 +21,7 @@ from typing import cast
 
 from partool.plan.run import starting_file
 from partool.plan.types import Plan
+from partool.strategies.jobs import JOBS
 from partool_runtime.agent import numa
 from partool_runtime.agent.error_files import write_error
 from partool_runtime.agent.lifeline import end_with_parent
@@ -33,9 +34,6 @@ from partool_runtime.stop import StopRequest
 Job = Callable[[Plan, Path, bool, StopRequest, Pulse], None]
 """A job takes ``(plan, run_dir, resume, stop, pulse)``; ``resume`` continues from the last checkpoint if there is one.
 It tells ``pulse`` about its progress."""
-
-JOBS = {"train": "partool_runtime.jobs.train.trainer:train"}
-"""The ``module:function`` for each value of ``plan.job``; a module is imported only when its job is run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_job(name: str) -> Job:
-    """Import a job from the table ``JOBS``."""
-    module, _, function = JOBS[name].partition(":")
+    """Import the function that runs a job (:attr:`partool.strategies.jobs.JobRecord.run`)."""
+    module, _, function = JOBS[name].run.partition(":")
     return cast(Job, getattr(importlib.import_module(module), function))
 
 

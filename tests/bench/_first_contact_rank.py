@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.process import configure_process
 from partool_runtime.jobs.train.stepping import Stepper
-from partool_runtime.jobs.train.trainer import configure_process
 from partool_runtime.mesh import Ranks, build_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.plan_file import load_plan

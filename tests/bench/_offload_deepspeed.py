@@ -20,7 +20,7 @@ from _offload_reference import device_of, loss_sum, whole_model
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.jobs.train.trainer import configure_process
+from partool_runtime.jobs.process import configure_process
 from partool_runtime.precision import COMPUTE_DTYPE
 
 

@@ -17,7 +17,7 @@ from partool.plan.types import Plan
 from partool_kernels.host import Part, UpdatePass, accumulate, sums, update
 from partool_kernels.reductions import total
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.jobs.train.trainer import configure_process
+from partool_runtime.jobs.process import configure_process
 from partool_runtime.model import Decoder
 from partool_runtime.optim.grad_norm import clip_factor
 from partool_runtime.optim.groups import grouped

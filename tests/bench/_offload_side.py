@@ -22,8 +22,8 @@ from _offload_job import Job, Steps
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.jobs.process import configure_process
 from partool_runtime.jobs.train.stepping import Stepper
-from partool_runtime.jobs.train.trainer import configure_process
 from partool_runtime.mesh import close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.offload.optimizer import HostOptimizer

@@ -112,15 +112,16 @@ def sent_bytes(job: Workload, layout: Layout, gradient_bytes: int) -> int:
         return 0
     if moves_weights(layout):
         return _sent_weights_bytes(job, layout, gradient_bytes)
-    return messages(layout) * boundary_bytes(job, layout)
+    return messages(job, layout) * boundary_bytes(job, layout)
 
 
-def messages(layout: Layout) -> int:
+def messages(job: Workload, layout: Layout) -> int:
     """Return how many messages (activations, gradients) a pipeline's busiest rank sends per step; 0 for one rank."""
     place = placement_of(layout)
     sends = [0] * layout.mesh.pp
     for stage, rank in enumerate(place):
-        sends[rank] += sum(place[other] != rank for other in (stage - 1, stage + 1) if 0 <= other < len(place))
+        others = (stage - 1, stage + 1) if job.backward else (stage + 1,)
+        sends[rank] += sum(place[other] != rank for other in others if 0 <= other < len(place))
     return max(sends) * layout.derived.accumulation
 
 

@@ -41,8 +41,8 @@ def _of_layer(job: Workload, layout: Layout, policy: str) -> int:
     choices = layout.micro_batch * most_tokens(job.model, layout, job.sequence_length) * moe.top_k * parts
     rows = choices * (ranks - 1) // ranks
     kept = min(1.0, moe.capacity) if moe.capacity else 1.0
-    passes = 3 if policy == "full" else 2
-    numbers = (passes - 1) * _COUNT_BYTES * moe.experts * parts * (ranks - 1) // ranks
+    passes = 3 if policy == "full" else 1 + job.backward
+    numbers = max(passes - 1, 1) * _COUNT_BYTES * moe.experts * parts * (ranks - 1) // ranks
     return round(2 * passes * kept * rows) * job.model.hidden * job.compute_bytes + numbers
 
 

@@ -41,7 +41,8 @@ def _busiest_bytes(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     if METHODS[team.method].on_grids:
         tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         return layout.micro_batch * max(
-            sum(sent.bytes(job.compute_bytes)) for sent in _turns(job, layout.mesh.cp, bounds, tensor)
+            sum(sent.bytes(job.compute_bytes)[: 1 + job.backward])
+            for sent in _turns(job, layout.mesh.cp, bounds, tensor)
         )
     heads, totals = heads_of(job, layout), [0] * len(looked_at(team.ranks))
     counted = Counter((kind_of[at].window, layout.recompute[at]) for bound in bounds for at in range(*bound))
@@ -50,7 +51,7 @@ def _busiest_bytes(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
         for index, parts in enumerate(sent_by_rank(team, heads._replace(window=window))):
             for part, repeats in zip(parts, repeated, strict=True):
                 forward, backward = part.bytes(job.compute_bytes)
-                totals[index] += layers * ((1 + repeats) * forward + backward)
+                totals[index] += layers * ((1 + repeats) * forward + job.backward * backward)
     return layout.micro_batch * max(totals)
 
 

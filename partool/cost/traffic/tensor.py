@@ -185,6 +185,7 @@ def pass_calls(
         (len(layout.pipeline.bounds) - 1 in stages, head_moves if one else two_dim.head_moves),
     ):
         moves = lister(job, layouts) if included else Moves([], [], [])
+        moves = moves if job.backward else Moves(moves.forward, [], [])
         # The ascent's backward pass ends at the embeddings.
         ends = ascent and lister is not head_moves
         for move in (*moves.forward, *(() if ends else moves.backward)):
@@ -192,6 +193,7 @@ def pass_calls(
     counts = Counter((kinds(job.model)[layer], layout.recompute[layer] == "full") for layer in layers)
     for (kind, recomputes), times in counts.items():
         moves = layer_moves(job, layouts, kind, weights=not ascent) if one else two_dim.layer_moves(job, layouts)
+        moves = moves if job.backward else Moves(moves.forward, [], [])
         for move in (*moves.forward, *moves.backward, *(moves.recompute if recomputes else ())):
             yield from _counted(job, layout, move, times)
 

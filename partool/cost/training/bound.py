@@ -132,7 +132,7 @@ def _outside_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, ope
         offload_s, slower = _offloaded(job, layouts, pass_limits, owned)
         exposed, slowdown = np.maximum(exposed, offload_s), slowdown + slower
     share = layouts.gpu_fraction if open_choices is None else open_choices.updated
-    optimizer = update_s(job, layouts, owned * share) + 50e-6
+    optimizer = update_s(job, layouts, owned * share)
     return exposed + slowdown + tensor + optimizer + job.stack.overhead_s
 
 

@@ -16,7 +16,7 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, layer, perturbation_s
+from partool.cost.time.layer import Layer, LayerPass, computes_late, embedding_s, head_s, layer, perturbation_s
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
@@ -165,6 +165,9 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
 def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
     counts = Counter(kinds(job.model))
     passes = {kind: layer(job, layouts, kind, job.perturbed) for kind in counts}
+    if not job.backward:
+        no_pass = LayerPass(exposed=dict.fromkeys(COMMUNICATION, 0.0))
+        passes = {kind: Layer(costs.forward, no_pass, no_pass) for kind, costs in passes.items()}
     units = {kind: _unit(job, layouts, kind, costs) for kind, costs in passes.items()}
     return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
 
@@ -186,7 +189,7 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
         exposed_forward_s=sum(costs.forward.exposed.values()),
         dense=dense,
         expert=expert,
-        summed=shares.summed[1][int(kind.moe)],
+        summed=job.backward * shares.summed[1][int(kind.moe)],
         recompute_s=recompute_s,
     )
 
@@ -194,7 +197,7 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
 def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
     shares = share_columns(job, layouts)
-    unit = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
+    unit = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=job.backward * shares.summed[0])
     # Embeddings are looked up again, but the pass that finds perturbations has no gradients of them.
     return (
         _with_ascent(unit, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed)
@@ -211,7 +214,7 @@ def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
         head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
         elements = elements + np.where(layouts.pp > 1, head, 0)
     sent = tensor_time.head_seconds(job, layouts)
-    unit = replace(_end(job, layouts, head_s, sent, elements), summed=shares.summed[2])
+    unit = replace(_end(job, layouts, head_s, sent, elements), summed=job.backward * shares.summed[2])
     if not job.perturbed:
         return unit
     backward = head_s(job, layouts, backward=True, weights=False) + sent.backward.total
@@ -242,9 +245,12 @@ def _end(
     elements: Column,
 ) -> UnitSeconds:
     """Return the cost of the embedding or the head, whose communication is all exposed."""
-    forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))
-    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": sent.forward.total + sent.backward.total}
-    shown = sent.forward.total
+    forward, shown = seconds(job, layouts, backward=False), sent.forward.total
+    if not job.backward:
+        exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": shown}
+        return UnitSeconds(forward + shown, 0.0, 0.0, exposed, shown, elements, 0.0)
+    backward = seconds(job, layouts, backward=True)
+    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": shown + sent.backward.total}
     weight = 0.5 * backward if seconds is head_s else 0.0
     return UnitSeconds(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
 

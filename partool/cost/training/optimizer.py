@@ -21,6 +21,8 @@ from partool.work.training import MASTER_BYTES, MatrixUpdates, TrainingWork
 
 _STREAM_SHARE = 0.80
 """Share of the memory bandwidth that updates reach."""
+_UPDATE_S = 50e-6
+"""Seconds of an update that do not depend on its size."""
 _WIDE_SLOWDOWN = 16.0
 """Ratio of the time of products in float32 to the time in 16 bits on an accelerator: 15 on an H100 (989 and 67
 TFLOP/s), 16 on an A100 (312 and 19.5 TFLOP/s), by NVIDIA's data sheets."""
@@ -74,8 +76,13 @@ def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> int:
 
 
 def update_s(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
-    """Return the seconds of norm, clipping and update on the device of a rank that owns ``elements`` parameters."""
-    return device_update_s(job, elements) + matrices_s(job, layouts) + norms_s(job, layouts)
+    """Return the seconds of norm, clipping and update on the device of a rank that owns ``elements`` parameters.
+
+    They are 0 for a job without gradients.
+    """
+    if not job.backward:
+        return 0.0
+    return device_update_s(job, elements) + matrices_s(job, layouts) + norms_s(job, layouts) + _UPDATE_S
 
 
 def device_update_s(job: TrainingWork, elements: Column) -> Column:

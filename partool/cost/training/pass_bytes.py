@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: Ra
     result = load.last * np.where(early_loss(job, layouts), stream, 0.0)
     inputs, buffers = (count * stream for count in _received(layouts, load))
     perturbation = stream * max(job.compute_bytes, 4) / job.compute_bytes if job.perturbed else 0.0
-    return PassBytes(
+    passes = PassBytes(
         saved=saved - on_host + perturbation,
         backward_peak_bytes=backward_peak_bytes,
         dense_peak_bytes=_backward_peak(load, layers, DENSE),
@@ -149,6 +149,20 @@ def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: Ra
         ending=ending,
         begun=load.begun,
     )
+    return passes if job.backward else _forward_only(passes, layers)
+
+
+def _forward_only(passes: PassBytes, layers: Layers) -> PassBytes:
+    """Return the bytes of passes that save nothing; ``of_layer`` are those of all tensors of the largest layer.
+
+    A layer frees tensors as it goes on: the sum of all of them is a bound from above.
+    """
+    kept = ("stream", "loss", "loss_within", "tables", "received", "layers", "of_stage", "exchanged", "copies")
+    nothing: dict[str, Any] = {field.name: 0.0 * passes.stream for field in fields(PassBytes) if field.name not in kept}
+    largest = np.maximum.reduce(
+        np.broadcast_arrays(*(layer.saved for (_, policy), layer in layers.items() if not policy))
+    )
+    return replace(passes, **nothing | {"of_layer": largest, "in_flight": 1.0, "ending": 1.0, "begun": ()})
 
 
 def _tables_bytes(job: TrainingWork, layouts: Layouts) -> Column:

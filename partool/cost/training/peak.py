@@ -17,6 +17,7 @@ import numpy as np
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
+from partool.cost.evaluation.moments import all_phases, forward_moments
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.layout_ranks import loads_of_layout
@@ -254,7 +255,7 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
 def _memory(job: TrainingWork, layouts: Layouts, state: States, passes: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     moment = (
-        _all_phases(state, passes, working_bytes(job, layouts))
+        (_all_phases(state, passes, working_bytes(job, layouts)) if job.backward else all_phases(state, passes))
         if backend == "cpu"
         else fullest(_moments(job, layouts, stack, state, passes))
     )
@@ -315,6 +316,8 @@ def _narrowed(job: TrainingWork, sigma: Column, total: Column) -> Column:
 
 def _moments(job: TrainingWork, layouts: Layouts, stack: MemoryStack, state: States, passes: PassBytes) -> list[Moment]:
     """Return the moments that may be the fullest; only of partool's runtime it is known what exists at each."""
+    if not job.backward:
+        return forward_moments(state, passes)
     if not stack.traced_moments:
         return plain_moments(state, passes)
     if not np.any(layouts.ring):

@@ -67,10 +67,10 @@ def _keys(model: ModelConfig, sequence_length: int, kind: Kind) -> float:
 
 
 def model_flops(job: TrainingWork) -> float:
-    """Return the FLOPs of one optimizer step over all ranks, without recomputation."""
+    """Return the FLOPs of one step over all ranks, without recomputation; backward passes have twice the forward's."""
     tokens = job.global_batch * job.sequence_length
     per_token = matmul_flops_per_token(job.model) + attention_flops_per_token(job.model, job.sequence_length)
-    return 3.0 * tokens * per_token
+    return (3.0 if job.backward else 1.0) * tokens * per_token
 
 
 CPU_ERROR = 0.3
@@ -258,7 +258,7 @@ def _parts(job: TrainingWork, layout: Layout, base: StepParts, costs: dict[Recom
     parts["gradient_sync"], parts["parameter_gather"] = float(base.sync.gradient_s), float(base.sync.gather_s)
     if layout.mesh.pp > 1:
         stride = layout.mesh.world_size // layout.mesh.pp
-        sent_s = messages(layout) * float(base.send_s)
+        sent_s = messages(job, layout) * float(base.send_s)
         if moves_weights(layout):
             sent_s = float(send_s(job, sent_bytes(job, layout, job.master_bytes), stride))
         parts["pipeline_transfer"] = sent_s

@@ -28,9 +28,12 @@ class SavedState(NamedTuple):
 def saved_state(job: TrainingWork, layout: Layout) -> SavedState:
     """Return the bytes that a rank of partool's runtime writes: master weights and moments, each block once.
 
+    A job that does not train writes no checkpoints.
     Of several ranks that hold the same block, the one that has least to write writes it; here they are taken to write
     equal parts.
     """
+    if not job.backward:
+        return SavedState(0, 0)
     layouts = encode(layout)
     counts = element_counts(job, layouts, loads_of_layout(job, layout))
     trained = _written(layouts, counts.trained, counts.trained_expert)

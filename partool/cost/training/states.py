@@ -336,4 +336,5 @@ def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: Ele
     grouped = grouped if not stack.copies_alone else grouped | (layouts.tp * layouts.pp > 1)
     grouped = grouped & ~np.asarray(layouts.ring)
     whole_message = np.where((layouts.zero > 0) & (job.controls.gather == "sequential"), 0, small)
-    return np.where(grouped, sizes.largest * (whole_message + small + master), 0.0)
+    buckets = job.backward * (small + master)
+    return np.where(grouped, sizes.largest * (whole_message + buckets), 0.0)

@@ -51,7 +51,7 @@ def step(job: TrainingWork, layouts: Layouts) -> StepParts:
         passes_s=m * passes.both_s,
         last_s=passes.backward_s,
     )
-    optimizer = update_s(job, layouts, owned * layouts.gpu_fraction) + 50e-6
+    optimizer = update_s(job, layouts, owned * layouts.gpu_fraction)
     boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
     send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)

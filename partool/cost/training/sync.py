@@ -58,6 +58,7 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     # With ZeRO-3, passes that find perturbations gather once more; they reduce nothing.
     turns = m * (1.0 + job.perturbed)
+    both = 1.0 + job.backward
     if stack.pipeline_keeps_whole:
         zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
@@ -71,8 +72,8 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     between = collective.all_reduce_s(job, parameters.dense / shards.size * reduce_bytes, replicas)
     around = _groups_s(job, collective.all_reduce_s, parameters, reduce_bytes, (everyone, owners))
     rounds = np.where(zero >= 2, m, 1)
-    gradient: Column = np.where(zero == 0, around, rounds * scatter + between)
-    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * turns * gather, gather))
+    gradient: Column = job.backward * np.where(zero == 0, around, rounds * scatter + between)
+    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, both * turns * gather, gather))
     refresh = _refresh_s(job, parameters, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
     ahead = np.where(zero == 3, turns * gather, np.where(zero > 0, gather, 0.0))
@@ -94,7 +95,7 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     gathered = gathered + refresh
     at_sums, at_gathers = _wait_shares(job, layouts)
     forward, backward = m * passes.forward_s, m * passes.backward_s
-    waits = at_sums * np.where(zero == 0, forward + backward, backward)
+    waits = job.backward * at_sums * np.where(zero == 0, forward + backward, backward)
     if job.one_bit is None:
         exposed = exposed + waits
     else:

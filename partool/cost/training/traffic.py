@@ -86,8 +86,10 @@ def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTr
     trained = elements * trained_share(job.model, job.frozen)
     ring = (shards - 1) / shards
     turns = k * (1.0 + job.perturbed)
-    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else turns * (2.0 - on_rank[-1] / elements)
-    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(turns * (2 * len(on_rank) - 1))
+    by_zero3 = turns * (2.0 - on_rank[-1] / elements) if job.backward else turns
+    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else by_zero3
+    messages = len(on_rank) + job.backward * (len(on_rank) - 1)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(turns * messages)
     controls = controls_of_layout(layout.data)
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0
@@ -95,12 +97,12 @@ def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTr
         # A pipeline rank trains the same share of its parameters as the model does.
         kept = kept_elements(job.model, controls.persistent_elements) * elements / sum(_group_elements(job, layout))
         calls += 1
-    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    reductions = 0 if shards == 1 or not job.backward else k if zero >= 2 else 1
     shard = trained * job.master_bytes / shards
     experts = _of_experts(job, layout, stages) if layout.expert > 1 else _NOTHING
     return ZeroTraffic(
         gather_calls=calls + experts.gather_calls,
-        reduce_calls=len(on_rank) * (reductions + (replicas > 1)) + experts.reduce_calls,
+        reduce_calls=len(on_rank) * (reductions + (job.backward and replicas > 1)) + experts.reduce_calls,
         gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes + experts.gather_bytes,
         scatter_bytes=reductions * ring * trained * job.master_bytes + experts.scatter_bytes,
         replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout) + experts.replica_bytes,
@@ -119,11 +121,11 @@ def _of_experts(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> Zer
     trained = elements * _trained_experts(job.model, job.frozen)
     shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert_ranks
     ring, replicas = (shards - 1) / shards, mesh.dp_replicate
-    gathers = 0 if shards == 1 else 1 if zero < 3 else 2 * k
-    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    gathers = 0 if shards == 1 else 1 if zero < 3 else (1 + job.backward) * k
+    reductions = 0 if shards == 1 or not job.backward else k if zero >= 2 else 1
     return ZeroTraffic(
         gather_calls=gathers * units,
-        reduce_calls=units * (reductions + (replicas > 1)),
+        reduce_calls=units * (reductions + (job.backward and replicas > 1)),
         gather_bytes=gathers * elements * ring * job.compute_bytes,
         scatter_bytes=reductions * ring * trained * job.master_bytes,
         replica_bytes=2 * (replicas - 1) / replicas * trained * job.master_bytes / shards,

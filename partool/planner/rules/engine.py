@@ -10,10 +10,11 @@ from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.diagnostics.record import Diagnostic
 from partool.planner.forms.runnable import of_columns
 from partool.planner.problem import Problem
-from partool.spec.parallel import ParallelSpec
+from partool.planner.rules.jobs import setting_at, with_setting
 from partool.spec.spec import Spec
 from partool.spec.training import KernelsSpec
 from partool.strategies.engines import ENGINES
+from partool.strategies.jobs import JOBS
 
 _PATHS = {
     "zero": "data.zero", "recompute": "recompute", "schedule": "pipeline.schedule", "sequence": "sequence.method",
@@ -25,17 +26,16 @@ _PATHS = {
 
 
 def with_engine_defaults(spec: Spec) -> Spec:
-    """Return the spec with the values that every plan for its engine has, where the spec leaves them ``auto``.
+    """Return the spec with the values that every plan for its engine and job has, where the spec leaves them ``auto``.
 
     partool's own kernels are of its runtime only.
     """
     parallel, engine = spec.parallel, ENGINES[spec.engine]
-    for path, value in (*engine.settled.items(), *engine.preferred.items()):
-        if _at(parallel, path) == "auto":
-            parallel = _with(parallel, path, value)
-    if parallel is spec.parallel:
-        return spec
-    kernels = spec.kernels.model_copy(update={"mode": "torch"}) if spec.kernels == KernelsSpec() else spec.kernels
+    for path, value in (*JOBS[spec.job].settled.items(), *engine.settled.items(), *engine.preferred.items()):
+        if setting_at(parallel, path) == "auto":
+            parallel = with_setting(parallel, path, value)
+    plain = engine.stack is not None and spec.kernels == KernelsSpec()
+    kernels = spec.kernels.model_copy(update={"mode": "torch"}) if plain else spec.kernels
     return spec.model_copy(update={"parallel": parallel, "kernels": kernels})
 
 
@@ -46,7 +46,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         message = f"the constants of {engine.title} are of accelerators, and these devices are CPUs"
         yield Diagnostic("PT827", message, path=("engine",), help="name an accelerator, or write engine: partool")
     for field, value in engine.settled.items():
-        if (given := _at(asked, field)) != value:
+        if (given := setting_at(asked, field)) != value:
             path = ["parallel", *field.split(".")]
             message = f"{field}: {given} is not for {engine.title}, whose plans have {value}"
             yield Diagnostic("PT828", message, path=tuple(path), help=f"drop it, or use {value}, or engine: partool")
@@ -111,14 +111,3 @@ def _row(problem: Problem) -> Layouts:
 
 def _index(names: tuple[str, ...], value: Any) -> int | None:
     return names.index(value) if isinstance(value, str) and value in names else None
-
-
-def _at(parallel: ParallelSpec, path: str) -> Any:
-    return reduce(getattr, path.split("."), parallel)
-
-
-def _with(parallel: ParallelSpec, path: str, value: Any) -> ParallelSpec:
-    section, _, name = path.partition(".")
-    if name:
-        value = getattr(parallel, section).model_copy(update={name: value})
-    return parallel.model_copy(update={section: value})

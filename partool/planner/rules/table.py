@@ -11,7 +11,7 @@ from partool.planner.forms import experts, gathers, tiles
 from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
-from partool.planner.rules import adversarial, engine, offload, optimizer, pipeline, tensor
+from partool.planner.rules import adversarial, engine, jobs, offload, optimizer, pipeline, tensor
 from partool.planner.rules.sequence import check_sequence
 from partool.planner.rules.tensor_cuts import check_tensor
 from partool.planner.rules.weights import check_frozen
@@ -23,7 +23,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
     findings = independent(_vocabulary, problem, tokenizer_vocab) + _of_group((check_hf, check_tensor), problem)
-    if wrong := _of_group((engine.check,), problem):
+    if wrong := _of_group((jobs.check, engine.check), problem):
         return findings + wrong
     for group in (SIZES, BATCHES):
         findings += _of_group(group, problem)

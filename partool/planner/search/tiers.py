@@ -24,6 +24,7 @@ from partool.planner.search.policies import Policies
 from partool.planner.search.price import Priced
 from partool.planner.search.space import Space
 from partool.strategies.tiers import OFFLOAD_OPTIMIZER, OFFLOAD_REST, TENSOR_2D, TIERS
+from partool.work.training import MASTER_BYTES
 
 SMALL_STATE_BYTES = 18.0
 """Bytes of training state per parameter in mixed precision: weights and gradients in two types, two moments
@@ -96,7 +97,8 @@ def is_small(problem: Problem) -> bool:
     (Megatron-LM, arXiv 2104.04473, section 5.4.1; Llama 3, arXiv 2407.21783, section 3.3.2).
     """
     node_bytes = problem.devices.memory_bytes * problem.devices.per_node
-    return SMALL_STATE_BYTES * problem.parameters <= _SMALL * node_bytes
+    of_parameter = SMALL_STATE_BYTES if problem.job.backward else MASTER_BYTES[problem.spec.training.precision]
+    return of_parameter * problem.parameters <= _SMALL * node_bytes
 
 
 def textbook_groups(problem: Problem, groups: Layouts, size: int) -> NDArray[np.bool_]:

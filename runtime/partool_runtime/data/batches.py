@@ -137,6 +137,30 @@ class Batches:
             ids = [place * available // wanted if place < wanted else None for place in places]
             yield self._micro_batch(self._validation, ids)
 
+    @property
+    def evaluated_sequences(self) -> int:
+        """Number of sequences that :meth:`evaluation` goes through, each once: at most those of the run's steps."""
+        return min(self._deal.steps * self._deal.global_batch, self._evaluated.count)
+
+    def evaluation(self, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of step ``step`` (from 0) of one pass through the held-out data.
+
+        If none are held out, all data are taken. If there are more samples than the steps take, evenly spaced ones are
+        taken. After the last sample there are rows of ignored labels.
+        """
+        deal, available, wanted = self._deal, self._evaluated.count, self.evaluated_sequences
+        mine = deal.global_batch // deal.dp_size
+        first = step * deal.global_batch + deal.dp_rank * mine
+        ids = [place * available // wanted if place < wanted else None for place in range(first, first + mine)]
+        return [
+            self._micro_batch(self._evaluated, ids[start : start + deal.micro_batch])
+            for start in range(0, mine, deal.micro_batch)
+        ]
+
+    @property
+    def _evaluated(self) -> Samples:
+        return self._validation if self._validation.count else self._train
+
     def close(self) -> None:
         """Stop prefetching; further calls do nothing."""
         self._ahead = None

@@ -22,11 +22,16 @@ def write_run_row(
     """Append this attempt's row; return the text of an error, else None, so that an error ends no run.
 
     ``table`` holds the rows of ``summary.json``, ``steps`` the numbers of the steps from which the medians are
-    computed. No row is written with fewer than ``LEAST_STEPS`` steps, without a step time, or for a run outside a store
-    (``.../runs/<id>``), such as the runs that tests and benchmarks start.
+    computed. No row is written for a job that does not train, with fewer than ``LEAST_STEPS`` steps, without a step
+    time, or for a run outside a store (``.../runs/<id>``), such as the runs that tests and benchmarks start.
     """
     measured = {(row["section"], row["term"]): row["measured"] for row in table}
-    if run_dir.parent.name != RUNS or len(steps) < LEAST_STEPS or not measured.get(("time", TOTAL)):
+    if (
+        plan.job != "train"
+        or run_dir.parent.name != RUNS
+        or len(steps) < LEAST_STEPS
+        or not measured.get(("time", TOTAL))
+    ):
         return None
     try:
         append_row(run_dir.parent.parent / RUNS_FILE, _row(plan, run_dir, table, steps, ended))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from partool.plan.learning_rate import lr_factor
 from partool.spec.training import OptimizerSpec, TrainingSpec
-from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
+from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.jobs.losses import labels_of, loss_until, sharers
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.agreement import agreement
 from partool_runtime.optim.grad_norm import GradientCheck, Mode, clip_factor
 from partool_runtime.optim.types import Optimizer
-from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.passes import Passes, Timer
 from partool_runtime.precision import LossScaler
@@ -80,7 +78,7 @@ class Stepper:
         """
         with timer("overhead"):
             self._agreement.begin(step)
-            tokens = self._agreement.tokens(self._count(batch)) / self._sharers
+            tokens = self._agreement.tokens(labels_of(batch, self._ranks.device)) / sharers(self._ranks)
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
             if self.loads is not None:
@@ -110,7 +108,6 @@ class Stepper:
         if not self._agreement.local:
             self._scaler.update(check.finite and not self._agreement.skipped)
 
-    @torch.no_grad()
     def validate(
         self, batches: Iterable[MicroBatch], stopping: Callable[[], bool] = lambda: False
     ) -> tuple[float, int] | None:
@@ -119,29 +116,8 @@ class Stepper:
         ``stopping`` is called before each micro-batch and must return the same value on all ranks; if it returns True,
         the result is None.
         """
-        counted = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-
-        def seen() -> Iterator[MicroBatch]:
-            for micro in batches:
-                yield micro
-                counted.add_(self._count([micro]))
-
-        loss_sum = self._passes.evaluate(seen(), stopping)
-        if loss_sum is None:
-            return None
-        loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
-        tokens /= self._sharers
-        return loss / self._ranks.tp.size / max(tokens, 1), int(tokens)  # all tensor ranks hold the same loss
-
-    @property
-    def _sharers(self) -> int:
-        """Number of ranks that count the same tokens: those of a pipeline and those that share sequences."""
-        return self._ranks.pp.size * self._ranks.cp.size * self._ranks.tp.size
-
-    def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
-        count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)
-        # The value is filled in on the device: a copy from the host would wait for all earlier work.
-        return torch.full((), count, dtype=torch.float64, device=self._ranks.device)
+        result = loss_until(self._passes, self._ranks, batches, stopping)
+        return None if result is None else (result[0] / max(result[1], 1), result[1])
 
     def _count_nonfinite(self, step: int, finite: bool) -> None:
         self.nonfinite_in_row = self._agreement.most(0 if finite else self.nonfinite_in_row + 1)

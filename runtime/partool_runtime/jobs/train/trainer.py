@@ -11,13 +11,11 @@ from pathlib import Path
 import torch
 
 from partool.plan.types import Plan
-from partool_kernels import isa
-from partool_kernels.device import use_tables
-from partool_kernels.registry.tables import TableError
 from partool_runtime.checkpoint import open_arena
 from partool_runtime.data import Batches, open_data
-from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
 from partool_runtime.fused.self_check import with_working_parts
+from partool_runtime.jobs.process import configure_process
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
@@ -195,31 +193,6 @@ def first_step_problem(plan: Plan, result: StepResult) -> str:
         f"(norm {result.grad_norm:.1e}): the model sees nothing of its input and will not learn. "
         "See partool explain PT690"
     )
-
-
-def configure_process(plan: Plan) -> None:
-    """Set threads, seed, determinism and the kernels' tables as the plan states.
-
-    Raises ConfigurationError PT511 if partool's kernels are missing, PT492 if a table cannot be read.
-    """
-    if plan.kernels.mode == "native" and plan.devices.backend == "cpu" and isa() is None:
-        raise ConfigurationError(
-            "PT511",
-            "kernels.mode is native, but the compiled library is missing",
-            "install partool where there is a C++ compiler, or write mode: auto",
-        )
-    try:
-        use_tables(plan.kernels.tuned)
-    except TableError as error:
-        help = "ranks read the files themselves: they have to be on all machines, at the same place"
-        raise ConfigurationError("PT492", f"kernels.tuned: {error}", help) from None
-    if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in os.environ:  # torch has read it
-        torch.set_num_threads(plan.devices.threads_per_rank)
-    torch.manual_seed(plan.training.seed)
-    if plan.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 def _open(

@@ -1,0 +1,1 @@
+"""Evaluation: the mean loss of a model over data, without gradients."""

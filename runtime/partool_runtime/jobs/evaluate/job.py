@@ -1,0 +1,118 @@
+"""The evaluation job, which is the work of one rank from the plan to the mean loss over the data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from partool.plan.types import Plan
+from partool_runtime.data import Batches, open_data
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
+from partool_runtime.fused.self_check import with_working_parts
+from partool_runtime.jobs.evaluate.progress import Progress, load_progress
+from partool_runtime.jobs.losses import loss_over
+from partool_runtime.jobs.process import configure_process
+from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.preparation import Prepared, prepare
+from partool_runtime.pulse import SILENT, Pulse
+from partool_runtime.stop import StopRequest
+from partool_runtime.telemetry import Recorder
+from partool_runtime.torch_internals.tensors import local, local_bytes
+from partool_runtime.weights import fill, post_load
+
+
+def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pulse = SILENT) -> None:
+    """Compute the mean loss over the held-out data, or over all data if none are held out, each sequence once.
+
+    At most ``training.steps`` batches are taken. ``resume`` goes on from the sums of an earlier attempt in ``run_dir``.
+    Raises Preempted after a stop request, and ConfigurationError for an error that no retry fixes.
+    """
+    configure_process(plan)
+    ranks = open_ranks(plan)
+    stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
+    with Recorder(
+        plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, pulse=pulse
+    ) as recorder:
+        pulse.enter("loading")
+        data = open_data(plan, dp_rank=ranks.dp.place, dp_size=ranks.dp.size, barrier=ranks.barrier)
+        for note in data.notes:
+            recorder.warning(note)
+        prepared = _prepared(plan, ranks, recorder, pulse)
+        progress = load_progress(run_dir, data.fingerprint, ranks) if resume else Progress()
+        attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
+        recorder.event(
+            "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=progress.steps
+        )
+        pulse.enter("training")
+        run = _Run(plan, run_dir, ranks, prepared, data, recorder, stop)
+        progress = run.steps(progress)
+        stopped = progress.steps < run.batches
+        if not stopped:
+            recorder.validation(progress.steps, progress.loss, progress.tokens)
+        data.close()
+        prepared.passes.close()
+        prepared.memory.close()
+        if ranks.rank == 0 and not stopped:
+            print(
+                f"loss {progress.loss:.6f} nats per token, perplexity {progress.perplexity:.4f}, over "
+                f"{progress.tokens:,} tokens of {data.evaluated_sequences:,} sequences"
+            )
+        recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all data evaluated")
+    close_ranks(ranks)
+    if stopped:
+        raise Preempted(f"stopped by {stop.reason} after step {progress.steps}")
+
+
+def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Prepared:
+    """Return this rank's part of the model with its weights, and passes without gradients and dropout."""
+    pulse.enter("preparing")
+    prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
+    for root in prepared.model.roots():
+        root.eval()
+        root.requires_grad_(False)
+    pulse.enter("loading")
+    for note in fill(prepared.model, plan.weights, seed=plan.training.seed):
+        recorder.warning(note)
+    post_load(prepared.model)
+    on_device = (p for p in prepared.model.parameters() if local(p).device == ranks.device)
+    recorder.note_memory("parameters", local_bytes(on_device))
+    recorder.probe_memory("gathered", prepared.gathered_bytes)
+    return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    plan: Plan
+    run_dir: Path
+    ranks: Ranks
+    prepared: Prepared
+    data: Batches
+    recorder: Recorder
+    stop: StopRequest
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that hold all sequences; the last one may be filled up."""
+        return -(-self.data.evaluated_sequences // self.plan.training.global_batch)
+
+    def steps(self, progress: Progress) -> Progress:
+        """Evaluate the batches after those of ``progress``; return the sums at the end or at a stop request."""
+        recorder = self.recorder
+        for step in range(progress.steps, self.batches):
+            with recorder.timer("data"):
+                batch = self.data.evaluation(step)
+            with recorder.timer("forward"):
+                loss_sum, tokens = loss_over(self.prepared.passes, self.ranks, batch)
+            progress = progress.plus(loss_sum, tokens)
+            with recorder.timer("overhead"):
+                stopping = self.stop.agree(progress.steps)
+                last = progress.steps == self.batches
+                if self.ranks.rank == 0 and (stopping or last or recorder.is_log_step(progress.steps)):
+                    progress.save(self.run_dir, self.data.fingerprint)
+            recorder.step(progress.steps, loss_sum / max(tokens, 1), tokens=tokens)
+            if stopping and not last:
+                recorder.event("signal", name=self.stop.reason)
+                break
+        return progress
