@@ -370,26 +370,4 @@ RULES: tuple[Rule, ...] = (
         _grid("grid: [16, 60], layer_types: [row, column]"),
         _grid("grid: [16, 64], layer_types: [row, column]"),
     ),
-    Rule(
-        "PT289",
-        "A setting that the job does not read",
-        "An evaluation has no optimizer, no checkpoints and nothing frozen: a setting of these would have no effect.",
-        BASE + "job: evaluate\noptimizer: {lr: 1e-3}\n",
-        BASE + "job: evaluate\n",
-    ),
-    Rule(
-        "PT290",
-        "A layout that the job does not have",
-        "An evaluation only goes forward: nothing is saved for a backward pass, recomputed or offloaded.",
-        BASE + "job: evaluate\nparallel: {recompute: full}\n",
-        BASE + "job: evaluate\nparallel: {recompute: none}\n",
-    ),
-    Rule(
-        "PT291",
-        "An evaluation of random weights",
-        "Without trained weights the loss is that of a guess, ln of the vocabulary. It is useful for trials only.",
-        BASE + "job: evaluate\n",
-        BASE.replace("vocab: 256}", "vocab: 256, weights: {source: checkpoint, path: step-00000100}}")
-        + "job: evaluate\n",
-    ),
 )

@@ -13,6 +13,8 @@ class JobRecord:
 
     name: str
     title: str
+    tested_by: str
+    """A test that compares its ranks with one process."""
     run: str
     """``module:function`` that runs the job on one rank; the module is imported only there."""
     backward: bool = True
@@ -23,10 +25,16 @@ class JobRecord:
     """Sections and fields of a spec that the job does not read, by their path."""
 
 
-_TRAIN = JobRecord("train", "training", "partool_runtime.jobs.train.trainer:train")
+_TRAIN = JobRecord(
+    "train",
+    "training",
+    "tests/parity/test_golden_losses.py::test_losses_are_bit_identical",
+    "partool_runtime.jobs.train.trainer:train",
+)
 _EVALUATE = JobRecord(
     "evaluate",
     "evaluation",
+    "tests/parity/test_evaluation.py::test_every_layout_gives_the_loss_of_one_process",
     "partool_runtime.jobs.evaluate.job:evaluate",
     backward=False,
     settled={

@@ -173,8 +173,8 @@ def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
 
 
 def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> UnitSeconds:
-    recompute_s = costs.recompute.total_s(job)
-    backward = costs.backward.total_s(job) + recompute_s
+    recompute_s: Column = costs.recompute.total_s(job) if job.backward else 0.0
+    backward: Column = costs.backward.total_s(job) + recompute_s if job.backward else 0.0
     exposed = {
         name: costs.forward.exposed[name] + costs.backward.exposed[name] + costs.recompute.exposed[name]
         for name in COMMUNICATION

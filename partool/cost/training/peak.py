@@ -17,13 +17,13 @@ import numpy as np
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost.case import Column, Layouts
 from partool.cost.codec import encode
-from partool.cost.evaluation.moments import all_phases, forward_moments
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.training.communicators import communicators
+from partool.cost.training.forward_moments import all_phases, forward_moments
 from partool.cost.training.host_state import pinned_terms
 from partool.cost.training.moments import Moment, either, fullest, plain_moments, ring_moments
 from partool.cost.training.optimizer import working_bytes

@@ -20,7 +20,8 @@ BY_NAME = {
     "findings": "as render",
     "checks": "a target's checks of the environment, found by the record's name",
     "objects": "a kind of Kubernetes job, found by the kind's name",
-    "train": "partool_runtime.worker.JOBS names it",
+    "train": "partool.strategies.jobs names it",
+    "evaluate": "as train",
 }
 """Functions that the product finds by name, with the place that does."""
 KERNELS = "kernel"

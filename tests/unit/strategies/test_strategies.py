@@ -18,8 +18,11 @@ from partool.schedule import generate, problems
 from partool.schedule.generators import ORDERS
 from partool.spec._base import OneOf, Section
 from partool.spec.launch import LaunchSpec
+from partool.spec.parallel import ParallelSpec
+from partool.spec.spec import Spec
 from partool.spec.targets.rules import TargetRules, rules_of
 from partool.spec.training import OptimizerSpec
+from partool.strategies.jobs import JOBS
 from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
@@ -30,6 +33,7 @@ from partool_runtime.fused.apply import PARTS as PUT
 from partool_runtime.optim.steps import STEPS
 from partool_runtime.parallel.sequence.compiled import share_graph
 from partool_runtime.parallel.sequence.types import method_named
+from partool_runtime.worker import load_job
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,6 +49,25 @@ def has_test(place: str, strategy: str = "") -> bool:
 
 def page(name: str) -> str:
     return (ROOT / "docs/guide" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_runs_is_tested_and_told(name: str) -> None:
+    record = JOBS[name]
+    assert callable(load_job(name))
+    assert has_test(record.tested_by)
+    for path in record.settled:
+        TypeAdapter(ParallelSpec).validate_python(nested(path, record.settled[path]))
+    for path in record.unread:
+        section, _, field = path.partition(".")
+        model = Spec.model_fields[section].annotation
+        assert not field or field in getattr(model, "model_fields", {}), path
+    assert name == "train" or f"`job: {name}`" in page("evaluation.md")
+
+
+def nested(path: str, value: object) -> dict[str, object]:
+    section, _, name = path.partition(".")
+    return {section: {name: value} if name else value}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -10,7 +10,7 @@ from partool.plan.types import Plan
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
 from partool_runtime.fused.self_check import with_working_parts
-from partool_runtime.jobs.evaluate.progress import Progress, load_progress
+from partool_runtime.jobs.evaluate.sums import LossSums, load_sums
 from partool_runtime.jobs.losses import loss_over
 from partool_runtime.jobs.process import configure_process
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
@@ -40,7 +40,7 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
         for note in data.notes:
             recorder.warning(note)
         prepared = _prepared(plan, ranks, recorder, pulse)
-        progress = load_progress(run_dir, data.fingerprint, ranks) if resume else Progress()
+        progress = load_sums(run_dir, data.fingerprint, ranks) if resume else LossSums()
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event(
             "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=progress.steps
@@ -97,7 +97,7 @@ class _Run:
         """Number of batches that hold all sequences; the last one may be filled up."""
         return -(-self.data.evaluated_sequences // self.plan.training.global_batch)
 
-    def steps(self, progress: Progress) -> Progress:
+    def steps(self, progress: LossSums) -> LossSums:
         """Evaluate the batches after those of ``progress``; return the sums at the end or at a stop request."""
         recorder = self.recorder
         for step in range(progress.steps, self.batches):

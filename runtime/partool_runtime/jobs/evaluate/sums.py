@@ -18,7 +18,7 @@ FILE = "evaluation.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LossSums:
     """Sums over the sequences of the first ``steps`` steps, equal on all ranks."""
 
     steps: int = 0
@@ -36,9 +36,9 @@ class Progress:
         """Exponential of the mean loss; infinite where it exceeds the largest float."""
         return math.exp(self.loss) if self.loss < math.log(torch.finfo(torch.float64).max) else math.inf
 
-    def plus(self, loss_sum: float, tokens: int) -> Progress:
+    def plus(self, loss_sum: float, tokens: int) -> LossSums:
         """Return the sums after one more step."""
-        return Progress(self.steps + 1, self.loss_sum + loss_sum, self.tokens + tokens)
+        return LossSums(self.steps + 1, self.loss_sum + loss_sum, self.tokens + tokens)
 
     def save(self, run_dir: Path, fingerprint: str) -> None:
         """Replace the file in ``run_dir``; ``fingerprint`` names the data and their order."""
@@ -48,12 +48,12 @@ class Progress:
         os.replace(path.with_suffix(".new"), path)
 
 
-def load_progress(run_dir: Path, fingerprint: str, ranks: Ranks) -> Progress:
+def load_sums(run_dir: Path, fingerprint: str, ranks: Ranks) -> LossSums:
     """Return the sums that rank 0 finds in ``run_dir``, on all ranks; those of no step without a file.
 
     Raises ConfigurationError PT611 on all ranks for a file that cannot be read, PT616 if it is of other data.
     """
-    progress, code = (_read(run_dir / FILE, fingerprint)) if ranks.rank == 0 else (Progress(), 0)
+    progress, code = (_read(run_dir / FILE, fingerprint)) if ranks.rank == 0 else (LossSums(), 0)
     sums = torch.tensor(
         [progress.steps, progress.loss_sum, progress.tokens, code], dtype=torch.float64, device=ranks.device
     )
@@ -63,22 +63,22 @@ def load_progress(run_dir: Path, fingerprint: str, ranks: Ranks) -> Progress:
         raise ConfigurationError("PT611", f"{run_dir / FILE} is damaged", help)
     if failed == _OTHER_DATA:
         raise ConfigurationError("PT616", f"{run_dir / FILE} is of other data, or of the same in another order", help)
-    return Progress(int(steps), loss_sum, int(tokens))
+    return LossSums(int(steps), loss_sum, int(tokens))
 
 
 _DAMAGED, _OTHER_DATA = 1, 2
 
 
-def _read(path: Path, fingerprint: str) -> tuple[Progress, int]:
+def _read(path: Path, fingerprint: str) -> tuple[LossSums, int]:
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
-        progress = Progress(int(figures["steps"]), float(figures["loss_sum"]), int(figures["tokens"]))
+        progress = LossSums(int(figures["steps"]), float(figures["loss_sum"]), int(figures["tokens"]))
     except FileNotFoundError:
-        return Progress(), 0
+        return LossSums(), 0
     except (OSError, ValueError, KeyError, TypeError):
-        return Progress(), _DAMAGED
+        return LossSums(), _DAMAGED
     if figures.get("data") != fingerprint:
-        return Progress(), _OTHER_DATA
+        return LossSums(), _OTHER_DATA
     return progress, 0
 
 

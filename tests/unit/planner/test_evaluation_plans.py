@@ -1,0 +1,152 @@
+"""Plans of job: evaluate price and fit forward passes alone, and their search is as exact as that of training."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import random_problems
+
+from partool.cli.main import run
+from partool.cost.training.peak import least_memory, least_memory_of_passes
+from partool.plan.types import Plan
+from partool.planner.cost_job import cost_job
+from partool.planner.make import PlanResult, make_plan
+from partool.planner.problem import Problem
+from partool.planner.rules.engine import with_engine_defaults
+from partool.planner.search.enumeration import build
+from partool.planner.search.layouts import layout_of
+from partool.planner.search.price import TIE, Priced, bounds_s, room
+from partool.planner.search.solve import solve
+from partool.spec.spec import Spec
+
+CPU = {"accelerator": "cpu", "per_node": 2, "memory_gib": 8}
+H100 = {"accelerator": "h100-sxm", "nodes": 1, "per_node": 8}
+SMALL = {"layers": 3, "hidden": 96, "heads": 3, "vocab": 256}
+ALIKE = {"offload": "none", "tensor": 1, "pipeline": {"stages": 1}, "sequence": {"degree": 1}, "data": {"zero": 3}}
+ABSENT_TERMS = ("backward", "gradient_sync", "optimizer", "offload")
+ABSENT_BYTES = ("gradients", "optimizer")
+
+
+def planned(job: str = "evaluate", **sections: Any) -> PlanResult:
+    document = {"job": job, "model": SMALL, "hardware": CPU, "data": "python-stdlib", **sections}
+    return make_plan(Spec.model_validate(document), base_dir=Path("/"), default_name="case")
+
+
+def plan_of(job: str = "evaluate", **sections: Any) -> Plan:
+    result = planned(job, **sections)
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
+def test_nothing_goes_backward(hardware: dict[str, Any]) -> None:
+    sizes = {"sequence_length": 192, "global_batch": 24}
+    plan, trained = plan_of(hardware=hardware, training=sizes), plan_of("train", hardware=hardware, training=sizes)
+    assert plan.job == "evaluate"
+    time, memory = plan.prediction.time, plan.prediction.memory
+    assert [time.terms_s[name] for name in ABSENT_TERMS] == [0.0] * len(ABSENT_TERMS)
+    assert [memory.terms_bytes[name] for name in ABSENT_BYTES] == [0] * len(ABSENT_BYTES)
+    assert time.traffic_bytes["gradient_sync"] == 0
+    assert time.model_flops == pytest.approx(trained.prediction.time.model_flops / 3.0)
+    assert time.step_time_s < trained.prediction.time.step_time_s
+    assert memory.total_bytes < trained.prediction.memory.total_bytes
+    assert memory.saved_bytes == 0
+    assert set(plan.layout.recompute) == {"none"}
+
+
+def test_a_model_is_evaluated_where_it_could_not_be_trained() -> None:
+    sections: dict[str, Any] = {"model": "llama3-70b", "hardware": H100}
+    assert planned("train", **sections, parallel=ALIKE).plan is None
+    plan = plan_of(**sections, parallel=ALIKE)
+    assert plan.prediction.memory.verdict == "green"
+    assert plan.runnable
+
+
+def problems(count: int) -> list[Problem]:
+    """Return random problems of evaluations with at most 160 layouts."""
+    found: list[Problem] = []
+    for seed in range(1000):
+        pick = random.Random(seed).choice
+        made = random_problems.document(pick)
+        made |= {"parallel": {}, "job": "evaluate"}
+        if made["hardware"]["accelerator"] != "cpu":
+            made["hardware"]["memory_gib"] = pick([1.5, 2, 4])
+        problem = random_problems.problem_of(made)
+        problem = Problem(with_engine_defaults(problem.spec), problem.model, problem.devices)
+        if 20 <= random_problems.layouts_of(problem) <= 160:
+            found.append(problem)
+        if len(found) == count:
+            break
+    return found
+
+
+def test_the_search_finds_the_fastest_and_bounds_hold() -> None:
+    both = False
+    for problem in problems(3):
+        space = build(problem)
+        groups, policies = np.meshgrid(np.arange(space.size), np.arange(len(space.policies)), indexing="ij")
+        allowed = space.allowed(groups.ravel(), policies.ravel())
+        rows = space.rows(groups.ravel()[allowed], policies.ravel()[allowed])
+        bounds, needs = bounds_s(problem, rows), room(problem, rows)
+        job = cost_job(problem)
+        passes_bytes, _ = least_memory_of_passes(job, rows)
+        assert (least_memory(job, rows) <= np.asarray(needs.total_bytes) + 1).all()
+        assert (passes_bytes <= np.asarray(needs.total_bytes) + 1).all()
+        every = [Priced(problem, layout_of(problem, rows.take(at))) for at in range(len(bounds))]
+        times = np.array([priced.step_time_s for priced in every])
+        assert (bounds <= times * (1.0 + 1e-9)).all()
+        safe = [priced.step_time_s for priced in every if priced.safe]
+        both |= 0 < len(safe) < len(every)
+        best = solve(problem).overall.best
+        assert (best is None) == (not safe)
+        if best is not None:
+            assert best.step_time_s <= min(safe) * (1.0 + TIE)
+    assert both, "some layouts are to fit, and some not"
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "path"),
+    [
+        ({"optimizer": {"lr": 1e-3}}, "PT289", ("optimizer",)),
+        ({"checkpoint": {"keep": 2}}, "PT289", ("checkpoint",)),
+        ({"training": {"validation": {"every": 5}}}, "PT289", ("training", "validation")),
+        ({"model": SMALL | {"frozen": ["embed.*"]}}, "PT289", ("model", "frozen")),
+        ({"parallel": {"recompute": "full"}}, "PT290", ("parallel", "recompute")),
+        ({"parallel": {"offload": {"optimizer": "cpu"}}}, "PT290", ("parallel", "offload", "optimizer")),
+        ({"parallel": {"pipeline": {"schedule": "1f1b"}}}, "PT290", ("parallel", "pipeline", "schedule")),
+        ({"engine": "deepspeed"}, "PT290", ("engine",)),
+    ],
+)
+def test_what_only_training_reads_is_refused(sections: dict[str, Any], code: str, path: tuple[str, ...]) -> None:
+    result = planned(**sections)
+    assert result.plan is None
+    assert (code, path) in [(finding.code, finding.path) for finding in result.diagnostics]
+
+
+def test_random_weights_are_doubted_and_trained_ones_are_not(tmp_path: Path) -> None:
+    assert "PT291" in [finding.code for finding in planned().diagnostics]
+    weights = {"source": "checkpoint", "path": str(tmp_path)}
+    assert "PT291" not in [finding.code for finding in planned(model=SMALL | {"weights": weights}).diagnostics]
+
+
+def test_the_screen_has_no_rows_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        "job: evaluate\nmodel: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu}\n"
+    )
+    spec.write_text(spec.read_text() + "data: python-stdlib\n")
+    with pytest.raises(SystemExit):
+        run(["plan", str(spec)])
+    screen = capsys.readouterr().out
+    assert "\nEvaluation " in screen
+    for row in ("Optimizer", "Checkpoint", "Training"):
+        assert f"\n{row} " not in screen
+    assert "the spec asks for it" not in screen
+    with pytest.raises(SystemExit) as refused:
+        run(["plan", str(spec), "--verify"])
+    assert refused.value.code == 1
+    assert "PT290" in capsys.readouterr().err
