@@ -78,9 +78,9 @@ def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [f"{folder}/bin/cuobjdump", "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK):(\d+)", told))
-    return int(found.get("REG", 0)), int(found.get("STACK", 0)), str(compiled.asm["ptx"])
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    counts = dict(re.findall(r"(REG|STACK):(\d+)", report))
+    return int(counts.get("REG", 0)), int(counts.get("STACK", 0)), str(compiled.asm["ptx"])
 
 
 def _multiplies_fp8(text: str) -> bool:

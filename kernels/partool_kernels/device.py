@@ -51,10 +51,10 @@ def uses_triton_8bit(mode: str, dtype: torch.dtype, *tensors: torch.Tensor) -> b
     device, name = tensors[0].device, str(dtype).removeprefix("torch.")
     if device.type == "cpu":
         return True
-    found = architecture(device)
-    able = found is not None and ARCHITECTURES[found].fp8 == name
+    kind = architecture(device)
+    able = kind is not None and ARCHITECTURES[kind].fp8 == name
     if mode == "native" and not able:
-        raise RuntimeError(f"compiled kernels were asked for (kernels.mode: native), but {found} has no {name}")
+        raise RuntimeError(f"compiled kernels were asked for (kernels.mode: native), but {kind} has no {name}")
     return able
 
 
@@ -135,9 +135,9 @@ def _chosen(call: KernelCall, device: torch.device) -> Choice:
     names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if device.type == "cpu":
         return get(Request(kernel, "sm_90", names, shape, rows, flags))
-    found = architecture(device)
-    assert found is not None
-    return get(Request(kernel, found, names, shape, rows, flags, _named(device), _units(device), triton_version()))
+    kind = architecture(device)
+    assert kind is not None
+    return get(Request(kernel, kind, names, shape, rows, flags, _named(device), _units(device), triton_version()))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -34,18 +34,18 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
     places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
     tables = {place: _table(*place) for place in places}
     same = {place: _same(table) for place, table in tables.items()}
-    newer = {place: {key: e for key, e in known.items() if _is_newer(e)} for place, known in same.items()}
+    newer = {place: {key: e for key, e in entries.items() if _is_newer(e)} for place, entries in same.items()}
     work = []
     for place in places:
         for request in KERNELS[place[0]].examples(place[1]):
-            known = newer[place].get(_typical(request))
-            work.append(ProofJob(request, known.config.config if known else KERNELS[place[0]].default(request)))
-    found: dict[tuple[str, str], list[Entry]] = {place: [] for place in places}
+            entry = newer[place].get(_typical(request))
+            work.append(ProofJob(request, entry.config.config if entry else KERNELS[place[0]].default(request)))
+    modelled: dict[tuple[str, str], list[Entry]] = {place: [] for place in places}
     for proof in _proven(work, processes):
         place = (proof.job.request.kernel, proof.job.request.architecture)
         typical = _typical(proof.job.request)
-        found[place].append(_entry(proof, newer[place].get(typical), same[place].get(typical)))
-    for place, entries in found.items():
+        modelled[place].append(_entry(proof, newer[place].get(typical), same[place].get(typical)))
+    for place, entries in modelled.items():
         path = path_of(*place)
         if entries or path.exists():
             kept = [entry for entry in tables[place].entries if entry.status == "measured"]
@@ -68,9 +68,9 @@ def missing(kernels: Iterable[str]) -> list[Request]:
         request
         for kernel in kernels
         for architecture in ARCHITECTURES
-        for known in [{_of(entry) for entry in _table(kernel, architecture).entries}]
+        for answered in [{_of(entry) for entry in _table(kernel, architecture).entries}]
         for request in KERNELS[kernel].examples(architecture)
-        if _typical(request) not in known
+        if _typical(request) not in answered
     ]
 
 

@@ -31,17 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for architecture in asked.architectures or ARCHITECTURES
         for job in islice(jobs(kernel, architecture, all_types=asked.all), None if asked.all else asked.most)
     ]
-    found = []
+    proofs = []
     for proof in prove_all(work, asked.processes):
-        found.append(proof)
+        proofs.append(proof)
         for fault in proof.faults:
             print(f"{_named(proof.job)}: {fault}", file=sys.stderr, flush=True)
     record = {
         "triton": triton_version(),
-        "programs": len(found),
-        "faults": sum(len(proof.faults) for proof in found),
+        "programs": len(proofs),
+        "faults": sum(len(proof.faults) for proof in proofs),
         "seconds": round(time.monotonic() - start_s, 1),
-        "results": [_result(proof) for proof in found],
+        "results": [_result(proof) for proof in proofs],
     }
     print(json.dumps(record, indent=None if asked.short_output else 1))
     return 1 if record["faults"] else 0

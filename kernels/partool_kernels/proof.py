@@ -90,18 +90,18 @@ def faults(job: ProofJob, compiled: Compiled) -> tuple[str, ...]:
     """Return the reasons why a compiled configuration cannot be used, in words."""
     kernel, architecture = KERNELS[job.request.kernel], ARCHITECTURES[job.request.architecture]
     limit, hindrance = architecture.shared_bytes, obstacle(job.request, job.config)
-    found = []
+    texts = []
     if compiled.shared_bytes > limit:
-        found.append(f"needs {compiled.shared_bytes} bytes of shared memory, {architecture.name} has {limit}")
+        texts.append(f"needs {compiled.shared_bytes} bytes of shared memory, {architecture.name} has {limit}")
     if hindrance is not None:
-        found.append(f"look-ups pass it over: {hindrance}")
+        texts.append(f"look-ups pass it over: {hindrance}")
     if job.spilled_bytes is not None and compiled.spilled_bytes > job.spilled_bytes:
-        found.append(f"spills {compiled.spilled_bytes} bytes per thread, {job.spilled_bytes} are on record")
+        texts.append(f"spills {compiled.spilled_bytes} bytes per thread, {job.spilled_bytes} are on record")
     if kernel.matrix and not compiled.matrix and not _is_wide(job.request):
-        found.append(f"has none of {', '.join(architecture.matrix)} in its assembly")
+        texts.append(f"has none of {', '.join(architecture.matrix)} in its assembly")
     if kernel.matrix and compiled.emulates_fp8:
-        found.append("turns 8-bit products into wider ones")
-    return tuple(found)
+        texts.append("turns 8-bit products into wider ones")
+    return tuple(texts)
 
 
 def _is_wide(request: Request) -> bool:
@@ -123,11 +123,11 @@ def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
     """Yield the proof of every job, in order; if the compiler crashes on a job, only this job gets a fault."""
     waiting = list(work)
     while waiting:
-        done = 0
+        finished = 0
         for proof in _in_a_pool(waiting, processes):
             yield proof
-            done += 1
-        waiting = waiting[done:]
+            finished += 1
+        waiting = waiting[finished:]
         if waiting:
             # One of the running jobs ended its process; running this one alone shows whether it is the culprit.
             alone = list(_in_a_pool(waiting[:1], 1))

@@ -45,14 +45,14 @@ def block_sums(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[tuple[float, 
         raise KernelUnavailableError("the compiled CPU library is missing; install where a C++ compiler is present")
     if lib is None or native is None:
         return _reference(tensor)
-    found, good = [], True
+    sums, good = [], True
     squares, finite = ctypes.c_double(), ctypes.c_int32()
     for first in range(0, tensor.numel(), BLOCK):
         at, count = tensor.data_ptr() + first * tensor.itemsize, min(BLOCK, tensor.numel() - first)
         lib.partool_finite_sum_squares(at, count, native, ctypes.byref(squares), ctypes.byref(finite))
-        found.append(squares.value)
+        sums.append(squares.value)
         good = good and bool(finite.value)
-    return tuple(found), good
+    return tuple(sums), good
 
 
 def _dtype_code(tensor: torch.Tensor) -> int | None:
@@ -65,6 +65,6 @@ def _reference(tensor: torch.Tensor) -> tuple[tuple[float, ...], bool]:
 
     flat = tensor.detach().reshape(-1)
     blocks = [flat[first : first + BLOCK].double() for first in range(0, flat.numel(), BLOCK)]
-    found = tuple(float(block.square().sum()) for block in blocks)
+    sums = tuple(float(block.square().sum()) for block in blocks)
     # A sum of finite float64 values may overflow; all elements are checked only if the sum is not finite.
-    return found, math.isfinite(total(found)) or bool(torch.isfinite(flat).all())
+    return sums, math.isfinite(total(sums)) or bool(torch.isfinite(flat).all())

@@ -29,7 +29,7 @@ _OF_KERNELS: dict[str, dict[str, int]] = {
 
 def small(example: Request, dtype: str = "bfloat16") -> Request:
     """Return a typical request with few rows and narrow widths, and with ``dtype`` in place of bfloat16."""
-    own = _WIDTHS | _OF_KERNELS.get(example.kernel, {})
-    shape = tuple((name, own.get(name, _WIDTH)) for name, _ in example.shape)
+    widths = _WIDTHS | _OF_KERNELS.get(example.kernel, {})
+    shape = tuple((name, widths.get(name, _WIDTH)) for name, _ in example.shape)
     dtypes = tuple(dtype if name == "bfloat16" else name for name in example.dtypes)
-    return replace(example, shape=shape, rows=own.get("rows", _ROWS), dtypes=dtypes)
+    return replace(example, shape=shape, rows=widths.get("rows", _ROWS), dtypes=dtypes)

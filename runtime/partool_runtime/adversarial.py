@@ -96,11 +96,11 @@ def positions(plan: Plan, ranks: Ranks) -> tuple[int, ...]:
 
     Padding of the last tensor rank's share has position -1.
     """
-    held = tuple(index(plan.shares[ranks.cp.place]))
+    local = tuple(index(plan.shares[ranks.cp.place]))
     if ranks.tp.size == 1 or not plan.layout.tensor.sequence_norms:
-        return held
-    share = -(-len(held) // ranks.tp.size)
-    mine = held[ranks.tp.place * share : (ranks.tp.place + 1) * share]
+        return local
+    share = -(-len(local) // ranks.tp.size)
+    mine = local[ranks.tp.place * share : (ranks.tp.place + 1) * share]
     return mine + (-1,) * (share - len(mine))
 
 

@@ -58,12 +58,12 @@ def post_load(model: AnyDecoder) -> None:
     tensors that no source of weights can have filled.
     """
     parameters = dict(model.named_parameters())
-    known = {id(parameter) for parameter in parameters.values()}
+    parameter_ids = {id(parameter) for parameter in parameters.values()}
     for root in model.roots():
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if tensor.is_meta:
                 raise RuntimeError(f"{name} has no memory: materialise and fill the model first")
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in parameter_ids:
                 raise RuntimeError(f"{name} of {type(root).__name__} has no name in the model: nothing fills it")
     check_finite(parameters)
 

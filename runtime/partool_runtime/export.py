@@ -110,8 +110,8 @@ def _read_plan(run_dir: Path) -> Plan:
     except OSError as error:
         raise ConfigurationError("PT620", f"{run_dir} is no run: {error}") from error
     except ValidationError as error:
-        if found := other_version(file):
-            raise ConfigurationError("PT620", *found) from None
+        if refusal := other_version(file):
+            raise ConfigurationError("PT620", *refusal) from None
         raise ConfigurationError("PT620", f"{file} is no plan of this version: {error}") from error
 
 

@@ -76,14 +76,14 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
     if plan.training.deterministic and mode == "auto":
         mode = "native"  # with auto each process chooses by its own timing, and kernels differ in the last digits
     for block in blocks:
-        found = False
+        has_linear = False
         for name, module in list(block.named_modules()):
             if type(module) in (nn.Linear, Linear) and not has_patched_forward(module) and not _is_router(name, block):
-                module.__class__, found = Fp8Linear, True
+                module.__class__, has_linear = Fp8Linear, True
                 fp8: Any = module
                 fp8.fits = all(width > 0 and width % MULTIPLE == 0 for width in fp8.weight.shape)
                 fp8.narrow, fp8.mode = dtype, mode
-        if not found:
+        if not has_linear:
             message = f"{type(block).__name__} has no torch.nn.Linear that could multiply in 8 bits"
             raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
         if not plan.layout.data.leaves:  # leaves gather their parameters when they are called
@@ -97,8 +97,8 @@ def narrow_type(device: torch.device, mode: str) -> torch.dtype:
     """
     if device.type == "cpu" or mode == "torch":
         return torch.float8_e4m3fn
-    found = architecture(device)
-    name = ARCHITECTURES[found].fp8 if found is not None else None
+    device_kind = architecture(device)
+    name = ARCHITECTURES[device_kind].fp8 if device_kind is not None else None
     if name is None:
         message = f"there are no products in 8 bits for {torch.cuda.get_device_name(device)}"
         raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
@@ -182,9 +182,9 @@ class _Split(torch.autograd.Function):
         if not needs_weight:
             return grad_x, None, None, None
         # Detached, so that deferred work does not keep the graph that made x alive.
-        found: Callable[[], torch.Tensor] = partial(_of_weight, turned, x.detach(), ctx.mode)
-        if not weight.is_leaf or not deferral.defer(lambda: deferral.add_gradient(ctx.weight, found())):
-            return grad_x, found(), None, None
+        weight_grad: Callable[[], torch.Tensor] = partial(_of_weight, turned, x.detach(), ctx.mode)
+        if not weight.is_leaf or not deferral.defer(lambda: deferral.add_gradient(ctx.weight, weight_grad())):
+            return grad_x, weight_grad(), None, None
         return grad_x, None, None, None
 
 

@@ -63,9 +63,9 @@ class Groups:
             world = dist.group.WORLD if dist.get_world_size() == 1 else None
             me = [dist.get_rank()]
             self._opened[key] = world or dist.new_group(me, backend="gloo", use_local_synchronization=True)
-        found = self._opened[key]
-        assert found is not None
-        return found
+        group = self._opened[key]
+        assert group is not None
+        return group
 
 
 def _open(parts: Parts, purpose: str, timeout: timedelta | None, most_blocks: int | None) -> dist.ProcessGroup | None:
@@ -81,12 +81,12 @@ def _open(parts: Parts, purpose: str, timeout: timedelta | None, most_blocks: in
             pg_options=_options(most_blocks),
             group_desc=purpose or None,
         )
-    found = None
+    local_group = None
     for part in parts:
         # Ranks outside of a part take part only in the count of groups, from which the groups get their names.
         group = dist.new_group(list(part), timeout=timeout, group_desc=purpose or None)
-        found = group if dist.get_rank() in part else found
-    return found
+        local_group = group if dist.get_rank() in part else local_group
+    return local_group
 
 
 def _options(most_blocks: int | None) -> Any:

@@ -184,8 +184,8 @@ def _device(backend: str) -> torch.device:
     if backend == "cpu":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
-    if index >= (found := torch.cuda.device_count()):
-        message = f"the plan is for accelerators, rank {index} of this node needs number {index}, torch sees {found}"
+    if index >= (count := torch.cuda.device_count()):
+        message = f"the plan is for accelerators, rank {index} of this node needs number {index}, torch sees {count}"
         raise ConfigurationError("PT513", message, "launch it where the accelerators are, with a torch built for them")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from partool_runtime.placement import Placement, whole
+from partool_runtime.placement import Placement, full_placement
 from partool_runtime.torch_internals.tensors import local
 
 
@@ -58,7 +58,7 @@ class FlatPlaced(Placed):
 
     def pieces(self) -> list[TensorBlock]:
         """See :meth:`Placed.pieces`."""
-        shape, found, at = self.placement.local_shape, [], 0
+        shape, blocks, at = self.placement.local_shape, [], 0
         for block in _rectangles(shape, self.first, self.first + self.tensor.numel()):
             sizes = [each.stop - each.start for each in block]
             values = self.tensor.detach()[at : at + prod(sizes)].view(sizes)
@@ -69,8 +69,8 @@ class FlatPlaced(Placed):
                     inside = tuple(_moved(each, -b.start) for each, b in zip(common, block, strict=True))
                     moved = zip(common, box.local, box.offsets, strict=True)
                     offsets = tuple(each.start - b.start + offset for each, b, offset in moved)
-                    found.append(TensorBlock(values[inside], offsets))
-        return found
+                    blocks.append(TensorBlock(values[inside], offsets))
+        return blocks
 
 
 def _rectangles(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice, ...]]:
@@ -117,7 +117,7 @@ Value = torch.Tensor | Placed
 
 def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
     """Return ``tensor`` with its place in the whole tensor, or only ``tensor`` if the rank holds the whole tensor."""
-    if placement is None or (placement.counts and placement.spans == whole(placement.shape).spans):
+    if placement is None or (placement.counts and placement.spans == full_placement(placement.shape).spans):
         return tensor
     return Placed(tensor, placement)
 
@@ -127,7 +127,7 @@ def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBloc
 
     Raises RuntimeError where the shape of the part differs from the local shape of ``placement``.
     """
-    placement = placement or whole(tensor.shape)
+    placement = placement or full_placement(tensor.shape)
     if tensor.numel() == 0 and tuple(tensor.shape) == placement.local_shape:
         return []  # FSDP2 keeps no shape of empty shards
     part, rows = local_part(tensor), local_rows(tensor)

@@ -61,7 +61,7 @@ class Placement:
                 yield Box(local, tuple(start for _, (start, _) in combination), sizes)
 
 
-def whole(shape: Sequence[int]) -> Placement:
+def full_placement(shape: Sequence[int]) -> Placement:
     """Return the placement of a parameter that is not cut."""
     return Placement(tuple(shape), tuple(((0, size),) for size in shape))
 

@@ -16,8 +16,8 @@ def load_plan(path: Path) -> Plan:
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        if found := other_version(path):
-            raise ConfigurationError("PT503", *found) from None
+        if refusal := other_version(path):
+            raise ConfigurationError("PT503", *refusal) from None
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         fix = "make it again: partool plan SPEC --out FILE"
         raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None

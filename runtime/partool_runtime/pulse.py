@@ -53,7 +53,7 @@ class RankProgress:
     phase: Phase = "starting"
     step: int = 0
     """Number of the last complete step; 0 before the first step of an attempt has ended."""
-    done: int = 0
+    steps_done: int = 0
     """Steps that this attempt has completed."""
     step_at: float = 0.0
     """Unix time at which that step ended; 0.0 before the first."""
@@ -66,7 +66,7 @@ class Pulse:
         self._file = file
         self._page = mmap.mmap(-1 if file is None else file.fileno(), PAGE_BYTES)
         self._phase: Phase = "starting"
-        self._step, self._done, self._step_at, self._beats = 0, 0, 0.0, 0
+        self._step, self._steps_done, self._step_at, self._beats = 0, 0, 0.0, 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Pulse:
@@ -90,7 +90,7 @@ class Pulse:
         """Tell that something was done."""
         self._beats += 1
         phase = PHASES.index(self._phase)
-        message = _RECORD.pack(self._beats, phase, self._step, self._done, self._step_at, self._beats)
+        message = _RECORD.pack(self._beats, phase, self._step, self._steps_done, self._step_at, self._beats)
         self._page[: _RECORD.size] = message  # in one copy; pack_into would clear the page first
 
     def enter(self, phase: Phase) -> None:
@@ -110,7 +110,7 @@ class Pulse:
 
     def stepped(self, step: int) -> None:
         """Tell that ``step`` steps are complete, one more than before."""
-        self._step, self._done, self._step_at = step, self._done + 1, time.time()
+        self._step, self._steps_done, self._step_at = step, self._steps_done + 1, time.time()
         self.beat()
 
 
@@ -121,7 +121,7 @@ SILENT = Pulse()
 def read(page: mmap.mmap) -> RankProgress:
     """Return what a rank has told last."""
     for _ in range(_READS):
-        first, phase, step, done, step_at, beats = _RECORD.unpack(page[: _RECORD.size])
+        first, phase, step, steps_done, step_at, beats = _RECORD.unpack(page[: _RECORD.size])
         if first == beats:
             break
-    return RankProgress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, done, step_at)
+    return RankProgress(beats, PHASES[phase] if phase < len(PHASES) else "starting", step, steps_done, step_at)

@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
 LATENT_SIZES: dict[str, Any] = SIZES | {"kv_heads": 20, "head_dim": 192}
 """Sizes of the traced models with latent attention."""
 
-Found = Counter[tuple[int, int]]
+Storages = Counter[tuple[int, int]]
 """Number of storages for each (number of elements, bytes of an element)."""
 
 
@@ -83,13 +83,13 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        known = {_key(tensor) for tensor in _tensors((args, kwargs or {}))}
+        inputs = {_key(tensor) for tensor in _tensors((args, kwargs or {}))}
         for tensor in _tensors(out):
-            if _key(tensor) not in known:
+            if _key(tensor) not in inputs:
                 self._made[_key(tensor)] = (tensor.untyped_storage().nbytes() // tensor.itemsize, tensor.itemsize)
         return out
 
-    def found(self, without: torch.Tensor) -> Found:
+    def storages(self, without: torch.Tensor) -> Storages:
         """Return the number of storages of each size that are still alive, except the storage of ``without``."""
         mine = _key(without)
         alive = ((key, size) for key, size in self._made.items() if not key.expired())  # type: ignore[no-untyped-call]
@@ -99,16 +99,16 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Handed:
     """Records every storage that autograd saves, including storages that a compiled block saves."""
 
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        self._known = {_key(tensor) for tensor in known}
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._inputs = {_key(tensor) for tensor in inputs}
         self._kept: dict[StorageWeakRef, torch.Tensor] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _key(tensor) not in self._known:
+        if _key(tensor) not in self._inputs:
             self._kept[_key(tensor)] = tensor
         return tensor
 
-    def found(self) -> Found:
+    def storages(self) -> Storages:
         """Return the number of recorded storages of each size."""
         return Counter((t.untyped_storage().nbytes() // t.itemsize, t.itemsize) for t in self._kept.values())
 
@@ -127,13 +127,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from itertools.chain.from_iterable(_tensors(item) for item in value)
 
 
-def block_storages(case: TraceCase) -> Found:
+def block_storages(case: TraceCase) -> Storages:
     """Return the number of storages of each size that one block saves: two blocks' number minus one block's."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
 
-def _chain(case: TraceCase, count: int) -> Found:
+def _chain(case: TraceCase, count: int) -> Storages:
     model, context = _built(case)
     blocks = model.layers[:count]
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
@@ -142,12 +142,12 @@ def _chain(case: TraceCase, count: int) -> Found:
         with alive:
             for block in blocks:
                 x_BSH = block(x_BSH, context)
-        return alive.found(x_BSH)
+        return alive.storages(x_BSH)
     handed = _Handed([*model.parameters(), *(context.rope or ()), x_BSH])
     with saved_tensors_hooks(handed, lambda tensor: tensor):
         for block in blocks:
             x_BSH = block(x_BSH, context)
-    return handed.found()
+    return handed.storages()
 
 
 def _built(case: TraceCase) -> tuple[Decoder, Context]:
@@ -169,7 +169,7 @@ def _built(case: TraceCase) -> tuple[Decoder, Context]:
     return model, model.contexts(x_BSH, model.contexts.tokens(LENGTH, x_BSH.device))
 
 
-def head_storages(case: TraceCase) -> Found:
+def head_storages(case: TraceCase) -> Storages:
     """Return the number of storages of each size that final norm, head and loss save in addition to their input."""
     model, _ = _built(case)
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
@@ -178,10 +178,10 @@ def head_storages(case: TraceCase) -> Found:
     alive = _Alive()
     with alive:
         total = loss(model.final_norm(x_BSH), weight_VH, labels_BS)
-    return alive.found(total)
+    return alive.storages(total)
 
 
-def coefficients(found: Found, model: ModelConfig) -> list[int]:
+def coefficients(storages: Storages, model: ModelConfig) -> list[int]:
     """Return the bytes of the storages, one number for each entry of :data:`partool.layout.traced.COEFFICIENTS`.
 
     Raises :class:`UnknownTensorError` for a tensor whose size is not a multiple of any width.
@@ -200,7 +200,7 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
     names = {TOKENS * sizes[name]: name for name in reversed(WIDTHS)}
     names.pop(0, None)
     result = dict.fromkeys(COEFFICIENTS, 0)
-    for (elements, item), count in found.items():
+    for (elements, item), count in storages.items():
         if elements == 0:
             continue
         name = names.get(elements)
@@ -229,15 +229,15 @@ def _latent_sizes(model: ModelConfig) -> dict[str, int]:
 
 def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
     """Return :func:`coefficients` of blocks and heads, by family (kind of model with its options and precision)."""
-    found: dict[str, list[int]] = {}
+    table: dict[str, list[int]] = {}
     with FakeTensorMode():
         for case in cases:
             key = family(case.model, case.precision, case.compile, case.policy, case.fused)
-            found[key] = coefficients(block_storages(case), case.model)
+            table[key] = coefficients(block_storages(case), case.model)
             head = head_family(case.model, case.precision)
-            if head not in found and not case.fused:
-                found[head] = coefficients(head_storages(case), case.model)
-    return found
+            if head not in table and not case.fused:
+                table[head] = coefficients(head_storages(case), case.model)
+    return table
 
 
 def shipped_cases() -> Iterator[TraceCase]:
@@ -287,9 +287,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     else:
         cases = shipped_cases()
-    found = trace(cases)
+    table = trace(cases)
     head = {"torch": torch.__version__, "date": datetime.date.today().isoformat(), "coefficients": list(COEFFICIENTS)}
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
     print(json.dumps(head)[:-1] + ', "families": {\n' + lines + "\n}}")
     return 0
 

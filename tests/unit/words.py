@@ -24,6 +24,10 @@ PLAIN = {
 """Names in their plain sense, with the packages where they are not counted, each with the reason."""
 
 
+COMPILED = "kernel"
+"""Modules of code that Triton compiles. Users' measurements are filed under a hash of its text, so names in it stay."""
+
+
 def package_of(module: str) -> str:
     """Return the package that a module's names are counted for."""
     parts = module.split(".")
@@ -48,6 +52,8 @@ def vague_names(files: dict[str, Path]) -> dict[str, Counter[str]]:
     """Return how often each package assigns each vague name; packages without any are left out."""
     counts: dict[str, Counter[str]] = {}
     for module, path in files.items():
+        if module.startswith("partool_kernels.") and path.stem == COMPILED:
+            continue
         package = package_of(module)
         names = Counter(name.lstrip("_") for name in assigned(path) if name.lstrip("_") in VAGUE)
         for name in list(names):

@@ -40,18 +40,18 @@ def parts_of(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float 
     if not wide.shape[1]:
         nothing = wide.new_zeros(len(wide))
         return torch.stack([torch.full_like(nothing, -torch.inf), nothing, nothing])
-    own = labels - first
-    inside = (own >= 0) & (own < wide.shape[1])
+    columns = labels - first
+    inside = (columns >= 0) & (columns < wide.shape[1])
     highest = wide.amax(1)
     sums = (wide - highest.where(highest != -torch.inf, 0.0)[:, None]).exp().sum(1)
-    targets = wide.gather(1, own.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
+    targets = wide.gather(1, columns.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
     return torch.stack([highest, sums, targets])
 
 
 def write_gradient(
     out: torch.Tensor,
     logits: torch.Tensor,
-    own: torch.Tensor,
+    columns: torch.Tensor,
     log_totals: torch.Tensor,
     scale: torch.Tensor,
     *,
@@ -60,21 +60,21 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the sum of the losses, times ``scale``, to ``out``, which may be the logits.
 
-    ``own`` holds labels counted from the first column; ``terms`` are z_loss and cap; ``ignored`` marks the rows without
-    a loss, by default the rows whose entry in ``own`` is :data:`IGNORED`.
+    ``columns`` holds labels counted from the first column; ``terms`` are z_loss and cap; ``ignored`` marks the rows
+    without a loss, by default the rows whose entry in ``columns`` is :data:`IGNORED`.
     """
     z_loss, cap = terms
     wide = _bent(logits, cap)
     if not wide.shape[1]:
         return
-    inside = (own >= 0) & (own < wide.shape[1])
-    found = (wide - log_totals[:, None]).exp() * (1.0 + 2.0 * z_loss * log_totals)[:, None]
-    found.scatter_add_(1, own.where(inside, 0)[:, None], -inside[:, None].to(found.dtype))
+    inside = (columns >= 0) & (columns < wide.shape[1])
+    grads = (wide - log_totals[:, None]).exp() * (1.0 + 2.0 * z_loss * log_totals)[:, None]
+    grads.scatter_add_(1, columns.where(inside, 0)[:, None], -inside[:, None].to(grads.dtype))
     if cap > 0:
-        found *= 1.0 - (wide / cap).square()
+        grads *= 1.0 - (wide / cap).square()
     # Scale before casting: in float16 the unscaled probabilities of a large vocabulary would become 0.
-    found *= scale
-    out.copy_(found.masked_fill_((own == IGNORED if ignored is None else ignored)[:, None], 0.0))
+    grads *= scale
+    out.copy_(grads.masked_fill_((columns == IGNORED if ignored is None else ignored)[:, None], 0.0))
 
 
 def _bent(logits: torch.Tensor, cap: float) -> torch.Tensor:

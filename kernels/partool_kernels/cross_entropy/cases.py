@@ -33,7 +33,7 @@ def case(request: Request, device: torch.device, seed: int) -> Case:
     logits = torch.randn(request.rows, columns, device=device, generator=generator).mul_(4.0).to(dtype)
     labels = torch.randint(columns, (request.rows,), device=device, generator=generator)
     labels[::5] = IGNORED
-    make = {"cross_entropy": _whole, "cross_entropy_parts": _parts, "cross_entropy_gradient": _gradient}
+    make = {"cross_entropy": _full, "cross_entropy_parts": _parts, "cross_entropy_gradient": _gradient}
     return make[request.kernel](request, logits, labels, terms)
 
 
@@ -56,7 +56,7 @@ def _both(
     return lambda: ours(logits), lambda: ours(logits.double())
 
 
-def _whole(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Case:
+def _full(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Case:
     gradient = "gradient" in request.flags
     out, losses = torch.empty_like(logits), logits.new_empty(len(logits), dtype=torch.float32)
 
@@ -67,20 +67,20 @@ def _whole(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
 
     def by_torch(x: torch.Tensor) -> Sequence[torch.Tensor]:
         x = x.detach().requires_grad_(gradient)
-        found = _losses(x, labels, terms)
+        losses_N = _losses(x, labels, terms)
         if not gradient:
-            return (found,)
-        return found.detach(), *torch.autograd.grad(found.sum() * _SCALE, x)
+            return (losses_N,)
+        return losses_N.detach(), *torch.autograd.grad(losses_N.sum() * _SCALE, x)
 
     return Case(run, *_both(logits, by_torch), factors=(FORWARD, BACKWARD) if gradient else (FORWARD,))
 
 
 def _parts(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Case:
-    found = logits.new_empty(3, len(logits), dtype=torch.float32)
+    parts = logits.new_empty(3, len(logits), dtype=torch.float32)
 
     def run(config: Config) -> Sequence[torch.Tensor]:
-        launch_parts((logits, labels, found), 3, terms.cap, config)
-        highest, sums, targets = found.unbind()
+        launch_parts((logits, labels, parts), 3, terms.cap, config)
+        highest, sums, targets = parts.unbind()
         # A sum depends on how the largest logit is rounded, so the logarithm of the total, which does not, is compared.
         return highest, highest + sums.log(), targets
 
@@ -108,11 +108,11 @@ def _gradient(request: Request, logits: torch.Tensor, labels: torch.Tensor, term
 
     def by_torch(x: torch.Tensor) -> Sequence[torch.Tensor]:
         counted, wide, totals = labels != IGNORED, _bent(x, terms.cap), rounded.to(_bent(x[:1], 0.0).dtype)
-        own = F.one_hot((labels - 3).clamp_min(0), wide.shape[1]) * (counted & (labels >= 3))[:, None]
-        found = (wide - totals[:, None]).exp() * (1.0 + 2.0 * terms.z_loss * totals)[:, None] - own
+        targets = F.one_hot((labels - 3).clamp_min(0), wide.shape[1]) * (counted & (labels >= 3))[:, None]
+        grads = (wide - totals[:, None]).exp() * (1.0 + 2.0 * terms.z_loss * totals)[:, None] - targets
         if terms.cap:
-            found = found * (1.0 - (wide / terms.cap).square())
-        return ((found * _SCALE * counted[:, None]).to(x.dtype),)
+            grads = grads * (1.0 - (wide / terms.cap).square())
+        return ((grads * _SCALE * counted[:, None]).to(x.dtype),)
 
     return Case(run, *_both(logits, by_torch), factors=(BACKWARD,))
 

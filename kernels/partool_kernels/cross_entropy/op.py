@@ -55,8 +55,8 @@ def cross_entropy(
         total: torch.Tensor = _InPlace.apply(flat, rows, terms, mode)  # type: ignore[no-untyped-call]
         return total
     operator = torch.ops.partool.cross_entropy
-    found: torch.Tensor = operator(flat, rows, z_loss=terms.z_loss, cap=terms.cap, gradient=gradient, kernels=mode)[0]
-    return found
+    result: torch.Tensor = operator(flat, rows, z_loss=terms.z_loss, cap=terms.cap, gradient=gradient, kernels=mode)[0]
+    return result
 
 
 def check(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> None:
@@ -84,8 +84,8 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str 
 
     Only the product is rounded; torch would also round the factor.
     """
-    found: torch.Tensor = torch.ops.partool.scaled(x, factor, dtype, mode)
-    return found
+    result: torch.Tensor = torch.ops.partool.scaled(x, factor, dtype, mode)
+    return result
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -218,9 +218,9 @@ def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float, m
     """Return each row's largest logit, sum of ``exp(logit - largest)`` and label's logit in a shard, ``[3, rows]``."""
     if not uses_triton(mode, logits):
         return parts_of(logits, labels, first, cap)
-    found = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
-    launch_parts((_side_by_side(logits), labels, found), first, cap)
-    return found
+    parts = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
+    launch_parts((_side_by_side(logits), labels, parts), first, cap)
+    return parts
 
 
 @_parts.register_fake
@@ -302,11 +302,11 @@ def launch_parts(tensors: tuple[torch.Tensor, ...], first: int, cap: float, conf
     """Run the kernel ``cross_entropy_parts``; ``tensors`` are logits, labels and the output ``[3, rows]``."""
     from partool_kernels.cross_entropy import kernel
 
-    logits, labels, found = tensors
+    logits, labels, parts = tensors
     config = config or _choice("cross_entropy_parts", logits, cap)
     with on(logits.device):
         kernel.cross_entropy_parts[(logits.shape[0],)](
-            logits, labels.contiguous(), *found.unbind(), logits.stride(0), logits.shape[1], first,
+            logits, labels.contiguous(), *parts.unbind(), logits.stride(0), logits.shape[1], first,
             float(cap), CAP=cap > 0, **launch_options(config, logits.device),
         )  # fmt: skip
 

@@ -144,8 +144,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     needs_x, needs = ctx.needs_input_grad[0], list(ctx.needs_input_grad[1])
-    grad_x, found = torch.ops.partool.fp8_linears_backward(list(grads), x, weights, needs_x, needs, ctx.dtype, ctx.mode)
-    of_weights = [grad if wanted else None for grad, wanted in zip(found, needs, strict=True)]
+    grad_x, weight_grads = torch.ops.partool.fp8_linears_backward(
+        list(grads), x, weights, needs_x, needs, ctx.dtype, ctx.mode
+    )
+    of_weights = [grad if wanted else None for grad, wanted in zip(weight_grads, needs, strict=True)]
     return grad_x if needs_x else None, of_weights, None, None
 
 

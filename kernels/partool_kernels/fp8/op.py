@@ -55,8 +55,8 @@ def _quantise(
     empty = Quantised(x.new_empty(0, 0, dtype=dtype), x.new_empty(0, 0, dtype=torch.float32))
     wanted = [("plain", x), ("turned", x.T)]
     square, power = "square" in asked, "power" in asked
-    found = [quantised(y, dtype, square=square, power_of_two=power) if n in asked else empty for n, y in wanted]
-    return found[0].q, found[0].scale, found[1].q, found[1].scale
+    results = [quantised(y, dtype, square=square, power_of_two=power) if n in asked else empty for n, y in wanted]
+    return results[0].q, results[0].scale, results[1].q, results[1].scale
 
 
 def _empty(

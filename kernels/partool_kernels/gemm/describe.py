@@ -117,14 +117,14 @@ def _signature(request: Request, config: Config) -> Signature:
 
 def _divisible(request: Request, strides: tuple[str, ...]) -> tuple[str, ...]:
     widths = {"rows": request.rows, "columns": request.width["n"], "inner": request.width["k"]}
-    found = [name for name, width in widths.items() if width % 16 == 0]
+    divisible = [name for name, width in widths.items() if width % 16 == 0]
     form = form_of(request)
     lengths = {
         "a_row": "inner", "a_column": "rows", "b_row": "columns", "b_column": "inner",
         "out_stride": "columns", "part_stride": "columns",
     }  # fmt: skip
     ones = strides_of(form)
-    return (*found, *(name for name in strides if name not in ones and lengths[name] in found))
+    return (*divisible, *(name for name in strides if name not in ones and lengths[name] in divisible))
 
 
 def form_of(request: Request) -> str:

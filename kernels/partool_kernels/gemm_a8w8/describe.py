@@ -82,9 +82,9 @@ def _signature(request: Request, config: Config) -> Signature:
 
 def _divisible(request: Request) -> tuple[str, ...]:
     widths = {"rows": request.rows, "columns": request.width["n"], "inner": request.width["k"]}
-    found = [name for name, width in widths.items() if width % 16 == 0]
+    divisible = [name for name, width in widths.items() if width % 16 == 0]
     strides = {"inner": ("a_stride", "b_stride"), "rows": ("scale_a_stride",), "columns": ("out_stride", "part_stride")}
-    return (*found, *(stride for name in found for stride in strides[name]))
+    return (*divisible, *(stride for name in divisible for stride in strides[name]))
 
 
 def _examples(architecture: str) -> Iterator[Request]:

@@ -102,8 +102,8 @@ def _weight_examples(architecture: str) -> Iterator[Request]:
 
 def _moved(request: Request, one: str, other: str) -> float:
     width = request.width
-    held = request.rows * (width[one] + width[other]) + width["e"] * width[one] * width[other]
-    return held * bytes_of(request.dtypes[0])
+    elements = request.rows * (width[one] + width[other]) + width["e"] * width[one] * width[other]
+    return elements * bytes_of(request.dtypes[0])
 
 
 KERNELS = (

@@ -105,11 +105,11 @@ def master_of(taken: Taken, index: int, part: Part, *, writes: bool) -> tuple[in
 def moments_of(taken: Taken, index: int, part: Part, state: int, *, writes: bool) -> list[tuple[int, int]]:
     """Return the address and the type code of each of a part's two moments; for a missing moment (0, -1)."""
     types, elements = frozenset({state, _BFLOAT16}), part.master.numel()
-    found = [
+    moments = [
         taken.take(moment, f"moment {number} of part {index}", elements=elements, types=types, writes=writes)
         for number, moment in enumerate(part.moments)
     ]
-    return found + [(0, -1)] * (2 - len(found))
+    return moments + [(0, -1)] * (2 - len(moments))
 
 
 def other_of(

@@ -59,10 +59,10 @@ def update(
 ) -> Sums | None:
     """See :func:`partool_kernels.host.update`; the arguments are checked by :func:`checked_parts`."""
     blocks = _Blocks([part.master.numel() for part in parts]) if wants_sums and step is not None else None
-    told = checked_parts(parts, commit, step, keep=keep, weights=weights, blocks=blocks)
+    structures = checked_parts(parts, commit, step, keep=keep, weights=weights, blocks=blocks)
     rules = [None if one is None else _rules(one.rules) for one in (commit, step)]
     groups = min(len(one.rules) for one in (commit, step) if one is not None) if commit or step else len(parts) + 1
-    _done(lib.partool_update(_handle(pool), told, len(parts), *rules, groups, keep))
+    _check_status(lib.partool_update(_handle(pool), structures, len(parts), *rules, groups, keep))
     return None if blocks is None else blocks.sums()
 
 
@@ -78,7 +78,7 @@ def checked_parts(
     """Return the parts as structures of the library; raises :class:`HostKernelError` for invalid arguments."""
     check_rules(parts, [one for one in (commit, step) if one is not None], weights)
     writes = commit is not None or (step is not None and keep)
-    taken, told = Taken(), bytearray(_PART.size * len(parts))
+    taken, structures = Taken(), bytearray(_PART.size * len(parts))
     for index, part in enumerate(parts):
         elements = part.master.numel()
         master, state = master_of(taken, index, part, writes=writes)
@@ -90,27 +90,27 @@ def checked_parts(
         pointers = (master, first, second, commits, steps, out, squares, finite)
         types = (state, first_type, second_type, commit_type, step_type, out_type)
         group = part.group if commit is not None or step is not None else 0
-        _PART.pack_into(told, index * _PART.size, *pointers, elements, *types, group, 0)
+        _PART.pack_into(structures, index * _PART.size, *pointers, elements, *types, group, 0)
     taken.check()
-    return bytes(told)
+    return bytes(structures)
 
 
 def sums(lib: ctypes.CDLL, gradients: Sequence[torch.Tensor], pool: Pool | None) -> Sums:
     """See :func:`partool_kernels.host.sums`."""
     blocks = _Blocks([gradient.numel() for gradient in gradients])
-    told = checked_sources(gradients, blocks)
-    _done(lib.partool_sums(_handle(pool), told, len(gradients)))
+    structures = checked_sources(gradients, blocks)
+    _check_status(lib.partool_sums(_handle(pool), structures, len(gradients)))
     return blocks.sums()
 
 
 def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = None) -> bytes:
     """Return the gradients as structures of the library; raises :class:`HostKernelError` for invalid gradients."""
-    taken, told = Taken(), bytearray(_SPAN.size * len(gradients))
+    taken, structures = Taken(), bytearray(_SPAN.size * len(gradients))
     for index, gradient in enumerate(gradients):
         source, code = other_of(taken, gradients, index, "the gradient", elements=None, writes=False)
         places = (0, 0) if blocks is None else blocks.places(index)
-        _SPAN.pack_into(told, index * _SPAN.size, 0, source, *places, gradient.numel(), -1, code)
-    return bytes(told)
+        _SPAN.pack_into(structures, index * _SPAN.size, 0, source, *places, gradient.numel(), -1, code)
+    return bytes(structures)
 
 
 def spans(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None) -> bytes:
@@ -120,24 +120,24 @@ def spans(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None) 
     """
     if sources is not None and len(sources) != len(into):
         raise HostKernelError(f"{len(sources)} tensors to go into {len(into)}")
-    taken, told = Taken(), bytearray(_SPAN.size * len(into))
+    taken, structures = Taken(), bytearray(_SPAN.size * len(into))
     for index, total in enumerate(into):
         to, to_type = other_of(taken, into, index, "the total", elements=None, writes=True)
         source, code = other_of(taken, sources, index, "the source", elements=total.numel(), writes=False)
-        _SPAN.pack_into(told, index * _SPAN.size, to, source, 0, 0, total.numel(), to_type, code)
+        _SPAN.pack_into(structures, index * _SPAN.size, to, source, 0, 0, total.numel(), to_type, code)
     taken.check()
-    return bytes(told)
+    return bytes(structures)
 
 
-def accumulate(lib: ctypes.CDLL, told: bytes, *, first: bool, pool: Pool | None) -> None:
-    """See :func:`partool_kernels.host.accumulate`; ``told`` comes from :func:`spans`."""
+def accumulate(lib: ctypes.CDLL, structures: bytes, *, first: bool, pool: Pool | None) -> None:
+    """See :func:`partool_kernels.host.accumulate`; ``structures`` come from :func:`spans`."""
     function = lib.partool_convert if first else lib.partool_accumulate
-    _done(function(_handle(pool), told, len(told) // _SPAN.size))
+    _check_status(function(_handle(pool), structures, len(structures) // _SPAN.size))
 
 
-def zero(lib: ctypes.CDLL, told: bytes, *, pool: Pool | None) -> None:
+def zero(lib: ctypes.CDLL, structures: bytes, *, pool: Pool | None) -> None:
     """See :func:`partool_kernels.host.zero`."""
-    _done(lib.partool_zero(_handle(pool), told, len(told) // _SPAN.size))
+    _check_status(lib.partool_zero(_handle(pool), structures, len(structures) // _SPAN.size))
 
 
 def _gradient(taken: Taken, one: UpdatePass | None, index: int, what: str, elements: int) -> tuple[int, int]:
@@ -155,7 +155,7 @@ def _handle(pool: Pool | None) -> int | None:
     return None if pool is None else pool.handle
 
 
-def _done(status: int) -> None:
+def _check_status(status: int) -> None:
     if status == _NO_MEMORY:
         raise MemoryError("no memory for the list of blocks of a pass")
     if status != 0:

@@ -22,7 +22,7 @@ def update(
     wants_sums: bool,
 ) -> Sums | None:
     """See :func:`partool_kernels.host.update`; results equal torch's bit for bit, even if a step is committed later."""
-    found = sums(step.gradients) if wants_sums and step is not None else None
+    gradient_sums = sums(step.gradients) if wants_sums and step is not None else None
     for index, part in enumerate(parts):
         if commit is not None:
             _apply(part.master, part.moments, commit.gradients[index], commit.rules[part.group])
@@ -34,13 +34,13 @@ def update(
             _apply(master, moments, step.gradients[index], step.rules[part.group])
         if weights is not None:
             weights[index].copy_(master)
-    return found
+    return gradient_sums
 
 
 def sums(gradients: Sequence[torch.Tensor]) -> Sums:
     """See :func:`partool_kernels.host.sums`."""
-    found = [block_sums(gradient, "torch") for gradient in gradients]
-    return Sums(tuple(squares for squares, _ in found), tuple(finite for _, finite in found))
+    by_gradient = [block_sums(gradient, "torch") for gradient in gradients]
+    return Sums(tuple(squares for squares, _ in by_gradient), tuple(finite for _, finite in by_gradient))
 
 
 def accumulate(into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, first: bool) -> None:

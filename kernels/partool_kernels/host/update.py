@@ -76,12 +76,12 @@ def accumulate(
     """
     if pool is not None and pool.idle:
         return
-    told = native.spans(into, gradients)
+    structures = native.spans(into, gradients)
     lib = _library(mode)
     if lib is None:
         reference.accumulate(into, gradients, first=first)
     else:
-        native.accumulate(lib, told, first=first, pool=pool)
+        native.accumulate(lib, structures, first=first, pool=pool)
 
 
 def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> None:
@@ -91,13 +91,13 @@ def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mod
     """
     if pool is not None and pool.idle:
         return
-    told = native.spans(tensors, None)
+    structures = native.spans(tensors, None)
     lib = _library(mode)
     if lib is None:
         for tensor in tensors:
             tensor.zero_()
     else:
-        native.zero(lib, told, pool=pool)
+        native.zero(lib, structures, pool=pool)
 
 
 def _no_sums(gradients: Sequence[torch.Tensor]) -> Sums:

@@ -18,17 +18,17 @@ from partool_kernels.cross_entropy.op import IGNORED, Terms, inner_scale
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``leftᵀ · right`` to ``total [V, H]``, whose type may be float32; factors are ``[C, V]`` and ``[C, H]``."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left.T, right, out=total)
-    elif _adds_wide(left.device, left.dtype):
-        torch.ops.aten.addmm.dtype_out(total, left.T, right, total.dtype, out=total)
-    elif left.dtype == torch.float16:
+def add_product(total: torch.Tensor, grads_CV: torch.Tensor, inputs_CH: torch.Tensor) -> None:
+    """Add ``grads_CVᵀ · inputs_CH`` to ``total [V, H]``, whose type may be float32."""
+    if total.dtype == grads_CV.dtype:
+        torch.addmm(total, grads_CV.T, inputs_CH, out=total)
+    elif _adds_wide(grads_CV.device, grads_CV.dtype):
+        torch.ops.aten.addmm.dtype_out(total, grads_CV.T, inputs_CH, total.dtype, out=total)
+    elif grads_CV.dtype == torch.float16:
         # One product in float16 may overflow although the total would not.
-        total += left.T.to(total.dtype) @ right.to(total.dtype)
+        total += grads_CV.T.to(total.dtype) @ inputs_CH.to(total.dtype)
     else:
-        total += left.T @ right
+        total += grads_CV.T @ inputs_CH
 
 
 @functools.cache
@@ -131,10 +131,10 @@ def _rows(inputs: Inputs, rows: int) -> int:
 
 def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
     """Return two types: one for sums of the weight's gradients, one for sums of losses and of the bias's gradients."""
-    own, tokens = inputs.hidden.dtype, len(inputs.hidden)
-    many = own.itemsize == 2 and tokens > WIDE_ABOVE * _rows(inputs, rows)
-    wide = torch.float64 if own == torch.float64 else torch.float32
-    return wide if many or own == torch.float16 else own, wide
+    dtype, tokens = inputs.hidden.dtype, len(inputs.hidden)
+    many = dtype.itemsize == 2 and tokens > WIDE_ABOVE * _rows(inputs, rows)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return wide if many or dtype == torch.float16 else dtype, wide
 
 
 def logits_buffer(rows: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:

@@ -31,14 +31,14 @@ def linear_cross_entropy(
     """
     check(hidden, weight, labels, bias, terms)
     grads = torch.is_grad_enabled()
-    found: torch.Tensor = torch.ops.partool.linear_cross_entropy(
+    result: torch.Tensor = torch.ops.partool.linear_cross_entropy(
         hidden, weight, bias, labels,
         needs_hidden=grads and hidden.requires_grad,
         needs_weight=grads and weight.requires_grad,
         needs_bias=grads and bias is not None and bias.requires_grad,
         z_loss=terms.z_loss, cap=terms.cap, rows=rows, kernels=mode,
     )[0]  # fmt: skip
-    return found
+    return result
 
 
 def check(
@@ -69,9 +69,9 @@ def _operator(
     """Return the fields of :class:`LossAndGradients`; gradients that are not needed are empty tensors."""
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1))
     needs = WantedGradients(needs_hidden, needs_weight, needs_bias)
-    found = losses_and_gradients(inputs, How(Terms(z_loss, cap), rows, kernels), needs)
-    of_hidden = None if found.hidden is None else found.hidden.view(hidden.shape)
-    return found.total, *(hidden.new_empty(0) if x is None else x for x in (of_hidden, found.weight, found.bias))
+    results = losses_and_gradients(inputs, How(Terms(z_loss, cap), rows, kernels), needs)
+    of_hidden = None if results.hidden is None else results.hidden.view(hidden.shape)
+    return results.total, *(hidden.new_empty(0) if x is None else x for x in (of_hidden, results.weight, results.bias))
 
 
 @_operator.register_fake
@@ -102,11 +102,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 def _gradients(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return None, None, None, None
-    found = [
+    grads = [
         scaled(x, grad / ctx.inner, ctx.dtype, ctx.mode) if needed else None
         for x, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
     ]
-    return *found, None
+    return *grads, None
 
 
 _operator.register_autograd(_gradients, setup_context=_keep)

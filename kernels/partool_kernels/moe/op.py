@@ -257,8 +257,8 @@ def _of_summed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     rows, places, ends, weights = ctx.saved_tensors
     if weights is None:
         return torch.ops.partool.moe_permute(grad, places, ends, ctx.mode), None, None, None, None
-    found = torch.ops.partool.moe_unpermute_backward(grad, rows, places, ends, weights, ctx.mode)
-    return found[0], None, None, found[1], None
+    grads = torch.ops.partool.moe_unpermute_backward(grad, rows, places, ends, weights, ctx.mode)
+    return grads[0], None, None, grads[1], None
 
 
 _permute.register_autograd(_of_permuted, setup_context=_keep_permuted)

@@ -77,8 +77,8 @@ def _backward(request: Request, device: torch.device, seed: int) -> Case:
     given |= {"mean": mean, "rstd": rstd}
 
     def run(config: Config) -> Sequence[torch.Tensor]:
-        found = of_columns(name, given, flags, config) if name == "norm_weights" else backward(given, flags, config)
-        sums = [each.to(x.dtype) for each in found if each is not None]
+        results = of_columns(name, given, flags, config) if name == "norm_weights" else backward(given, flags, config)
+        sums = [each.to(x.dtype) for each in results if each is not None]
         return sums if name == "norm_weights" else [grad_x, *sums]
 
     def by_torch(

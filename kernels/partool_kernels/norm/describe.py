@@ -94,8 +94,8 @@ def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
     Tiles hold whole rows of up to ``widest`` columns; for rows of more than 8192 columns there are also smaller blocks.
     """
     columns, lanes = request.width["n"], 64 if request.architecture.startswith("gfx") else 32
-    whole = min(max(_power(columns), 16), widest)
-    for block in sorted({whole, min(whole, 4096)} if columns > 8192 else {whole}):
+    row_block = min(max(_power(columns), 16), widest)
+    for block in sorted({row_block, min(row_block, 4096)} if columns > 8192 else {row_block}):
         for rows in (1, 2, 4, 8, 16, 32):
             for warps in (1, 2, 4, 8, 16):
                 if 4 <= rows * block // (warps * lanes) <= 32 and (rows == 1 or rows * block <= 8192):
@@ -127,25 +127,28 @@ STRIDES = {
 }
 """Names of each kernel's matrix arguments. The matrices have equal shapes, and their rows may be strided."""
 _WIDE = ("mean", "rstd", "of_weight", "of_bias")
-_KNOWN = {
+_DERIVED = {
     "norm_forward": ("LAYER", "ADD", "BIAS", "ONE"),
     "norm_backward": ("LAYER", "ADD", "BIAS", "ONE"),
     "norm_weights": ("LAYER", "BIAS"),
 }
 
 
-def known(name: str, flags: tuple[str, ...], columns: int, config: Config) -> dict[str, bool]:
+def derived_constants(name: str, flags: tuple[str, ...], columns: int, config: Config) -> dict[str, bool]:
     """Return those constants of a kernel that the flags, the width and the block size determine."""
-    found = {
+    constants = {
         "LAYER": "layer" in flags, "ADD": "add" in flags, "BIAS": "bias" in flags, "ONE": one_block(columns, config)
     }  # fmt: skip
-    return {constant: found[constant] for constant in _KNOWN[name]}
+    return {constant: constants[constant] for constant in _DERIVED[name]}
 
 
 def _signature(request: Request, config: Config) -> Signature:
     name, type_ = request.kernel, TRITON_TYPE[request.dtypes[0]]
     strides = tuple(f"{each}_stride" for each in STRIDES[name])
-    constants: dict[str, object] = {**known(name, request.flags, request.width["n"], config), **config.constants}
+    constants: dict[str, object] = {
+        **derived_constants(name, request.flags, request.width["n"], config),
+        **config.constants,
+    }
     return Signature(
         {pointer: "*fp32" if pointer in _WIDE else f"*{type_}" for pointer in POINTERS[name]}
         | dict.fromkeys(strides, "i64")

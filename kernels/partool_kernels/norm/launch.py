@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from partool_kernels.device import KernelCall, choose, launch_options, on
-from partool_kernels.norm.describe import POINTERS, STRIDES, known, one_block
+from partool_kernels.norm.describe import POINTERS, STRIDES, derived_constants, one_block
 from partool_kernels.registry import Config
 
 Pointers = Mapping[str, torch.Tensor]
@@ -41,7 +41,7 @@ def launch(name: str, given: Pointers, flags: tuple[str, ...], config: Config, e
     strides = (given.get(each, first).stride(0) for each in STRIDES[name])
     grid = (programs(rows, config), -(-columns // constants["BLOCK"]) if name == "norm_weights" else 1)
     numbers = (rows, columns) if eps is None else (rows, columns, eps)
-    options = known(name, flags, columns, config) | launch_options(config, first.device)
+    options = derived_constants(name, flags, columns, config) | launch_options(config, first.device)
     with on(first.device):
         getattr(kernel, name)[grid](*pointers, *strides, *numbers, **options)
 

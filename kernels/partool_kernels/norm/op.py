@@ -224,8 +224,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 
 
 def _gradients(ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = _call_backward(grad, grad_total, *ctx.saved_tensors, ctx.bias, ctx.kind, ctx.mode)
-    return found
+    grads: tuple[torch.Tensor, ...] = _call_backward(grad, grad_total, *ctx.saved_tensors, ctx.bias, ctx.kind, ctx.mode)
+    return grads
 
 
 def _of_norm(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:

@@ -87,10 +87,10 @@ class AiterConfigs:
             (folder / name for name in [*names, f"{prefix}-{widths}.json"] if (folder / name).is_file()), None
         )
         body = read(special or default)
-        found = _entry(body, gemm)
-        if found is None:
+        entry = _entry(body, gemm)
+        if entry is None:
             return None
-        key, config = found
+        key, config = entry
         return AiterConfiguration(split(config, gemm.k), special is not None and key != "any", special or default, key)
 
     def _place(self, architecture: str, family: str, backend: str | None) -> tuple[Path, str, Path] | None:
@@ -105,19 +105,19 @@ class AiterConfigs:
 
     def choices(self, request: Request) -> Iterator[Choice]:
         """Yield aiter's parameters for partool's kernel of the request; aiter measured them with its own kernel."""
-        found = self._of(request)
-        config = carried(request, found.config) if found else None
-        if found and config:
-            distance = MODELLED + (0.0 if found.tuned else ROWS if found.special else WIDTH)
-            yield Choice("triton", config, "modelled", distance, table=str(found.file))
+        configuration = self._of(request)
+        config = carried(request, configuration.config) if configuration else None
+        if configuration and config:
+            distance = MODELLED + (0.0 if configuration.tuned else ROWS if configuration.special else WIDTH)
+            yield Choice("triton", config, "modelled", distance, table=str(configuration.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
         """Yield the configuration of aiter's kernel if it is tuned or is from a file for the request's widths."""
-        found = self._of(request)
-        if found and found.tuned:
-            yield Choice("aiter", as_config(found.config), "exact", 0.0, table=str(found.file))
-        elif found and found.special:
-            yield Choice("aiter", as_config(found.config), "rows", ROWS, table=str(found.file))
+        configuration = self._of(request)
+        if configuration and configuration.tuned:
+            yield Choice("aiter", as_config(configuration.config), "exact", 0.0, table=str(configuration.file))
+        elif configuration and configuration.special:
+            yield Choice("aiter", as_config(configuration.config), "rows", ROWS, table=str(configuration.file))
 
     def _of(self, request: Request) -> AiterConfiguration | None:
         family = FAMILIES.get(request.kernel)
@@ -204,8 +204,8 @@ def default_name(name: str) -> str | None:
 
     Returns None for other files.
     """
-    found = _FILE.fullmatch(name)
-    return f"{found['arch']}-{found['family']}.json" if found else None
+    match = _FILE.fullmatch(name)
+    return f"{match['arch']}-{match['family']}.json" if match else None
 
 
 def holds(path: Path) -> bool:

@@ -73,9 +73,9 @@ class AiterTimes:
 
     def coverage(self, request: Request) -> Iterator[Choice]:
         """Yield the measurements of aiter's kernel."""
-        found = self.look_up(request)
-        if found:
-            m, row = found
+        entry = self.look_up(request)
+        if entry:
+            m, row = entry
             exact = m == request.rows
             time_s = row.time_s if exact else None
             yield Choice(
@@ -106,11 +106,11 @@ def _read(path: Path) -> Iterator[tuple[int, _Key, _Row]]:
                 raise TableError(path, f"there is no column {missing[0]}")
             for number, line in enumerate(lines, 2):
                 try:
-                    found = _row(kernel, line, str(path))
+                    entry = _row(kernel, line, str(path))
                 except (TypeError, ValueError) as error:
                     raise TableError(path, f"line {number}: {error}") from None
-                if found:
-                    yield number, *found
+                if entry:
+                    yield number, *entry
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(path, str(error)) from None
 

@@ -22,30 +22,30 @@ def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple
     or a folder above it, an aiter CSV file, or a vLLM file or a folder of vLLM files. vLLM's files are used only for
     experts of width ``expert_width``, if it is given. Raises :class:`TableError` for any other path.
     """
-    own: list[tuple[str, Table]] = []
+    loaded: list[tuple[str, Table]] = []
     readers: list[Reader] = []
     for path in paths:
-        found, more = _file(path, expert_width) if path.is_file() else _folder(path, expert_width)
-        if not found and not more:
+        more_tables, more_readers = _file(path, expert_width) if path.is_file() else _folder(path, expert_width)
+        if not more_tables and not more_readers:
             raise tables.TableError(path, _nothing(path) if path.is_dir() else "does not exist")
-        own += found
-        readers += more
-    return own, readers
+        loaded += more_tables
+        readers += more_readers
+    return loaded, readers
 
 
 def _nothing(path: Path) -> str:
     """Return why no configurations were found in a folder, and which files are expected."""
     from partool_kernels.registry.kernels import KERNELS
 
-    own = "<kernel>/<architecture>.json"
+    form = "<kernel>/<architecture>.json"
     if path.name in KERNELS and any(path.glob("*.json")):
-        return f"it is one kernel's; tables are {own}: name the folder above, {path.parent}"
+        return f"it is one kernel's; tables are {form}: name the folder above, {path.parent}"
     default = next((aiter.default_name(file.name) for file in sorted(path.rglob("gfx*.json"))), None)
     if default:
         return f"files of aiter count beside their default file, configs/gemm/{default}, in a folder of that form"
     others = sorted(file.name for file in path.glob("*.json"))
     seen = f"; {others[0]} is named like none of them" if others else "" if any(path.iterdir()) else "; it is empty"
-    return f"no tables of partool ({own}), aiter (configs/gemm/gfx*.json) or vLLM (E=*,N=*,device_name=*.json){seen}"
+    return f"no tables of partool ({form}), aiter (configs/gemm/gfx*.json) or vLLM (E=*,N=*,device_name=*.json){seen}"
 
 
 def _file(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table]], list[Reader]]:
@@ -58,7 +58,7 @@ def _file(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table]]
 
 
 def _folder(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table]], list[Reader]]:
-    own = [(str(file), tables.read(file)) for file in sorted(path.glob("*/*.json")) if _ours(file)]
+    ours = [(str(file), tables.read(file)) for file in sorted(path.glob("*/*.json")) if _ours(file)]
     readers: list[Reader] = []
     for place in (path / each for each in _WITHIN):
         if aiter.holds(place):
@@ -69,7 +69,7 @@ def _folder(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table
         experts = [file for file in sorted(place.glob("E=*.json")) if vllm.parse_name(file.name)]
         if experts:
             readers.append(vllm.VllmConfigs(experts, expert_width))
-    return own, readers
+    return ours, readers
 
 
 def _ours(file: Path) -> bool:

@@ -75,15 +75,15 @@ class Registry:
 
     def others(self, request: Request) -> Choice | None:
         """Return the best choice among other tools' kernels, or None; ``request.kernel`` may be any name."""
-        found = (choice for reader in self._readers for choice in reader.coverage(request))
-        return min(found, key=_order, default=None)
+        candidates = (choice for reader in self._readers for choice in reader.coverage(request))
+        return min(candidates, key=_order, default=None)
 
     def choices(self, request: Request) -> list[Choice]:
         """Return all choices that can run for a request, the best first and the kernel's rule last."""
         rule = Choice("triton", KERNELS[request.kernel].default(request), "heuristic", HEURISTIC)
         read = (choice for reader in self._readers for choice in reader.choices(request))
-        found = [*self._of_tables(request), *(c for c in read if obstacle(request, c.config) is None)]
-        return [*sorted(found, key=_order), rule]
+        candidates = [*self._of_tables(request), *(c for c in read if obstacle(request, c.config) is None)]
+        return [*sorted(candidates, key=_order), rule]
 
     def tables(self, kernel: str, architecture: str) -> list[tuple[str, Table]]:
         """Return the tables of a kernel on an architecture, each with its file, the user's tables first."""
@@ -93,8 +93,8 @@ class Registry:
 
             path = tables.path_of(kernel, architecture, self._folder or tables.TUNED)
             installed = [(str(path), tables.read(path))] if path.is_file() else []
-            own = [(place, table) for place, table in self._user if (table.kernel, table.architecture) == key]
-            self._tables[key] = own + installed
+            given = [(place, table) for place, table in self._user if (table.kernel, table.architecture) == key]
+            self._tables[key] = given + installed
         return self._tables[key]
 
     def _of_tables(self, request: Request) -> Iterator[Choice]:
@@ -128,14 +128,14 @@ def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
     distance += STALE * stale + MODELLED * (entry.measured is None)
     if entry.device and not here:
         distance += DEVICE + octaves(entry.units, request.units)
-    known = entry.measured if source == "exact" else None
+    measured = entry.measured if source == "exact" else None
     return Choice(
         "triton",
         entry.config.config,
         source,
         distance,
-        time_s=known.time_s if known else None,
-        reference_s=known.reference_s if known else None,
+        time_s=measured.time_s if measured else None,
+        reference_s=measured.reference_s if measured else None,
         table=place,
     )
 

@@ -23,43 +23,43 @@ _STARTS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 def source_hash(kernel: str) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of a kernel's source; raises KeyError for an unknown kernel."""
     described = KERNELS[kernel]
-    found: dict[tuple[str, str], str] = {}
-    _gather("partool_kernels/" + described.source, described.function, found)
-    text = "\n".join(f"{name}\n{found[path, name]}" for path, name in sorted(found))
+    texts: dict[tuple[str, str], str] = {}
+    _gather("partool_kernels/" + described.source, described.function, texts)
+    text = "\n".join(f"{name}\n{texts[path, name]}" for path, name in sorted(texts))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _gather(path: str, name: str, found: dict[tuple[str, str], str]) -> None:
-    """Add to ``found`` the code of a name in a file, and the code of all names of partool that this code uses."""
+def _gather(path: str, name: str, texts: dict[tuple[str, str], str]) -> None:
+    """Add to ``texts`` the code of a name in a file, and the code of all names of partool that this code uses."""
     code = _names(path)
-    if name not in code or (path, name) in found:
+    if name not in code or (path, name) in texts:
         return
     node = code[name]
     if isinstance(node, ast.ImportFrom):
         (alias,) = (each for each in node.names if (each.asname or each.name) == name)
-        _gather(str(node.module).replace(".", "/") + ".py", alias.name, found)
+        _gather(str(node.module).replace(".", "/") + ".py", alias.name, texts)
         return
-    found[path, name] = _plain(path, node)
+    texts[path, name] = _plain(path, node)
     for used in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
-        _gather(path, used, found)
+        _gather(path, used, texts)
 
 
 @functools.cache
 def _names(path: str) -> dict[str, ast.stmt]:
     """Return the statements that define or import each name in a file of partool's kernels."""
-    found: dict[str, ast.stmt] = {}
+    statements: dict[str, ast.stmt] = {}
     for node in ast.parse((_ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
+            statements[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {
+            statements |= {
                 each.id: node for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)
             }
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = node
+            statements[node.target.id] = node
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("partool_kernels."):
-            found |= {each.asname or each.name: node for each in node.names}
-    return found
+            statements |= {each.asname or each.name: node for each in node.names}
+    return statements
 
 
 def _plain(path: str, node: ast.stmt) -> str:

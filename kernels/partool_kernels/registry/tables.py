@@ -144,9 +144,10 @@ class Entry(_Part):
 
         Without a report of this version return the largest report of any version, or 0 if there are no reports.
         """
-        known = self.resources
+        resources = self.resources
         return max(
-            (each.shared_bytes for name, each in known.items() if name == triton or triton not in known), default=0
+            (each.shared_bytes for name, each in resources.items() if name == triton or triton not in resources),
+            default=0,
         )
 
 

@@ -36,12 +36,12 @@ class Config:
 
         Multiplications and additions are fused, the default of Triton up to 3.9; later defaults would change results.
         """
-        found: dict[str, int | bool] = {
+        options: dict[str, int | bool] = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True
         }  # fmt: skip
         if backend == "hip":
-            found |= {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
-        return found
+            options |= {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
+        return options
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,11 @@ class Name(NamedTuple):
 
 def parse_name(name: str) -> Name | None:
     """Return the fields of a file's name, or None for a name that is not in vLLM's format."""
-    found = _NAME.fullmatch(name)
-    if not found:
+    match = _NAME.fullmatch(name)
+    if not match:
         return None
-    block = (int(found["n"]), int(found["k"])) if found["n"] else None
-    return Name(int(found["experts"]), int(found["width"]), found["device"].replace("_", " "), found["dtype"], block)
+    block = (int(match["n"]), int(match["k"])) if match["n"] else None
+    return Name(int(match["experts"]), int(match["width"]), match["device"].replace("_", " "), match["dtype"], block)
 
 
 class VllmConfiguration(NamedTuple):
@@ -78,8 +78,8 @@ class VllmConfigs:
 
     def look_up(self, name: Name, tokens: int) -> VllmConfiguration | None:
         """Return the configuration for the nearest number of tokens (the lower of two equally near), or None."""
-        for known, file in self._files.items():
-            if known._replace(device="") == name._replace(device="") and same_device(known.device, name.device):
+        for other, file in self._files.items():
+            if other._replace(device="") == name._replace(device="") and same_device(other.device, name.device):
                 body = read(file)
                 nearest = min(sorted(body), key=lambda rows: abs(rows - tokens))
                 return VllmConfiguration(body[nearest], file, nearest)
@@ -87,20 +87,24 @@ class VllmConfigs:
 
     def choices(self, request: Request) -> Iterator[Choice]:
         """Yield vLLM's parameters for partool's expert kernel; the parameters were measured with vLLM's kernel."""
-        for found in self._of(request):
-            own = carried(request, found.config)
-            if own:
-                yield Choice("triton", own, "modelled", MODELLED, table=str(found.file))
+        for configuration in self._of(request):
+            config = carried(request, configuration.config)
+            if config:
+                yield Choice("triton", config, "modelled", MODELLED, table=str(configuration.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
         """Yield the configurations of vLLM's kernel, without times.
 
         The source is ``exact`` if the entry is for the request's bucket of rows, otherwise ``rows``.
         """
-        for found in self._of(request):
-            apart = abs(math.log2(bucket(found.tokens) / bucket(request.rows)))
+        for configuration in self._of(request):
+            apart = abs(math.log2(bucket(configuration.tokens) / bucket(request.rows)))
             yield Choice(
-                "vllm", as_config(found.config), "rows" if apart else "exact", ROWS * apart, table=str(found.file)
+                "vllm",
+                as_config(configuration.config),
+                "rows" if apart else "exact",
+                ROWS * apart,
+                table=str(configuration.file),
             )
 
     def _of(self, request: Request) -> Iterator[VllmConfiguration]:
@@ -115,16 +119,16 @@ class VllmConfigs:
             if self._expert_width not in (None, inner):
                 continue
             name = Name(width["e"], inner, request.device, dtype, _BLOCK if dtype else None)
-            found = self.look_up(name, request.rows)
-            if found:
-                yield found
+            configuration = self.look_up(name, request.rows)
+            if configuration:
+                yield configuration
 
 
 @functools.lru_cache(maxsize=1024)
 def read(path: Path) -> dict[int, dict[str, int | str | None]]:
     """Return a file's configurations by number of tokens; raises :class:`TableError` unless the format is vLLM's."""
     body = json_object(path)
-    found = {}
+    configurations = {}
     for key, config in body.items():
         if key == "triton_version":
             continue
@@ -133,7 +137,7 @@ def read(path: Path) -> dict[int, dict[str, int | str | None]]:
         missing = [name for name in _BLOCKS if config.get(name, 0) <= 0]
         if missing:
             raise TableError(path, f"{key}: there is no {missing[0]}, vLLM's kernel needs {', '.join(_BLOCKS)}")
-        found[int(key)] = dict(config)
-    if not found:
+        configurations[int(key)] = dict(config)
+    if not configurations:
         raise TableError(path, "no configurations")
-    return found
+    return configurations

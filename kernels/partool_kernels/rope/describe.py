@@ -25,9 +25,9 @@ def _config(tokens: int, heads: int, warps: int) -> Config:
 
 
 def _configs(request: Request) -> Iterator[Config]:
-    whole = _block(request.width["n"], 128)
+    block = _block(request.width["n"], 128)
     for tokens in (1, 2, 4, 8, 16):
-        for heads in sorted({whole, max(whole // 2, 1), max(whole // 4, 1)}):
+        for heads in sorted({block, max(block // 2, 1), max(block // 4, 1)}):
             elements = tokens * heads * half_block(request.width["d"])
             for warps in (2, 4, 8, 16):
                 if elements <= _LARGEST // 2 and 4 <= elements // (32 * warps) <= 32:

@@ -51,14 +51,14 @@ def attention(
     ``also`` holds other names to try, ``flex`` or names from :func:`newer`. A chosen implementation from :func:`newer`
     replaces torch's ``flash`` in the whole process. Raises :class:`NothingWorksError`.
     """
-    own = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
-    answer = _choose(selector, heads, (dtype, device), (*own, *also))
+    usual = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
+    answer = _choose(selector, heads, (dtype, device), (*usual, *also))
     if answer.name in _IMPLEMENTATIONS:
         try:
             torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[answer.name])
         except Exception as error:  # an import may raise any type; the package existed when an earlier process chose it
             absent = {answer.name: f"{type(error).__name__}: {error}"}
-            answer = _choose(selector, heads, (dtype, device), tuple(x for x in (*own, *also) if x != answer.name))
+            answer = _choose(selector, heads, (dtype, device), tuple(x for x in (*usual, *also) if x != answer.name))
             answer = replace(answer, excluded=answer.excluded | absent)
     # Without a measurement torch chooses by itself.
     return (plain if answer.source == "default" else by(answer.name)), answer

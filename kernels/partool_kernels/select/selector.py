@@ -93,11 +93,11 @@ class Selector:
         return self._answers[asked]
 
     def _kept(self, problem: Question) -> Answer | None:
-        held = self._store.read().get(problem.text) if self._store is not None else None
+        answer = self._store.read().get(problem.text) if self._store is not None else None
         # A stored answer is void if implementations were added or removed since.
-        if held is None or held.get("names") != list(problem.names) or held["name"] not in problem.names:
+        if answer is None or answer.get("names") != list(problem.names) or answer["name"] not in problem.names:
             return None
-        return Answer(held["name"], "kept", dict(held.get("seconds", {})), dict(held.get("excluded", {})))
+        return Answer(answer["name"], "kept", dict(answer.get("seconds", {})), dict(answer.get("excluded", {})))
 
     def _measured(self, problem: Question) -> Answer:
         # A failed measurement does not stop training: the training step may have used up the memory that it needs.
@@ -108,8 +108,8 @@ class Selector:
             warnings.warn(f"{problem.text} is not measured: {_words(error)}", RuntimeWarning, stacklevel=4)
             return Answer(problem.names[0], "default")
         if not right:
-            told = "; ".join(f"{name}: {reason}" for name, reason in excluded.items())
-            raise NothingWorksError(f"no implementation of {problem.text} works: {told}")
+            problems = "; ".join(f"{name}: {reason}" for name, reason in excluded.items())
+            raise NothingWorksError(f"no implementation of {problem.text} works: {problems}")
         best = right[0].name
         for name, time_s in seconds.items():
             if time_s < seconds[best] * (1 - GAIN):
@@ -124,12 +124,12 @@ class Selector:
         """Return the median seconds of each candidate by name, in the order of ``right``."""
         plain = [one for one in right if one.within is nullcontext]
         times = self._timer.medians_s([one.run for one in plain], REPEATS) if plain else []
-        found = {one.name: time_s for one, time_s in zip(plain, times, strict=True)}
+        times_s = {one.name: time_s for one, time_s in zip(plain, times, strict=True)}
         for one in right:
             if one.within is not nullcontext:
                 with one.within():
-                    (found[one.name],) = self._timer.medians_s([one.run], REPEATS)
-        return {one.name: found[one.name] for one in right}
+                    (times_s[one.name],) = self._timer.medians_s([one.run], REPEATS)
+        return {one.name: times_s[one.name] for one in right}
 
 
 def _right(problem: Question) -> tuple[list[Candidate], dict[str, str]]:
@@ -146,17 +146,17 @@ def _right(problem: Question) -> tuple[list[Candidate], dict[str, str]]:
             # Libraries warn about missing support before they raise; the warning is dropped, as the error says why.
             with candidate.within(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found = [x.detach().float().cpu() for x in candidate.run()]
+                results = [x.detach().float().cpu() for x in candidate.run()]
         except torch.OutOfMemoryError:  # another run may have enough memory
             raise
         except Exception as error:  # libraries and drivers raise errors of many types
             excluded[candidate.name] = _words(error)
             continue
         if not truth:
-            truth = found
+            truth = results
             if not all(x.isfinite().all() for x in truth) or not any(x.any() for x in truth):
                 raise RuntimeError(f"results of {candidate.name} are zero, or not finite: others cannot be compared")
-        elif problem_with := _difference(found, truth, problem):
+        elif problem_with := _difference(results, truth, problem):
             excluded[candidate.name] = problem_with
             continue
         right.append(candidate)
@@ -168,11 +168,11 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Question) -> str:
+def _difference(results: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Question) -> str:
     """Return a text that says how results differ by more than rounding, or an empty text if they do not."""
-    if [x.shape for x in found] != [x.shape for x in truth]:
-        return f"results {[list(x.shape) for x in found]} are not {[list(x.shape) for x in truth]}"
-    for one, other in zip(found, truth, strict=True):
+    if [x.shape for x in results] != [x.shape for x in truth]:
+        return f"results {[list(x.shape) for x in results]} are not {[list(x.shape) for x in truth]}"
+    for one, other in zip(results, truth, strict=True):
         if not other.numel():
             continue
         rows = (x.abs() if problem.by_row else x.abs().flatten()[None] for x in (one - other, other))

@@ -35,21 +35,23 @@ class Store:
     def read(self) -> dict[str, dict[str, Any]]:
         """Return all stored answers."""
         try:
-            held = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             self._warn(f"cannot be read and is ignored: {error}")
             return {}
-        if not _is_whole(held):
+        if not _is_whole(content):
             self._warn("is not what partool wrote, and is ignored")
             return {}
-        same = held["format"] == FORMAT and held["device"] == self._device and held["versions"] == self._versions
-        return cast("dict[str, dict[str, Any]]", held["answers"]) if same else {}
+        same = (
+            content["format"] == FORMAT and content["device"] == self._device and content["versions"] == self._versions
+        )
+        return cast("dict[str, dict[str, Any]]", content["answers"]) if same else {}
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
         """Add an answer; the file is replaced atomically, so that no other process reads an incomplete file."""
-        held = {
+        content = {
             "format": FORMAT,
             "device": self._device,
             "versions": self._versions,
@@ -60,7 +62,7 @@ class Store:
             handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(held, file, indent=1, sort_keys=True)
+                    json.dump(content, file, indent=1, sort_keys=True)
                 os.replace(name, self.path)
             except BaseException:
                 Path(name).unlink(missing_ok=True)
@@ -72,10 +74,10 @@ class Store:
         warnings.warn(f"{self.path} {what}", RuntimeWarning, stacklevel=3)
 
 
-def _is_whole(held: Any) -> bool:
-    if not isinstance(held, dict) or not {"format", "device", "versions", "answers"} <= held.keys():
+def _is_whole(content: Any) -> bool:
+    if not isinstance(content, dict) or not {"format", "device", "versions", "answers"} <= content.keys():
         return False
-    answers = held["answers"]
+    answers = content["answers"]
     return isinstance(answers, dict) and all(
         isinstance(answer, dict) and isinstance(answer.get("name"), str) for answer in answers.values()
     )

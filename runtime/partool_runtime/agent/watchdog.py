@@ -115,10 +115,10 @@ class Watchdog:
             return
         watched.progress, watched.at = seen, now
         watched.interrupted |= seen.phase not in IN_STEPS
-        if seen.done == before.done:
+        if seen.steps_done == before.steps_done:
             return
-        if before.done and not watched.interrupted:
-            watched.steps_s.append((seen.step_at - before.step_at) / (seen.done - before.done))
+        if before.steps_done and not watched.interrupted:
+            watched.steps_s.append((seen.step_at - before.step_at) / (seen.steps_done - before.steps_done))
         watched.interrupted = seen.phase not in IN_STEPS
 
     def _limit_s(self, watched: _Watched) -> float:
@@ -126,7 +126,7 @@ class Watchdog:
         bar_s = self.upper_bar_s()
         if watched.state == STOPPED:
             return fixed_s or STOPPED_STEPS * bar_s + SLACK_S
-        if watched.progress.phase == "training" and watched.progress.done >= _WARM_STEPS:
+        if watched.progress.phase == "training" and watched.progress.steps_done >= _WARM_STEPS:
             return fixed_s or STALLED_STEPS * bar_s + SLACK_S
         return max(fixed_s, _PATIENCE_S.get(watched.progress.phase, _USUAL_PATIENCE_S), STALLED_STEPS * bar_s + SLACK_S)
 

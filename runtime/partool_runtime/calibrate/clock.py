@@ -34,11 +34,11 @@ class Timing:
         cuda = self.device.type == "cuda" and not item.host_clock
         once = max(self._times(work, 2, cuda=cuda)[1:])  # the first call allocates memory and chooses kernels
         repeats = self._agree(min(_MOST, max(_LEAST, int(self.seconds / max(once, 1e-9)))))
-        own = self._times(work, repeats, cuda=cuda)
+        local_s = self._times(work, repeats, cuda=cuda)
         if self.world == 1:
-            return own
+            return local_s
         gathered = [torch.zeros(repeats, dtype=torch.float64) for _ in range(self.world)]
-        dist.all_gather(gathered, torch.tensor(own, dtype=torch.float64))
+        dist.all_gather(gathered, torch.tensor(local_s, dtype=torch.float64))
         if item.kind == "collective":  # a collective is done when its last rank is
             return [float(value) for value in torch.stack(gathered).amax(0)]
         return [float(value) for value in torch.cat(gathered)]

@@ -28,20 +28,20 @@ def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     ``points`` holds pairs (size, seconds). An ``alpha`` below 0 becomes 0, and ``beta`` is fitted again. Raises
     ValueError for fewer than two sizes, or for times that do not grow with the size.
     """
-    found = [(size, seconds) for size, seconds in points if seconds > 0]
-    if len({size for size, _ in found}) < 2:
+    timed = [(size, seconds) for size, seconds in points if seconds > 0]
+    if len({size for size, _ in timed}) < 2:
         raise ValueError("a line needs two sizes")
-    weights = [seconds**-2 for _, seconds in found]
+    weights = [seconds**-2 for _, seconds in timed]
     total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, found, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, found, strict=True)) / total
-    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, found, strict=True))
-    beta = over / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, found, strict=True))
+    mean_x = sum(w * x for w, (x, _) in zip(weights, timed, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, timed, strict=True)) / total
+    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, timed, strict=True))
+    beta = over / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, timed, strict=True))
     alpha = mean_y - beta * mean_x
     if alpha < 0:
         alpha = 0.0
-        squares = sum(w * x * x for w, (x, _) in zip(weights, found, strict=True))
-        beta = sum(w * x * y for w, (x, y) in zip(weights, found, strict=True)) / squares
+        squares = sum(w * x * x for w, (x, _) in zip(weights, timed, strict=True))
+        beta = sum(w * x * y for w, (x, y) in zip(weights, timed, strict=True)) / squares
     if beta <= 0:
         raise ValueError("times do not grow with the size")
     return alpha, beta
@@ -55,21 +55,23 @@ def product_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, f
     another program may have slowed them down. The result is None if the shapes are too few or too similar to tell the
     two parameters apart, or if no two positive parameters fit.
     """
-    found = [(elements / flops, seconds / flops) for flops, elements, seconds in points]
-    if len(found) < _FEWEST_SHAPES or max(x for x, _ in found) < _RANGE * min(x for x, _ in found):
+    per_flop = [(elements / flops, seconds / flops) for flops, elements, seconds in points]
+    if len(per_flop) < _FEWEST_SHAPES or max(x for x, _ in per_flop) < _RANGE * min(x for x, _ in per_flop):
         return None
-    slope = statistics.median((w - y) / (v - x) for (x, y), (v, w) in combinations(found, 2) if v != x)
-    start = statistics.median(y - slope * x for x, y in found)
-    off = [abs(start + slope * x - y) / y for x, y in found]
-    near = [point for point, error in zip(found, off, strict=True) if error <= 3.0 * max(statistics.median(off), 0.01)]
+    slope = statistics.median((w - y) / (v - x) for (x, y), (v, w) in combinations(per_flop, 2) if v != x)
+    start = statistics.median(y - slope * x for x, y in per_flop)
+    off = [abs(start + slope * x - y) / y for x, y in per_flop]
+    near = [
+        point for point, error in zip(per_flop, off, strict=True) if error <= 3.0 * max(statistics.median(off), 0.01)
+    ]
     try:
         alpha, beta = alpha_beta(near)
     except ValueError:
         return None
     # A rate far above every measured one is a guess beyond the shapes.
-    if alpha * _FASTER < min(y for _, y in found):
+    if alpha * _FASTER < min(y for _, y in per_flop):
         return None
-    return 1.0 / alpha, beta, statistics.median(abs(alpha + beta * x - y) / y for x, y in found)
+    return 1.0 / alpha, beta, statistics.median(abs(alpha + beta * x - y) / y for x, y in per_flop)
 
 
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
@@ -80,32 +82,32 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
     is the median over shapes; where a line fits the products' times, plans use that line.
     """
     best = backend != "cpu"
-    found: Json = {}
+    fitted: Json = {}
     for name, kind in (("achievable_flops", "gemm"), ("attention_flops", "attention")):
         of_kind = _of(measurements, kind)
         precisions = sorted({m["precision"] for m in of_kind})
         if precisions:
-            found[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
+            fitted[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
     if not best and (lines := _products(_of(measurements, "gemm"))):
-        found["products"] = lines
+        fitted["products"] = lines
     if not best and (rates_by_length := _by_length(_of(measurements, "attention"))):
-        found["attention_by_length"] = rates_by_length
+        fitted["attention_by_length"] = rates_by_length
     rates = (("stream_bytes_per_s", "memory"), ("fresh_bytes_per_s", "fresh"), ("adam_parameters_per_s", "adam"))
     for name, kind in rates:
         if of_kind := _of(measurements, kind):
-            found[name] = _rate(of_kind, best=False)
+            fitted[name] = _rate(of_kind, best=False)
     if of_kind := _of(measurements, "operator"):
         times = [m["seconds"] / m["work"] for m in of_kind]
         n, median, mad = summary(times)
         spread = mad if n > 1 else of_kind[0]["mad_s"] / of_kind[0]["work"]
-        found["operator_s"] = _figure(median, "s", sum(m["n"] for m in of_kind), spread)
+        fitted["operator_s"] = _figure(median, "s", sum(m["n"] for m in of_kind), spread)
     if of_kind := _of(measurements, "host_link"):
         # The slower direction counts: gradients and parameters move in opposite directions; the plan has one figure.
-        found["host_link_bytes_per_s"] = _rate(of_kind, best=False, worst=True)
+        fitted["host_link_bytes_per_s"] = _rate(of_kind, best=False, worst=True)
     lines = {name: line for name in COLLECTIVES if (line := _line(measurements, name, ranks)) is not None}
     if lines:
-        found["collectives"] = lines
-    return found
+        fitted["collectives"] = lines
+    return fitted
 
 
 def _of(measurements: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
@@ -129,29 +131,29 @@ def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False)
 
 def _products(gemms: Sequence[Mapping[str, Any]]) -> Json:
     """Return the lines through the times of matrix products, by precision; a precision without a line is left out."""
-    found: Json = {}
+    products: Json = {}
     for precision in sorted({m["precision"] for m in gemms}):
         shapes = [m for m in gemms if m["precision"] == precision and m.get("elements")]
         line = product_line((m["work"], m["elements"], m["seconds"]) for m in shapes)
         if line is not None:
             rate, element_s, error = line
             n = sum(m["n"] for m in shapes)
-            found[precision] = {
+            products[precision] = {
                 "flops_per_s": _figure(rate, "flop/s", n, rate * error),
                 "element_s": _figure(element_s, "s/element", n, element_s * error),
             }
-    return found
+    return products
 
 
 def _by_length(attention: Sequence[Mapping[str, Any]]) -> Json:
     """Return the rates of attention by precision and sequence length, for precisions with several lengths."""
-    found: Json = {}
+    rates: Json = {}
     for precision in sorted({m["precision"] for m in attention}):
         shapes = [m for m in attention if m["precision"] == precision and m.get("length")]
         lengths = sorted({m["length"] for m in shapes})
         if len(lengths) > 1:
-            found[precision] = {n: _rate([m for m in shapes if m["length"] == n], best=False) for n in lengths}
-    return found
+            rates[precision] = {n: _rate([m for m in shapes if m["length"] == n], best=False) for n in lengths}
+    return rates
 
 
 def _line(measurements: Sequence[Mapping[str, Any]], name: str, ranks: int) -> Json | None:

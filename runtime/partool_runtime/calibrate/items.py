@@ -90,37 +90,37 @@ _TURNS = 8
 def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
     """Return all items to measure on a device; the list is equal on every rank."""
     cuda = device.type == "cuda"
-    found: list[Item] = []
+    all_items: list[Item] = []
     for precision in _precisions(cuda):
-        found += _gemms(sizes, device, precision)
+        all_items += _gemms(sizes, device, precision)
     # On accelerators, fused attention needs 16-bit types.
     for precision in [p for p in _precisions(cuda) if not cuda or p in ("bf16", "fp16")]:
-        found += [_attention(shape, device, precision) for shape in sizes.sequences]
-    found += _streams(sizes, device)
+        all_items += [_attention(shape, device, precision) for shape in sizes.sequences]
+    all_items += _streams(sizes, device)
     if not cuda:
-        found.append(Item("fresh", f"first writes to {sizes.fresh_bytes} bytes", "fp32", sizes.fresh_bytes, "byte",
+        all_items.append(Item("fresh", f"first writes to {sizes.fresh_bytes} bytes", "fp32", sizes.fresh_bytes, "byte",
                           partial(_fresh, sizes.fresh_bytes)))  # fmt: skip
-    found.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
+    all_items.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
                       partial(_operators, device), host_clock=True))  # fmt: skip
     if world > 1:
-        found += _collectives(sizes, device, world)
+        all_items += _collectives(sizes, device, world)
     if cuda:
-        found += [
+        all_items += [
             Item("host_link", name, "", sizes.link_bytes, "byte", partial(_link, sizes.link_bytes, device, name))
             for name in ("host to device", "device to host")
         ]
     count = sizes.adam_parameters
-    found.append(Item("adam", f"fused AdamW on the CPU, {count} parameters", "fp32", count, "parameter",
+    all_items.append(Item("adam", f"fused AdamW on the CPU, {count} parameters", "fp32", count, "parameter",
                       partial(_adam, count), host_clock=True))  # fmt: skip
-    return found
+    return all_items
 
 
 def _precisions(cuda: bool) -> list[str]:
     """Return the precisions that the device supports; fp8 products of torch need compute capability 8.9."""
     if not cuda:
         return [*DTYPES]
-    found = ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
-    return found + ["fp8"] * (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9))
+    precisions = ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
+    return precisions + ["fp8"] * (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9))
 
 
 def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[Item]:
@@ -259,12 +259,12 @@ def _collectives(sizes: WorkSizes, device: torch.device, world: int) -> Iterator
         part = size // 4 // world
 
         def gather(part: int = part) -> Work:
-            mine, whole = torch.zeros(part, device=device), torch.zeros(part * world, device=device)
-            return partial(getattr(dist, _GATHER), whole, mine)
+            mine, full = torch.zeros(part, device=device), torch.zeros(part * world, device=device)
+            return partial(getattr(dist, _GATHER), full, mine)
 
         def scatter(part: int = part) -> Work:
-            mine, whole = torch.zeros(part, device=device), torch.zeros(part * world, device=device)
-            return partial(getattr(dist, _SCATTER), mine, whole)
+            mine, full = torch.zeros(part, device=device), torch.zeros(part * world, device=device)
+            return partial(getattr(dist, _SCATTER), mine, full)
 
         def reduce(part: int = part) -> Work:
             return partial(dist.all_reduce, torch.zeros(part * world, device=device))
@@ -275,10 +275,10 @@ def _collectives(sizes: WorkSizes, device: torch.device, world: int) -> Iterator
 
 def _link(size: int, device: torch.device, name: str) -> Work:
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
+    on_device = torch.empty(size, dtype=torch.uint8, device=device)
     if name == "host to device":
-        return partial(there.copy_, host, non_blocking=True)
-    return partial(host.copy_, there, non_blocking=True)
+        return partial(on_device.copy_, host, non_blocking=True)
+    return partial(host.copy_, on_device, non_blocking=True)
 
 
 def _adam(count: int) -> Work:

@@ -35,10 +35,10 @@ def find_files(data: DataSpec) -> list[SourceFile]:
     paths: dict[Path, None] = {}
     empty = []
     for source in sources:
-        found = list(_expand(source))
-        if not found:
+        matches = list(_expand(source))
+        if not matches:
             empty.append(source)
-        paths.update(dict.fromkeys(found))
+        paths.update(dict.fromkeys(matches))
     if empty or not paths:
         what = ", ".join(repr(source) for source in empty) or "an empty list"
         raise ConfigurationError(
@@ -66,11 +66,11 @@ def _expand(source: str) -> Iterator[Path]:
 
 def _walk(root: Path) -> Iterator[Path]:
     """Yield the files below a folder, sorted by path; hidden files and folders and linked folders are skipped."""
-    found = []
+    files_below = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    yield from sorted(path for path in found if path.is_file())
+        files_below += [Path(folder, name) for name in files if not name.startswith(".")]
+    yield from sorted(path for path in files_below if path.is_file())
 
 
 def _is_companion(path: Path, wanted: str) -> bool:

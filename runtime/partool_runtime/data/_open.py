@@ -136,16 +136,16 @@ def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builde
     entered = False
     try:
         with ExitStack() as locks:
-            held = [locks.enter_context(cache.lock(wait=False)) for cache in caches]
+            locked = [locks.enter_context(cache.lock(wait=False)) for cache in caches]
             entered = True
             barrier()
-            for cache, mine in zip(caches, held, strict=True):
+            for cache, mine in zip(caches, locked, strict=True):
                 if mine:
                     cache.ensure()
     finally:
         if not entered:
             barrier()
-    for cache, mine in zip(caches, held, strict=True):
+    for cache, mine in zip(caches, locked, strict=True):
         if not mine:
             with cache.lock(wait=True):
                 cache.ensure()

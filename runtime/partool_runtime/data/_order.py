@@ -59,7 +59,7 @@ def _round_keys(seed: int, epoch: int) -> U64:
 
 def _feistel(values: U64, keys: U64, half_bits: int) -> U64:
     low = np.uint64((1 << half_bits) - 1)
-    left, right = values >> np.uint64(half_bits), values & low
+    upper, lower = values >> np.uint64(half_bits), values & low
     for key in keys:
-        left, right = right, left ^ (mix(right + key) >> np.uint64(64 - half_bits))
-    return (left << np.uint64(half_bits)) | right
+        upper, lower = lower, upper ^ (mix(lower + key) >> np.uint64(64 - half_bits))
+    return (upper << np.uint64(half_bits)) | lower

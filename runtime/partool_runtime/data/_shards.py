@@ -77,14 +77,14 @@ class Corpus:
     def documents_of(self, start: int, stop: int) -> I64:
         """Return the document number of each token in ``[start, stop)``."""
         places = np.arange(start, stop, dtype=np.int64)
-        found = np.empty_like(places)
+        numbers = np.empty_like(places)
         owner = np.searchsorted(self._token_ends, places, side="right")
         for index in np.unique(owner):
             shard, mine = self.shards[index], owner == index
             local = places[mine] - (self._token_ends[index] - len(shard.tokens))
             first = self._document_ends[index] - (len(shard.documents) - 1)
-            found[mine] = np.searchsorted(shard.documents, local, side="right") - 1 + first
-        return found
+            numbers[mine] = np.searchsorted(shard.documents, local, side="right") - 1 + first
+        return numbers
 
     def _check(self, part: I64, path: Path) -> None:
         if part.size and (int(part.max()) >= self.vocab or int(part.min()) < 0):

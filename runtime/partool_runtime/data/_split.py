@@ -45,8 +45,8 @@ class Packed:
         self._ends = np.cumsum(stops - starts)
         self._length = sequence_length
         self.tokens = int(self._ends[-1]) if len(starts) else 0
-        whole, left = divmod(max(self.tokens - 1, 0), sequence_length)
-        self.count = whole + (1 if pad_last and left else 0)
+        full_rows, remainder = divmod(max(self.tokens - 1, 0), sequence_length)
+        self.count = full_rows + (1 if pad_last and remainder else 0)
 
     def row(self, index: int) -> I64:
         """Return sample ``index``."""
@@ -58,10 +58,10 @@ class Packed:
     def documents(self, index: int) -> I64:
         """See :class:`Samples`."""
         numbers = [self._corpus.documents_of(start, stop) for _, start, stop in self._stretches(index)]
-        found = np.concatenate([np.empty(0, dtype=np.int64), *numbers])
+        document_ids = np.concatenate([np.empty(0, dtype=np.int64), *numbers])
         # Counted within the row: tokens held out for validation may lie between two documents.
         changes = np.zeros(self._length + 1, dtype=np.int64)
-        changes[1 : len(found)] = found[1:] != found[:-1]
+        changes[1 : len(document_ids)] = document_ids[1:] != document_ids[:-1]
         return np.cumsum(changes)
 
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:

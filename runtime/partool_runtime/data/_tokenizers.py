@@ -78,12 +78,12 @@ class FolderTokenizer:
             token = _read_json(folder / name).get("eos_token")
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
-                found = self._fast.token_to_id(text)
-                if found is None:
+                token_id = self._fast.token_to_id(text)
+                if token_id is None:
                     raise ConfigurationError(
                         "PT603", f"{folder / name} names eos_token {text!r}, which tokenizer.json does not know"
                     )
-                return int(found)
+                return int(token_id)
         return None
 
     def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:

@@ -178,11 +178,15 @@ class Batches:
         ids = [int(number) for number in self.sample_ids(step)]
         size = self._deal.micro_batch
         mine = step * self._deal.global_batch + self._deal.dp_rank * len(ids)
-        found = [
+        micro_batches = [
             replace(self._micro_batch(self._train, ids[first : first + size]), first=mine + first)
             for first in range(0, len(ids), size)
         ]
-        return [_moved(*pair) for pair in zip(found, self._room[step % 2], strict=True)] if self._room else found
+        return (
+            [_moved(*pair) for pair in zip(micro_batches, self._room[step % 2], strict=True)]
+            if self._room
+            else micro_batches
+        )
 
     def _micro_batch(self, samples: Samples, ids: Sequence[int | None]) -> MicroBatch:
         rows = np.full((len(ids), self._deal.sequence_length + 1), PADDING, dtype=np.int64)

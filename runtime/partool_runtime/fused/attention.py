@@ -77,5 +77,5 @@ def _also(plan: Plan, device: torch.device) -> tuple[str, ...]:
     # FlexAttention is not an operator, so recomputation policies between none and full cannot keep its result.
     flex = ("flex",) if set(plan.layout.recompute) <= {"none", "full"} and plan.layout.compile == "none" else ()
     # Newer kernels replace flash in the whole process, which breaks partool's calls of it (windows, documents, cp).
-    whole = plan.data.attend != "document" and plan.model.window is None and plan.layout.mesh.cp == 1
-    return (*(newer(device) if whole else ()), *flex)
+    plain = plan.data.attend != "document" and plan.model.window is None and plan.layout.mesh.cp == 1
+    return (*(newer(device) if plain else ()), *flex)

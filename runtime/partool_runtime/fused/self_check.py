@@ -41,18 +41,18 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
         part: problem for part, probe in probes(plan.model, parts).items() if (problem := check(probe, device, dtype))
     }
     mask = sum(1 << place for place, part in enumerate(parts) if part in wrong)
-    left: list[Fused] = []
+    by_torch: list[Fused] = []
     for place, part in enumerate(parts):
         if maximum_over(mask >> place & 1, ranks.world, device):
-            left.append(part)
-    if not left:
+            by_torch.append(part)
+    if not by_torch:
         return plan
-    told = "; ".join(f"{part}: {wrong.get(part, 'so another rank found')}" for part in left)
+    problems = "; ".join(f"{part}: {wrong.get(part, 'so another rank found')}" for part in by_torch)
     if plan.kernels.mode == "native":
         help = "write mode: auto to leave these parts to torch, or kernels.fused without them"
-        raise ConfigurationError("PT652", f"kernels differ from torch on this device: {told}", help)
-    say(f"kernels differ from torch on this device, so torch computes these parts: {told}")
-    kept = tuple(part for part in parts if part not in left)
+        raise ConfigurationError("PT652", f"kernels differ from torch on this device: {problems}", help)
+    say(f"kernels differ from torch on this device, so torch computes these parts: {problems}")
+    kept = tuple(part for part in parts if part not in by_torch)
     return plan.model_copy(update={"layout": plan.layout.changed({"derived.fused": kept})})
 
 
@@ -75,14 +75,14 @@ def check_fp8(inner: int, outer: int, device: torch.device) -> str:
         random_numbers(*sizes).to(device, torch.bfloat16) for sizes in ((48, inner), (outer, inner), (48, outer))
     )
     leaves = x.requires_grad_(), weight.requires_grad_()
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     try:
         for mode in ("native", "torch"):
             (out,) = fp8_linears(leaves[0], [leaves[1]], narrow_type(device, "native"), mode)
-            found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     except Exception as error:  # compilers and drivers raise many kinds
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    for name, ours, theirs in zip(("results", "gradients of inputs", "gradients of weights"), *found, strict=True):
+    for name, ours, theirs in zip(("results", "gradients of inputs", "gradients of weights"), *results, strict=True):
         far = (ours - theirs).abs().max() / theirs.abs().max()
         if not far <= _NEAR:
             return f"{name} differ by {float(far):.3g} of the largest one"
@@ -99,9 +99,9 @@ def check(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     for factor, *both in zip((FORWARD, BACKWARD), ours, eager, exact, strict=True):
         for one, other, true in zip(*both, strict=True):
-            if (found := excess(one, other, true, factor)) > 1.0:
+            if (error_ratio := excess(one, other, true, factor)) > 1.0:
                 what = "results" if factor == FORWARD else "gradients"
-                return f"errors of {what} are {found:.3g} times the tolerance"
+                return f"errors of {what} are {error_ratio:.3g} times the tolerance"
     return ""
 
 

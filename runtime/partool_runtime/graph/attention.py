@@ -127,8 +127,8 @@ def _unrepeated(node: fx.Node) -> fx.Node:
     """
     args: Any = node.args
     if node.target in ("repeat_interleave", torch.repeat_interleave):
-        told = dict(zip(("input", "repeats", "dim"), args, strict=False)) | dict(node.kwargs)
-        whole_heads = told.get("dim") in (1, -3) and isinstance(told.get("repeats"), int)
+        arguments = dict(zip(("input", "repeats", "dim"), args, strict=False)) | dict(node.kwargs)
+        whole_heads = arguments.get("dim") in (1, -3) and isinstance(arguments.get("repeats"), int)
         return cast(fx.Node, args[0]) if whole_heads else node
     if node.target not in ("reshape", "view", "flatten", torch.reshape, torch.flatten):
         return node

@@ -152,8 +152,8 @@ class _First(nn.Module):
 def inside(node: fx.Node) -> list[str]:
     """Return the names of the modules whose code made a node, outer ones first; ``""`` is the captured module."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
-    found = [_ROOT.sub("", str(path), count=1) for path, _ in stack if _ROOT.match(str(path))]
-    return [name.lstrip(".") for name in found]
+    modules = [_ROOT.sub("", str(path), count=1) for path, _ in stack if _ROOT.match(str(path))]
+    return [name.lstrip(".") for name in modules]
 
 
 _ROOT = re.compile(r"L\['\w+'\](\[\d+\])?\.inner(?=\.|$)")
@@ -180,15 +180,15 @@ def _without_memory(
     clone = copy.deepcopy(module)
     for name, each in clone.named_modules():
         each.__dict__.pop("forward", None)
-        for own, parameter in each._parameters.items():
+        for key, parameter in each._parameters.items():
             if parameter is not None:
                 with mode:
                     made = torch.empty(parameter.shape, dtype=dtype)
-                each._parameters[own] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        for own, buffer in each._buffers.items():
+                each._parameters[key] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+        for key, buffer in each._buffers.items():
             if buffer is not None:
                 with mode:
-                    each._buffers[own] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    each._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
         if name in opaque:
             each.__dict__["forward"] = partial(call_experts, name)
     return clone
@@ -196,16 +196,16 @@ def _without_memory(
 
 def _named(graph: fx.GraphModule, examples: list[Any], clone: nn.Module, given: Mapping[str, torch.Tensor]) -> Captured:
     """Find out what each input of a graph stands for."""
-    known = {id(tensor): name for name, tensor in clone.named_parameters(remove_duplicate=False)}
-    known |= {id(tensor): name for name, tensor in clone.named_buffers(remove_duplicate=False)}
-    own = {id(tensor): name for name, tensor in given.items()}
+    state_names = {id(tensor): name for name, tensor in clone.named_parameters(remove_duplicate=False)}
+    state_names |= {id(tensor): name for name, tensor in clone.named_buffers(remove_duplicate=False)}
+    input_names = {id(tensor): name for name, tensor in given.items()}
     inputs: dict[str, fx.Node] = {}
     names: dict[fx.Node, str] = {}
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True):
-        if id(example) in own:
-            inputs[own[id(example)]] = node
-        elif id(example) in known:
-            names[node] = known[id(example)]
+        if id(example) in input_names:
+            inputs[input_names[id(example)]] = node
+        elif id(example) in state_names:
+            names[node] = state_names[id(example)]
         elif isinstance(example, torch.Tensor):
             raise CaptureError(f"its code reads a tensor, {node.name}, that is neither a parameter nor a buffer")
     constant = next(iter(graph.graph.find_nodes(op="get_attr")), None)

@@ -34,16 +34,16 @@ def cut(graph: fx.Graph, root: nn.Module, units: Sequence[str]) -> tuple[Forward
     for before, after in pairwise(ordered):
         if spans[before][1] > spans[after][0]:
             raise CaptureError(f"its code mixes the computation of {before} and of {after}")
-    outer, found = fx.Graph(), dict[fx.Node, fx.Node]()
+    outer, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     at, forwards = 0, {}
     for unit in ordered:
         first, stop = spans[unit]
-        _copied(nodes[at:first], outer, found)
+        _copied(nodes[at:first], outer, copies)
         part = _Part(unit, nodes[first:stop])
         forwards[unit] = _function(part.graph, root.get_submodule(unit), unit)
-        part.call(outer, found)
+        part.call(outer, copies)
         at = stop
-    _copied(nodes[at:], outer, found)
+    _copied(nodes[at:], outer, copies)
     return _function(outer, root, "the model"), forwards
 
 
@@ -55,9 +55,9 @@ def _span(nodes: Sequence[fx.Node], unit: str) -> tuple[int, int]:
     return mine[0], mine[-1] + 1
 
 
-def _copied(nodes: Iterable[fx.Node], into: fx.Graph, found: dict[fx.Node, fx.Node]) -> None:
+def _copied(nodes: Iterable[fx.Node], into: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
     for node in nodes:
-        found[node] = into.node_copy(node, found.__getitem__)
+        copies[node] = into.node_copy(node, copies.__getitem__)
 
 
 class _Part:
@@ -65,35 +65,35 @@ class _Part:
 
     def __init__(self, unit: str, nodes: Sequence[fx.Node]) -> None:
         self.unit, self.graph = unit, fx.Graph()
-        own = set(nodes)
+        inner_nodes = set(nodes)
         self.inputs: list[fx.Node] = []
-        found: dict[fx.Node, fx.Node] = {}
-        needed = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own)
+        copies: dict[fx.Node, fx.Node] = {}
+        needed = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inner_nodes)
         for node in needed:
             if not self._owns(node):
                 self.inputs.append(node)
-                found[node] = self.graph.placeholder(node.name)
+                copies[node] = self.graph.placeholder(node.name)
         for node in needed:
             if self._owns(node):
-                found[node] = self.graph.get_attr(str(node.target).removeprefix(f"{unit}."))
+                copies[node] = self.graph.get_attr(str(node.target).removeprefix(f"{unit}."))
         for node in nodes:
             if node.op == "get_attr" and self._owns(node):
-                found[node] = self.graph.get_attr(str(node.target).removeprefix(f"{unit}."))
+                copies[node] = self.graph.get_attr(str(node.target).removeprefix(f"{unit}."))
             else:
-                found[node] = self.graph.node_copy(node, found.__getitem__)
-        self.outputs = [node for node in nodes if any(user not in own for user in node.users)]
-        results = tuple(found[node] for node in self.outputs)
+                copies[node] = self.graph.node_copy(node, copies.__getitem__)
+        self.outputs = [node for node in nodes if any(user not in inner_nodes for user in node.users)]
+        results = tuple(copies[node] for node in self.outputs)
         self.graph.output(results[0] if len(results) == 1 else results)
         self.graph.lint()
 
-    def call(self, outer: fx.Graph, found: dict[fx.Node, fx.Node]) -> None:
+    def call(self, outer: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
         """Add the call of the unit's module to the outer graph."""
-        called = outer.call_module(self.unit, tuple(found[node] for node in self.inputs))
+        called = outer.call_module(self.unit, tuple(copies[node] for node in self.inputs))
         if len(self.outputs) == 1:
-            found[self.outputs[0]] = called
+            copies[self.outputs[0]] = called
             return
         for number, node in enumerate(self.outputs):
-            found[node] = outer.call_method("__getitem__", (called, number))
+            copies[node] = outer.call_method("__getitem__", (called, number))
 
     def _owns(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and str(node.target).startswith(f"{self.unit}.")

@@ -66,8 +66,8 @@ def draws(node: fx.Node) -> bool:
     """Return True if a node draws random numbers."""
     name = name_of(node).rstrip("_")
     if name.startswith(_DROPPING) or name.endswith(_DROPPING):
-        told = arguments(node)
-        return told.get("p", 0.5) != 0.0 and told.get("training", told.get("train", True)) is not False
+        given = arguments(node)
+        return given.get("p", 0.5) != 0.0 and given.get("training", given.get("train", True)) is not False
     return name_of(node) in _DRAWING or (name == "scaled_dot_product_attention" and _share_dropped(node) != 0.0)
 
 

@@ -116,8 +116,8 @@ def _window(seen: torch.Tensor | None, trial: _Trial) -> int | str | None:
         return "it is not causal, with or without a window"
     if layout.window is None:
         return None
-    found = trial.window(layout.window)
-    return "its window is none of the integers in the code that makes it" if found is None else found
+    general_window = trial.window(layout.window)
+    return "its window is none of the integers in the code that makes it" if general_window is None else general_window
 
 
 def _is_simple(node: fx.Node, captured: Captured) -> bool:
@@ -138,12 +138,12 @@ _HIDDEN = 1e30
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
     """Return the nodes from which a node is computed, and the node, in the order of the graph."""
-    found, ahead = {node}, [node]
+    ancestors, ahead = {node}, [node]
     while ahead:
-        new = [each for each in ahead.pop().all_input_nodes if each not in found]
-        found.update(new)
+        new = [each for each in ahead.pop().all_input_nodes if each not in ancestors]
+        ancestors.update(new)
         ahead += new
-    return [each for each in node.graph.nodes if each in found]
+    return [each for each in node.graph.nodes if each in ancestors]
 
 
 def _integers_of(number: Any) -> set[int]:

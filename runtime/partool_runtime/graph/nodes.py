@@ -69,35 +69,35 @@ class Number:
     def __init__(self, value: Any, batch: Any, length: Any) -> None:
         """``value`` is the node's example value, ``batch`` and ``length`` are the symbols."""
         self._value, self._symbols = value, (batch, length)
-        self._known: dict[tuple[int, int], Any] = {}
+        self._values: dict[tuple[int, int], Any] = {}
 
     def __call__(self, batch: int, length: int) -> Any:
         """Return the number, or the shape, for so many sequences and tokens."""
-        if (batch, length) not in self._known:
-            self._known[batch, length] = self._of(self._value, dict(zip(self._symbols, (batch, length), strict=True)))
-        return self._known[batch, length]
+        if (batch, length) not in self._values:
+            self._values[batch, length] = self._of(self._value, dict(zip(self._symbols, (batch, length), strict=True)))
+        return self._values[batch, length]
 
     def _of(self, value: Any, numbers: dict[Any, int]) -> Any:
         if isinstance(value, tuple):
             items = [self._of(each, numbers) for each in value]
             return torch.Size(items) if isinstance(value, torch.Size) else tuple(items)
-        found = expression(value)
-        if not isinstance(found, sympy.Basic):
-            return found
-        known = found.subs(numbers)
-        if known.free_symbols:
-            raise ValueError(f"{found} depends on more than the numbers of sequences and tokens")
-        return bool(known) if isinstance(value, torch.SymBool) else _plain(known)
+        formula = expression(value)
+        if not isinstance(formula, sympy.Basic):
+            return formula
+        number = formula.subs(numbers)
+        if number.free_symbols:
+            raise ValueError(f"{formula} depends on more than the numbers of sequences and tokens")
+        return bool(number) if isinstance(value, torch.SymBool) else _plain(number)
 
 
 def in_proportion(value: Any, length: Any) -> bool:
     """Return True if numbers are in proportion to the number of tokens, or do not depend on it."""
     if isinstance(value, tuple):
         return all(in_proportion(each, length) for each in value)
-    found = expression(value)
-    if not isinstance(found, sympy.Basic) or length not in found.free_symbols:
+    formula = expression(value)
+    if not isinstance(formula, sympy.Basic) or length not in formula.free_symbols:
         return True
-    return isinstance(value, torch.SymInt) and length not in sympy.simplify(found / length).free_symbols
+    return isinstance(value, torch.SymInt) and length not in sympy.simplify(formula / length).free_symbols
 
 
 def _plain(number: Any) -> int | float:

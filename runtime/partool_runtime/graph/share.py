@@ -69,30 +69,30 @@ def shares_of(captured: Captured) -> set[fx.Node]:
 
     A tensor that code allocates, and then fills with values of tokens, depends on tokens from the beginning.
     """
-    found = {captured.tokens}
+    shares = {captured.tokens}
     while True:
         for node in captured.graph.nodes:
-            if not is_number(node) and any(each in found for each in node.all_input_nodes):
-                found.add(node)
-        filled = [node for node in found if (changed := written(node)) is not None and changed not in found]
+            if not is_number(node) and any(each in shares for each in node.all_input_nodes):
+                shares.add(node)
+        filled = [node for node in shares if (changed := written(node)) is not None and changed not in shares]
         if not filled:
-            return found
+            return shares
         for node in filled:
             changed = written(node)
             assert changed is not None
             if not allocates(changed):
                 raise CaptureError(f"its code writes values of tokens into a tensor that has others{where(node)}")
-            found.add(changed)
+            shares.add(changed)
 
 
 class _Rewriting:
-    """One rewriting; ``whole`` and ``mine`` map nodes of the captured graph to nodes or numbers of the new one."""
+    """One rewriting; ``full`` and ``mine`` map nodes of the captured graph to nodes or numbers of the new one."""
 
     def __init__(self, captured: Captured, sharing: Sharing) -> None:
         self.captured, self.sharing = captured, sharing
         self.out = Shared(fx.Graph())
         self.shares = shares_of(captured)
-        self.whole: dict[fx.Node, Any] = {}
+        self.full: dict[fx.Node, Any] = {}
         self.mine: dict[fx.Node, Any] = {}
         self.documents: fx.Node | None = None
         self.sizes: tuple[Any, Any] = (None, None)
@@ -106,13 +106,13 @@ class _Rewriting:
         check = _function(partial(_sizes, self.captured, self.sharing.length))
         self.sizes = graph.call_function(check, (tokens,)), graph.call_method("size", (tokens, 1))
         _check_guards(self.captured, self.sharing.batch, self.sharing.length)
-        known = {self.captured.tokens: tokens, self.captured.positions: positions}
+        placeholders = {self.captured.tokens: tokens, self.captured.positions: positions}
         for node in self.captured.graph.nodes:
-            if node in known:
-                self.whole[node] = self.mine[node] = known[node]
-                known[node].meta = dict(node.meta)
+            if node in placeholders:
+                self.full[node] = self.mine[node] = placeholders[node]
+                placeholders[node].meta = dict(node.meta)
             elif node in self.captured.names:
-                self.whole[node] = self.mine[node] = made = graph.get_attr(self.captured.names[node])
+                self.full[node] = self.mine[node] = made = graph.get_attr(self.captured.names[node])
                 made.meta = dict(node.meta)
             elif node.op == "placeholder":
                 self._number(node)
@@ -134,8 +134,8 @@ class _Rewriting:
             raise CaptureError(f"its graph has an input {node.name} that is neither a size of the tokens nor a tensor")
         batch, length = self.sizes
         number = _function(Number(value, self.captured.batch, self.captured.length))
-        self.whole[node] = self.out.graph.call_function(number, (batch, self.sharing.length))
-        self.whole[node].meta = dict(node.meta)
+        self.full[node] = self.out.graph.call_function(number, (batch, self.sharing.length))
+        self.full[node].meta = dict(node.meta)
         if in_proportion(value, self.captured.length):
             self.mine[node] = self.out.graph.call_function(number, (batch, length))
             self.mine[node].meta = dict(node.meta)
@@ -154,32 +154,32 @@ class _Rewriting:
         else:
             if draws(node):
                 raise CaptureError(f"its code draws random numbers, which ranks would draw otherwise{where(node)}")
-            self.whole[node] = self._placed(node, self.whole.__getitem__)
+            self.full[node] = self._placed(node, self.full.__getitem__)
 
     def _placed(self, node: fx.Node, find: Callable[[fx.Node], Any]) -> fx.Node:
         """Copy a node into the new graph; devices that it names become the device of the run."""
 
-        def there(value: Any) -> Any:
+        def copied(value: Any) -> Any:
             if isinstance(value, torch.device):
                 return self.sharing.device
             return self.sharing.device.type if isinstance(value, str) and value == "cpu" else value
 
         made = self.out.graph.node_copy(node, find)
-        made.args = fx.node.map_aggregate(made.args, there)
-        made.kwargs = fx.node.map_aggregate(made.kwargs, there)
+        made.args = fx.node.map_aggregate(made.args, copied)
+        made.kwargs = fx.node.map_aggregate(made.kwargs, copied)
         return made
 
     def _mine(self, node: fx.Node) -> fx.Node:
         if isinstance(fill_of(node), fx.Node):
             raise CaptureError(f"its code fills a tensor with a number that follows the tokens{where(node)}")
         given = [self._given(each, node) for each in node.all_input_nodes]
-        found = dict(zip(node.all_input_nodes, given, strict=True))
+        copies = dict(zip(node.all_input_nodes, given, strict=True))
         if node.target is call_experts:
-            name, *tensors = fx.node.map_arg(node.args, found.__getitem__)
+            name, *tensors = fx.node.map_arg(node.args, copies.__getitem__)
             made = self.out.graph.call_function(_function(self.sharing.experts(str(name))), tuple(tensors))
             made.meta = dict(node.meta)
             return made
-        made = self._placed(node, found.__getitem__)
+        made = self._placed(node, copies.__getitem__)
         value = value_of(made)
         if len(token_dims(value, self.captured.length)) > 1:
             raise CaptureError(f"its code compares tokens with tokens outside of attention that is known{where(node)}")
@@ -188,7 +188,7 @@ class _Rewriting:
     def _given(self, value: fx.Node, user: fx.Node) -> Any:
         """Return a share's input: a share, a number for the rank's tokens, or the rank's part of a whole value."""
         if is_number(value) and not takes_sizes(user):
-            return self.whole[value]  # a value, such as the length that a mean is divided by
+            return self.full[value]  # a value, such as the length that a mean is divided by
         if value in self.mine:
             return self.mine[value]
         if is_number(value):
@@ -196,13 +196,13 @@ class _Rewriting:
         example, length = value_of(value), self.captured.length
         dims = token_dims(example, length)
         if not dims:
-            return self.whole[value]
+            return self.full[value]
         if len(dims) > 1 or expression(example.shape[dims[0]]) != length:
             raise CaptureError(f"its code meets a value of pairs of tokens outside of attention{where(user)}")
         first, stop = self.sharing.span
-        with self.out.graph.inserting_after(self.whole[value]):
-            part = self.out.graph.call_method("narrow", (self.whole[value], dims[0], first, stop - first))
-        part.meta = dict(self.whole[value].meta)
+        with self.out.graph.inserting_after(self.full[value]):
+            part = self.out.graph.call_method("narrow", (self.full[value], dims[0], first, stop - first))
+        part.meta = dict(self.full[value].meta)
         self.mine[value] = part
         return part
 
@@ -216,7 +216,7 @@ class _Rewriting:
             if expression(shape[2]) != self.captured.length:
                 raise CaptureError(f"its attention has heads of {shape}, not [B, heads, tokens, width]{where(node)}")
         replacement, needs_mask = self.sharing.attention(attention)
-        mask = self.whole[attention.mask] if attention.mask is not None and needs_mask else None
+        mask = self.full[attention.mask] if attention.mask is not None and needs_mask else None
         sinks = None if attention.sinks is None else self._given(attention.sinks, node)
         heads = tuple(self.mine[each] for each in attention.heads)
         made = self.out.graph.call_function(_function(replacement), (heads, mask, sinks, self.documents))
@@ -225,8 +225,8 @@ class _Rewriting:
         return made
 
     def _result(self, node: fx.Node) -> Any:
-        found = node.args[0]
-        result = found[0] if isinstance(found, tuple | list) else found
+        returned = node.args[0]
+        result = returned[0] if isinstance(returned, tuple | list) else returned
         if not isinstance(result, fx.Node) or result not in self.shares:
             raise CaptureError("its result does not depend on the tokens")
         example = value_of(result)

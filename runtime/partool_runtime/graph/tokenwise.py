@@ -78,8 +78,8 @@ def check_tokenwise(captured: Captured) -> None:
 
 def sorted_shares(captured: Captured) -> list[fx.Node]:
     """Return the nodes that depend on tokens, in the order of the graph, without the tokens themselves."""
-    found = shares_of(captured)
-    return [node for node in captured.graph.nodes if node in found and node is not captured.tokens]
+    shares = shares_of(captured)
+    return [node for node in captured.graph.nodes if node in shares and node is not captured.tokens]
 
 
 class _MixesError(Exception):
@@ -122,14 +122,14 @@ class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
             return "joins tensors whose tokens are in different orders"
         (stride,) = strides
         for result in tensors_in(out):
-            found: int | None = stride
+            row_stride: int | None = stride
             if name in _VIEWS:
-                found = self._viewed(given[0], stride, result)
+                row_stride = self._viewed(given[0], stride, result)
             elif expression(result.shape[token_dims(result, self.length)[0]]) == self.length:
-                found = 1
-            if found is None:
+                row_stride = 1
+            if row_stride is None:
                 return "takes tokens apart in another order than they are in"
-            self._made[id(result)] = result, found
+            self._made[id(result)] = result, row_stride
         return ""
 
     def _viewed(self, tensor: torch.Tensor, stride: int, result: torch.Tensor) -> int | None:
@@ -143,8 +143,8 @@ class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
         numbers = viewed.reshape(after[seen], -1)
         if numbers.shape[1] == 0 or not (numbers == numbers[:, :1]).all():
             return None
-        found = (each for each in range(1, after[seen] // _TOKENS + 1) if after[seen] % (each * _TOKENS) == 0)
-        return next((n for n in found if (np.arange(after[seen]) // n % _TOKENS == numbers[:, 0]).all()), None)
+        divisors = (each for each in range(1, after[seen] // _TOKENS + 1) if after[seen] % (each * _TOKENS) == 0)
+        return next((n for n in divisors if (np.arange(after[seen]) // n % _TOKENS == numbers[:, 0]).all()), None)
 
     def _small(self, tensor: torch.Tensor) -> list[int]:
         """Return a tensor's shape for few sequences of few tokens, and with at most few of all else."""
@@ -164,26 +164,26 @@ class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
         if name in _CONTRACTED:
             summed = [dim in token_dims(args[at], self.length) for at, dim in _CONTRACTED[name]]
             return "sums over tokens" if any(summed) else ""
-        told = _named(func, args, kwargs)
+        arguments = _named(func, args, kwargs)
         first = next(tensors_in((args, kwargs)))
         if name == "embedding":
             if token_dims(args[0], self.length):
                 return "looks up rows of a table of tokens"
-            return "divides gradients by how often a token occurs" if told["scale_grad_by_freq"] else ""
+            return "divides gradients by how often a token occurs" if arguments["scale_grad_by_freq"] else ""
         if name in _NORMS:
-            normal = range(first.dim() - len(told["normalized_shape"]), first.dim())
+            normal = range(first.dim() - len(arguments["normalized_shape"]), first.dim())
             return "normalises over tokens" if set(normal) & set(token_dims(first, self.length)) else ""
         if name == "slice":
-            return self._of_slice(first, told)
+            return self._of_slice(first, arguments)
         if name in _ALONG:
-            return self._along(told)
+            return self._along(arguments)
         if name == "index":
-            return self._of_index(first, told["indices"])
+            return self._of_index(first, arguments["indices"])
         return f"partool does not know whether {name} keeps tokens apart"
 
-    def _along(self, told: dict[str, Any]) -> str:
-        dims = told.get("dim", told.get("dims"))
-        for tensor in tensors_in(tuple(told.values())):
+    def _along(self, arguments: dict[str, Any]) -> str:
+        dims = arguments.get("dim", arguments.get("dims"))
+        for tensor in tensors_in(tuple(arguments.values())):
             every = range(tensor.dim())
             asked = every if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
             along = {dim % tensor.dim() for dim in asked} if tensor.dim() else set()
@@ -191,18 +191,18 @@ class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
                 return "works along the tokens"
         sizes = {
             str(tensor.shape[dim])
-            for tensor in tensors_in(tuple(told.values()))
+            for tensor in tensors_in(tuple(arguments.values()))
             for dim in token_dims(tensor, self.length)
         }
         return "takes some of the tokens" if len(sizes) > 1 else ""
 
-    def _of_slice(self, tensor: torch.Tensor, told: dict[str, Any]) -> str:
-        dim = (told.get("dim") or 0) % tensor.dim()
+    def _of_slice(self, tensor: torch.Tensor, arguments: dict[str, Any]) -> str:
+        dim = (arguments.get("dim") or 0) % tensor.dim()
         if dim not in token_dims(tensor, self.length):
             return ""
-        size, start, end = tensor.shape[dim], told.get("start") or 0, told.get("end")
-        whole = start == 0 and (end is None or _same(end, size) or (isinstance(end, int) and end > 2**60))
-        return "" if whole and (told.get("step") or 1) == 1 else "takes some of the tokens"
+        size, start, end = tensor.shape[dim], arguments.get("start") or 0, arguments.get("end")
+        all_tokens = start == 0 and (end is None or _same(end, size) or (isinstance(end, int) and end > 2**60))
+        return "" if all_tokens and (arguments.get("step") or 1) == 1 else "takes some of the tokens"
 
     def _of_index(self, tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> str:
         at = 0
@@ -214,9 +214,9 @@ class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
         return ""
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Return True if two sizes are the same expression, without deciding it for the example."""
-    return bool(expression(left) == expression(right))
+    return bool(expression(one) == expression(other))
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -40,20 +40,20 @@ def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
     base = causal.get_submodule(base_name(causal))
     blocks = blocks_name(base, layers)
     given = _given(base, blocks, layers, _hidden_size(causal))
-    found = []
+    forms = []
     for block, (arguments, options) in zip(cast(nn.ModuleList, base.get_submodule(blocks)), given, strict=True):
         layer = copy.deepcopy(block).to("meta", torch.float64).train()
         place(layer, _answer)
-        found.append(_asked(layer, arguments, options))
-    return found
+        forms.append(_asked(layer, arguments, options))
+    return forms
 
 
 class _AnswerError(Exception):
     """Exception that carries the arguments of a layer's attention out of the layer's forward pass."""
 
-    def __init__(self, found: AttentionAsked | None, why: str = "") -> None:
+    def __init__(self, form: AttentionAsked | None, why: str = "") -> None:
         super().__init__(why)
-        self.found, self.why = found, why
+        self.form, self.why = form, why
 
 
 class _Noting(nn.Module):
@@ -132,9 +132,9 @@ def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
         with torch.no_grad(), KeepWide():
             layer(*_on_meta(arguments), **_on_meta(options))
     except _AnswerError as answer:
-        if answer.found is None:
+        if answer.form is None:
             raise UnknownAttentionError(answer.why) from None
-        return answer.found
+        return answer.form
     except Exception as error:  # a model's own code may raise anything
         first = (str(error).splitlines() or [""])[0]
         if MaskStandIn.__name__ in first:
@@ -152,13 +152,13 @@ def _answer(
 ) -> NoReturn:
     """Stand-in for a layer's attention, called like ``HfAttention``; it raises the attention's form as an exception."""
     q_BNSD, k_BKSD, v_BKSD = heads
-    told, unknown = options.get("sliding_window"), unknown_options(options)
+    window, unknown = options.get("sliding_window"), unknown_options(options)
     if not isinstance(seen, MaskStandIn):
         raise _AnswerError(None, "its attention gets no mask of transformers")
     if unknown:
         raise _AnswerError(None, f"its attention uses {', '.join(unknown)}")
-    if told not in (None, seen.window):
-        raise _AnswerError(None, f"a layer with a mask of a window of {seen.window} asks for one of {told}")
+    if window not in (None, seen.window):
+        raise _AnswerError(None, f"a layer with a mask of a window of {seen.window} asks for one of {window}")
     if k_BKSD.shape[1] != v_BKSD.shape[1] or q_BNSD.shape[1] % k_BKSD.shape[1] or q_BNSD.shape[2] != k_BKSD.shape[2]:
         raise _AnswerError(None, "its heads of queries do not share those of keys evenly")
     raise _AnswerError(AttentionAsked(seen.window, float(dropout)))

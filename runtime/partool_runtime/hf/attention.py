@@ -51,7 +51,7 @@ class HfAttention:
 
     def __init__(self, layout: AttentionLayout) -> None:
         self.layout = layout
-        self.core: Callable[..., torch.Tensor] = self.whole
+        self.core: Callable[..., torch.Tensor] = self.attend_sequences
         """See :class:`partool_runtime.parallel.sequence.types.Attend`; recomputation wraps it."""
         self.exchange: Callable[..., torch.Tensor] | None = None
         """Function that exchanges tokens for heads; its arguments are queries, keys, values and the core."""
@@ -71,9 +71,9 @@ class HfAttention:
         if q_BNSD.shape[1] == 0:
             # A tensor rank without heads exchanges nothing, but its projections take part in the backward pass.
             return v_BKSD[:, :0].transpose(1, 2) + (q_BNSD.sum() + k_BKSD.sum())
-        own = q_BNSD.shape[3] ** -0.5
-        if scaling is not None and scaling != own:
-            q_BNSD = q_BNSD * (scaling / own)
+        usual_scaling = q_BNSD.shape[3] ** -0.5
+        if scaling is not None and scaling != usual_scaling:
+            q_BNSD = q_BNSD * (scaling / usual_scaling)
         self._dropout = dropout
         core: Callable[..., torch.Tensor] = partial(self.core, layout=self.layout, tokens=seen.tokens)
         if self.exchange is not None:
@@ -81,7 +81,7 @@ class HfAttention:
         out_BNSD: torch.Tensor = core(q_BNSD, k_BKSD, v_BKSD)
         return out_BNSD.transpose(1, 2).contiguous()
 
-    def whole(
+    def attend_sequences(
         self,
         q_BNSD: torch.Tensor,
         k_BKSD: torch.Tensor,
@@ -132,9 +132,9 @@ def holding(tokens: Tokens | None) -> Iterator[None]:
 
 
 @contextmanager
-def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Call ``told`` with the arguments of every mask that is created within the context."""
-    token = _watch.set(told)
+def watching(observer: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Call ``observer`` with the arguments of every mask that is created within the context."""
+    token = _watch.set(observer)
     try:
         yield
     finally:
@@ -149,12 +149,12 @@ def take(
     Tensor parallelism may already have given each attention module a separate configuration.
     """
     register()
-    found = {}
+    blocks = {}
     for number, layer in layers.items():
-        found[number] = HfBlock(HfAttention(AttentionLayout(windows[number])))
-        keep_attention(layer, [found[number].attention])
+        blocks[number] = HfBlock(HfAttention(AttentionLayout(windows[number])))
+        keep_attention(layer, [blocks[number].attention])
         for module in layer.modules():
-            module.__dict__[_PLACE] = found[number].attention
+            module.__dict__[_PLACE] = blocks[number].attention
             _choose(getattr(module, "config", None))
     for base in bases:
         _choose(getattr(base, "config", None))
@@ -162,7 +162,7 @@ def take(
             kinds = getattr(module, "rope_type", None)
             if MOVING & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
                 patch_forward(module, Patch.ROTARY, partial(_of_whole_sequences, module.forward))
-    return found
+    return blocks
 
 
 def taken(layer: nn.Module) -> list[Any]:
@@ -202,17 +202,17 @@ def _of_whole_sequences(
     tokens = _now.get()
     if tokens is None or tokens.index_S is None:
         return forward(x, position_ids, *others, **options)
-    whole = Tokens(tokens.length, None, tokens.documents_BL)
-    at = positions(x, whole)
-    found = forward(x, at if at.dim() == 2 else at[None], *others, **options)
-    return tuple(table[:, tokens.index_S] for table in found)
+    all_tokens = Tokens(tokens.length, None, tokens.documents_BL)
+    at = positions(x, all_tokens)
+    tables = forward(x, at if at.dim() == 2 else at[None], *others, **options)
+    return tuple(table[:, tokens.index_S] for table in tables)
 
 
 def _mask(**described: Any) -> MaskStandIn:
     """Return a stand-in for a mask. It carries the window, which transformers passes only to the mask function."""
-    told = _watch.get()
-    if told is not None:
-        told(described)
+    observer = _watch.get()
+    if observer is not None:
+        observer(described)
     return MaskStandIn(described.get("local_size"), _now.get())
 
 
@@ -227,21 +227,21 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of a layer's heads; called by transformers as the attention core."""
-    found = module.__dict__[_PLACE]((query, key, value), attention_mask, scaling, dropout, options)
-    return found, None
+    out_BSND = module.__dict__[_PLACE]((query, key, value), attention_mask, scaling, dropout, options)
+    return out_BSND, None
 
 
 def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigurationError PT654 if a layer's attention differs from the planned attention."""
     asked = seen.window if isinstance(seen, MaskStandIn) else None
-    told = options.get("sliding_window")
+    window = options.get("sliding_window")
     unknown = unknown_options(options)
     if not isinstance(seen, MaskStandIn):
         what = f"gets a {type(seen).__name__} as its mask"
     elif unknown:
         what = f"asks for {', '.join(unknown)}"
-    elif asked != layout.window or told not in (None, layout.window):
-        what = f"has a window of {told or asked}, and of {layout.window} by the plan"
+    elif asked != layout.window or window not in (None, layout.window):
+        what = f"has a window of {window or asked}, and of {layout.window} by the plan"
     else:
         return
     fix = "Plan it again with the transformers that is installed here."

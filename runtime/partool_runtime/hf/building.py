@@ -63,11 +63,11 @@ def _check_code(path: Path, code: str) -> None:
         message = f"{path / 'config.json'} asks for {', '.join(elsewhere)}: code of another repository"
         raise ConfigurationError("PT590", message, "Put the code into the folder, and name it without the repository.")
     try:
-        found = code_hash(path)
+        digest = code_hash(path)
     except OSError as error:
         raise ConfigurationError("PT591", f"the code in {path} cannot be read: {error}") from error
-    if found != code:
-        message = f"the code in {path} has the hash {found[:12]}…, and the one that was allowed had {code[:12]}…"
+    if digest != code:
+        message = f"the code in {path} has the hash {digest[:12]}…, and the one that was allowed had {code[:12]}…"
         raise ConfigurationError("PT591", message, "Look at what changed, and plan again with --trust-remote-code.")
 
 
@@ -149,8 +149,8 @@ def blocks_name(base: nn.Module, layers: int) -> str:
     """Return the name of the list of layers, a child of ``base``; raises ConfigurationError PT644."""
     lists = [n for n, m in base.named_children() if isinstance(m, nn.ModuleList) and len(m) == layers]
     if len(lists) != 1:
-        found = f"{len(lists)} lists" if lists else "no list"
-        raise _not_cut(base, f"{found} of {layers} layers")
+        count = f"{len(lists)} lists" if lists else "no list"
+        raise _not_cut(base, f"{count} of {layers} layers")
     return lists[0]
 
 
@@ -194,13 +194,13 @@ def say_as_json(describe: Callable[..., dict[str, Any]], arguments: list[str]) -
     """
     torch.set_num_threads(1)
     try:
-        found = describe(*arguments)
+        description = describe(*arguments)
     except ConfigurationError as error:
         return _failed(error)
     except Exception as error:  # a model's own code may raise anything
         message = f"{arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
         return _failed(ConfigurationError("PT644", message, "Its code differs from that of decoders partool knows."))
-    print(json.dumps(found))
+    print(json.dumps(description))
     return EXIT_DONE
 
 

@@ -28,8 +28,8 @@ class Passing(nn.Module):
         return (hidden_states,) if self.as_tuple else hidden_states
 
 
-def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn.Module:
-    """Return a base model that shares the modules of ``base`` and runs only the layers in ``held``.
+def cut_base(base: nn.Module, blocks: str, kept_layers: range, *, as_tuple: bool) -> nn.Module:
+    """Return a base model that shares the modules of ``base`` and runs only the layers in ``kept_layers``.
 
     Every layer keeps its index in the list of layers, since models look up masks and attention kinds by this index.
     Without the last layer, modules after the list are skipped; without the first layer the base model takes a hidden
@@ -38,15 +38,15 @@ def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn
     part = copy.copy(base)
     part.__dict__["_modules"] = dict(base._modules)
     layers = list(cast(nn.ModuleList, base.get_submodule(blocks)))
-    stands = [layer if number in held else Passing(as_tuple) for number, layer in enumerate(layers)]
+    stands = [layer if number in kept_layers else Passing(as_tuple) for number, layer in enumerate(layers)]
     names = list(base._modules)
     for name in names[names.index(blocks) + 1 :]:
-        if held.stop < len(layers) and any(True for _ in base.get_submodule(name).parameters()):
+        if kept_layers.stop < len(layers) and any(True for _ in base.get_submodule(name).parameters()):
             part._modules[name] = nn.Identity()
     for name, module in base.named_children():
-        if held.start > 0 and isinstance(module, nn.Dropout):
+        if kept_layers.start > 0 and isinstance(module, nn.Dropout):
             part._modules[name] = nn.Identity()
-        elif held.start > 0 and isinstance(module, nn.Embedding):
+        elif kept_layers.start > 0 and isinstance(module, nn.Embedding):
             part._modules[name] = _Absent(name)
     part._modules[blocks] = nn.ModuleList(stands)
     return part
@@ -65,11 +65,11 @@ def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
         part = _without_layers(base, blocks, layers, as_tuple)
         try:
             with torch.no_grad():
-                found = part(inputs_embeds=given.clone(), use_cache=False, return_dict=True)[0]
+                hidden = part(inputs_embeds=given.clone(), use_cache=False, return_dict=True)[0]
         except Exception as error:  # a model's own code may raise anything
             why = why or f"it cannot start from a hidden state ({type(error).__name__}: {str(error).splitlines()[0]})"
             continue
-        if isinstance(found, torch.Tensor) and found.shape == given.shape and torch.equal(found, given):
+        if isinstance(hidden, torch.Tensor) and hidden.shape == given.shape and torch.equal(hidden, given):
             return as_tuple
         why = "it changes a hidden state that it is given, outside of its layers"
     return why

@@ -46,6 +46,6 @@ def plain_where_odd(module: nn.Module, shapes: Iterable[tuple[int, ...]]) -> Non
     if getattr(config, "_experts_implementation", None) is None:
         return
     if any(width % _ALIGNED for shape in shapes if len(shape) == 3 for width in shape[1:]):
-        own = copy.copy(config)
-        own._experts_implementation = "eager"  # type: ignore[union-attr]
-        module.config = own  # type: ignore[assignment]
+        eager_config = copy.copy(config)
+        eager_config._experts_implementation = "eager"  # type: ignore[union-attr]
+        module.config = eager_config  # type: ignore[assignment]

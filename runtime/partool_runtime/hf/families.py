@@ -281,8 +281,8 @@ def place_of(family: Family, name: str) -> ParameterPlace | None:
     if stem.startswith("layers."):
         _, layer, rest = stem.split(".", 2)
         stem = "layers.{i}." + rest
-    if (whole := family.places.get(f"{stem}.{ending}")) is not None:
-        return whole._replace(name=whole.name.replace("{i}", layer))
+    if (place := family.places.get(f"{stem}.{ending}")) is not None:
+        return place._replace(name=place.name.replace("{i}", layer))
     place = family.places.get(stem)
     if place is None:
         return None

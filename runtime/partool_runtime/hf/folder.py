@@ -34,7 +34,9 @@ def write_model_folder(
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError("PT620", f"{source / 'config.json'} cannot be read: {error}") from error
-    tensors = {name: tensor for own, whole in state.items() for name, tensor in stored(own, whole, hf.model_type)}
+    tensors = {
+        name: tensor for key, parameter in state.items() for name, tensor in stored(key, parameter, hf.model_type)
+    }
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, shard_bytes)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")

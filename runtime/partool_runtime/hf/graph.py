@@ -68,8 +68,8 @@ def _with_nodes(base: nn.Module) -> None:
     """Make a copy of a model call an attention function that partool knows, if its own is written out in products."""
     modeling: Any = import_module("transformers.modeling_utils")
     masking: Any = import_module("transformers.masking_utils")
-    own = getattr(getattr(base, "config", None), "_attn_implementation", None)
-    if own != "eager" or not getattr(base, "_supports_attention_backend", False):
+    implementation = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    if implementation != "eager" or not getattr(base, "_supports_attention_backend", False):
         return
     modeling.ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     masking.ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -126,11 +126,11 @@ def attention_in(
     Sequences have ``length`` tokens. The fields are those of :class:`partool.planner.described.FoundAttention`.
     ``units`` are the names of the layers.
     """
-    found: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
     try:
         nodes = [(node, seen) for node in captured.graph.nodes if (seen := attention_node(node)) is not None]
         buffers = dict(root.named_buffers())
-        found = [_fields(node, seen, captured, buffers, length) for node, seen in nodes]
+        layers = [_fields(node, seen, captured, buffers, length) for node, seen in nodes]
         check_tokenwise(captured)
         batch = captured.batch if isinstance(captured.batch, int) else 2
         sharing = Sharing(
@@ -138,8 +138,8 @@ def attention_in(
         )
         cut(share(captured, sharing).graph, root, units)
     except CaptureError as error:
-        return str(error), found
-    return "", found
+        return str(error), layers
+    return "", layers
 
 
 def _fields(

@@ -60,9 +60,9 @@ class HfFiles:
 
     def block(self, name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
         """Return a block of a parameter; only this block is read from disk."""
-        whole = self._single(name)
-        if whole is not None:
-            return _cut(self._handles[whole].get_slice(whole), offsets, sizes)
+        stored_name = self._single(name)
+        if stored_name is not None:
+            return _cut(self._handles[stored_name].get_slice(stored_name), offsets, sizes)
         stack = self._stack(name)
         assert stack is not None, name
         out = torch.empty(sizes, dtype=self._slice(stack[0], offsets[0]).dtype if sizes[0] else torch.float32)
@@ -85,12 +85,12 @@ class HfFiles:
         problems: list[str] = []
         used: set[str] = set()
         for name, shape in shapes.items():
-            found, names = self._shape(name, shape)
+            stored_shape, names = self._shape(name, shape)
             used |= names
-            if found is None:
+            if stored_shape is None:
                 problems.append(f"missing {name}")
-            elif found != shape:
-                problems.append(f"{name} has shape {list(shape)} in the model and {list(found)} in the folder")
+            elif stored_shape != shape:
+                problems.append(f"{name} has shape {list(shape)} in the model and {list(stored_shape)} in the folder")
         used |= {self._with_prefix(alias) for aliases in self._others.values() for alias in aliases}
         problems += [f"unexpected {name}" for name in sorted(set(self._handles) - used) if not _IGNORED.search(name)]
         if problems:
@@ -101,9 +101,9 @@ class HfFiles:
 
     def _shape(self, name: str, shape: Shape) -> tuple[Shape | None, set[str]]:
         """Return a parameter's shape in the folder, and the names of the tensors that store the parameter."""
-        whole = self._single(name)
-        if whole is not None:
-            return tuple(self._handles[whole].get_slice(whole).get_shape()), {whole}
+        stored_name = self._single(name)
+        if stored_name is not None:
+            return tuple(self._handles[stored_name].get_slice(stored_name).get_shape()), {stored_name}
         stack = self._stack(name)
         if stack is None:
             return None, set()
@@ -122,8 +122,8 @@ class HfFiles:
         return name if name in self._handles else name.removeprefix(self._prefix)
 
     def _single(self, name: str) -> str | None:
-        found = (place for one in (name, *self._others.get(name, [])) for place in self._candidates(one))
-        return next((place for place in found if place in self._handles), None)
+        candidates = (place for one in (name, *self._others.get(name, [])) for place in self._candidates(one))
+        return next((place for place in candidates if place in self._handles), None)
 
     def _stack(self, name: str) -> list[str] | None:
         """Return the names (``{e}`` for the expert) of the tensors that store a stacked parameter; None if absent."""
@@ -151,8 +151,8 @@ class _View(NamedTuple):
 
 def _cut(view: Any, offsets: Shape, sizes: Shape) -> torch.Tensor:
     if not offsets:
-        whole: torch.Tensor = view[...]
-        return whole
+        full: torch.Tensor = view[...]
+        return full
     block: torch.Tensor = view[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
     return block
 

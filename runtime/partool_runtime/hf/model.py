@@ -92,8 +92,8 @@ class HfPart(StagedDecoder):
         """Return the source ``drawn``, except that vectors which the model fills with one number get this number."""
 
         def values(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-            known = self.constants.get(name)
-            return drawn(name, shape, offsets, sizes) if known is None else torch.full(sizes, known)
+            constant = self.constants.get(name)
+            return drawn(name, shape, offsets, sizes) if constant is None else torch.full(sizes, constant)
 
         return values
 
@@ -242,8 +242,8 @@ def aliases(module: nn.Module) -> dict[str, str]:
 def tie(module: nn.Module, names: Mapping[str, str]) -> None:
     """Tie parameters; ``names`` maps each further name of a tied parameter to the parameter's first name."""
     for name, original in names.items():
-        owner, _, own = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(attribute, module.get_parameter(original))
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -253,7 +253,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 def constants(causal: nn.Module) -> dict[str, float]:
     """Return the vectors that the model's own code fills with one number, as a mapping from name to number."""
-    found = {}
+    values = {}
     for prefix, module in causal.named_modules():
         vectors = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 1}
         if not vectors:
@@ -265,5 +265,5 @@ def constants(causal: nn.Module) -> dict[str, float]:
         for name, parameter in made.items():
             first = float(parameter.detach()[0]) if parameter.numel() else 0.0
             if bool((parameter == first).all()):
-                found[f"{prefix}.{name}" if prefix else name] = first
-    return found
+                values[f"{prefix}.{name}" if prefix else name] = first
+    return values

@@ -107,9 +107,9 @@ class HfFolder:
                 problems.append(f"missing {name}" + (f" ({absent[0]})" if absent else ""))
                 continue
             used.update(stored)
-            found = self._shape_of_experts(place, stored, shape) if _of_expert(place) else self._shape(place)
-            if found != shape:
-                problems.append(f"{name} has shape {list(shape)} in the model and {list(found)} in the folder")
+            stored_shape = self._shape_of_experts(place, stored, shape) if _of_expert(place) else self._shape(place)
+            if stored_shape != shape:
+                problems.append(f"{name} has shape {list(shape)} in the model and {list(stored_shape)} in the folder")
         used |= {name + SCALES for name in used}
         unused = set(beyond(self._handles, self._layers)) if self._predicts else set()
         others = sorted(set(self._handles) - used - unused)
@@ -124,12 +124,12 @@ class HfFolder:
         place = place_of(self.family, name)
         if place is None:
             return None
-        whole, stack = place.name, place.stack
+        single, stack = place.name, place.stack
         if self._in_memory:
-            whole, stack = (one.replace(".block_sparse_moe.", ".mlp.") for one in (whole, stack))
+            single, stack = (one.replace(".block_sparse_moe.", ".mlp.") for one in (single, stack))
         if self._strip:
-            whole, stack = (one.removeprefix(self.family.prefix) for one in (whole, stack))
-        return place._replace(name=whole, stack=stack)
+            single, stack = (one.removeprefix(self.family.prefix) for one in (single, stack))
+        return place._replace(name=single, stack=stack)
 
     def _stored(self, place: ParameterPlace) -> list[str]:
         """Return the names of the tensors that hold a parameter."""
@@ -146,7 +146,7 @@ class HfFolder:
             return (experts * rows // place.stacked[1], columns)
         each = [shape[0] // self._experts, *shape[1:]]
         shapes = (list(self._handles[name].get_slice(name).get_shape()) for name in stored)
-        rows, *others = next((found for found in shapes if found != each), each)
+        rows, *others = next((other for other in shapes if other != each), each)
         return (rows * self._experts, *others)
 
     def _shape(self, place: ParameterPlace) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ class HfFolder:
         if place.transposed:
             shape.reverse()
         if place.part:
-            whole = sum(length for _, length in self._fused.values())
+            fused_rows = sum(length for _, length in self._fused.values())
             # A fused tensor of an unexpected size keeps its size, so that the comparison reports it.
-            shape[0] = self._fused[place.part][1] if shape[0] == whole else shape[0]
+            shape[0] = self._fused[place.part][1] if shape[0] == fused_rows else shape[0]
         return tuple(shape)
 
     def _ignorable(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

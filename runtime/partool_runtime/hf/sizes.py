@@ -130,5 +130,5 @@ def _latent(config: Any) -> dict[str, Any]:
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    found = (getattr(config, name, None) for name in names)
-    return next((int(value) for value in found if isinstance(value, int)), None)
+    values = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in values if isinstance(value, int)), None)

@@ -54,7 +54,7 @@ class HfTied(nn.Module):
 class HfStage(nn.Module):
     """A pipeline stage of consecutive layers; the first also has the embedding, the last also norm, head and loss."""
 
-    def __init__(self, base: nn.Module, head: nn.Linear | None, *, blocks: str, held: range, first: bool) -> None:
+    def __init__(self, base: nn.Module, head: nn.Linear | None, *, blocks: str, layers: range, first: bool) -> None:
         super().__init__()
         self.base = base
         self.head = head
@@ -65,7 +65,7 @@ class HfStage(nn.Module):
         self.loss: LossOfHead = head_loss
         self.contexts: Contexts | None = None
         """See :class:`HfPart`."""
-        self._blocks_name, self._held = blocks, held
+        self._blocks_name, self._layers = blocks, layers
         self._draws = draws_random(self)
 
     def forward(
@@ -95,7 +95,7 @@ class HfStage(nn.Module):
         names = list(children)
         before = [children[name] for name in names[: names.index(self._blocks_name)] if has_parameters(children[name])]
         layers = cast(nn.ModuleList, children[self._blocks_name])
-        blocks: list[list[nn.Module]] = [[layers[number]] for number in self._held]
+        blocks: list[list[nn.Module]] = [[layers[number]] for number in self._layers]
         return [before, *blocks] if before else blocks
 
 
@@ -135,9 +135,9 @@ class HfParts(HfPart):
             )
             for stage in mine
         }
-        held = sorted(layer for stage in mine for layer in range(*spans[stage]))
+        local_layers = sorted(layer for stage in mine for layer in range(*spans[stage]))
         layers = cast(nn.ModuleList, base.get_submodule(self._blocks))
-        self._numbered = {layer: layers[layer] for layer in held}
+        self._numbered = {layer: layers[layer] for layer in local_layers}
         # In tuples, so that the modules are not registered.
         self._head = (head if last_here else None,)
         self._shared = (shared,)
@@ -201,15 +201,15 @@ class HfParts(HfPart):
 
 
 def _stage(
-    base: nn.Module, blocks: str, held: range, shared: HfTied | None, *, head: nn.Linear | None, tuples: bool
+    base: nn.Module, blocks: str, layers: range, shared: HfTied | None, *, head: nn.Linear | None, tuples: bool
 ) -> HfStage:
-    part = cut_base(base, blocks, held, as_tuple=tuples)
-    first, ends = held.start == 0, head is not None
+    part = cut_base(base, blocks, layers, as_tuple=tuples)
+    first, ends = layers.start == 0, head is not None
     if shared is not None and first:
         for name, module in base.named_children():
             if module is shared.embed:
                 part._modules[name] = nn.Identity()
-    stage = HfStage(part, None if shared is not None else head, blocks=blocks, held=held, first=first)
+    stage = HfStage(part, None if shared is not None else head, blocks=blocks, layers=layers, first=first)
     stage.last = ends
     stage.shared = (shared,) if shared is not None and (first or ends) else ()
     return stage

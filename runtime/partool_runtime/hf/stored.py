@@ -59,4 +59,4 @@ def block_of(config: Any) -> tuple[int, int] | None:
 
 def beyond(names: Iterable[str], layers: int) -> list[str]:
     """Return the names of tensors of layers that the model does not have, such as those for multi-token prediction."""
-    return [name for name in names if (found := _LAYER.search(name)) is not None and int(found[1]) >= layers]
+    return [name for name in names if (match := _LAYER.search(name)) is not None and int(match[1]) >= layers]

@@ -50,14 +50,13 @@ def _takes_one(module: nn.Module) -> bool:
 def tiles_problem(blocks: nn.ModuleList) -> str:
     """Return why a layer's network cannot process a sequence in tiles; empty if the networks of all layers can."""
     for block in blocks:
-        found = networks(block)
-        if not found:
+        feed_forwards = networks(block)
+        if not feed_forwards:
             return f"{type(block).__name__} has no network of its own that maps every token by itself"
-        rates = [inner.p for network in found for inner in network.modules() if isinstance(inner, nn.Dropout)]
+        rates = [inner.p for network in feed_forwards for inner in network.modules() if isinstance(inner, nn.Dropout)]
         if any(rate > 0.0 for rate in rates):
-            return (
-                f"{type(found[0]).__name__} draws random numbers, which a tile that is computed again would not repeat"
-            )
+            kind = type(feed_forwards[0]).__name__
+            return f"{kind} draws random numbers, which a tile that is computed again would not repeat"
     return ""
 
 
@@ -96,13 +95,13 @@ def describe(path: Path | str, code: str = "") -> dict[str, Any]:
 def _attention(causal: nn.Module, layers: int) -> dict[str, Any]:
     """Return why partool cannot replace the model's attention (empty if it can), and attention's window and dropout."""
     try:
-        found = asked(causal, layers)
+        forms = asked(causal, layers)
     except UnknownAttentionError as error:
         return {"problem": str(error), "dropout": 0.0, "windows": None}
-    windows = [layer.window for layer in found]
+    windows = [layer.window for layer in forms]
     several = sorted({window for window in windows if window is not None})
     problem = f"its layers have windows of {' and '.join(map(str, several))} tokens" if len(several) > 1 else ""
-    return {"problem": problem, "dropout": max(layer.dropout for layer in found), "windows": windows}
+    return {"problem": problem, "dropout": max(layer.dropout for layer in forms), "windows": windows}
 
 
 def _windows(windows: list[int | None]) -> dict[str, Any]:
@@ -137,11 +136,11 @@ def structure_of(causal: nn.Module) -> Structure:
 
 def structure_module(name: str, module: nn.Module, causal: nn.Module, experts: int) -> StructureModule:
     """Return the record of one module of a model whose layers have so many experts."""
-    shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
+    shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters(recurse=False)}
     # A tied parameter is listed under each of its names.
-    for own, parameter in module._parameters.items():
+    for key, parameter in module._parameters.items():
         if parameter is not None:
-            shapes.setdefault(own, tuple(parameter.shape))
+            shapes.setdefault(key, tuple(parameter.shape))
     return StructureModule(
         name=name, class_name=type(module).__name__, kind=_kind(name, module, causal, experts), parameters=shapes
     )

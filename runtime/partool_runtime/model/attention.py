@@ -159,9 +159,9 @@ def _along(heads: tuple[torch.Tensor, ...], axis: Axis, scale: float | None, tok
         documents_BL = tokens.documents_BL.to(device)
         documents_BS = documents_BL if tokens.index_S is None else documents_BL[:, tokens.index_S]
         documents_XL = folded_documents(documents_BS, axis, grid)
-    whole = AttentionLayout(None, scale=scale)
+    full_layout = AttentionLayout(None, scale=scale)
     lines = Tokens(length, None, documents_XL)
-    return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, whole, lines), batch, axis)
+    return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, full_layout, lines), batch, axis)
 
 
 def heads_of(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:

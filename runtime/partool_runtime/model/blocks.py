@@ -37,7 +37,7 @@ class Stretch(NamedTuple):
     """True if all tokens belong to one document."""
 
 
-_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_STRETCHES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Cached stretches of each tensor of documents, so that a tensor that all layers share is copied off the device once.
 
 The tensor's version counter is stored, too: after another write to the tensor its entry is out of date.
@@ -47,10 +47,10 @@ The tensor's version counter is stored, too: after another write to the tensor i
 def stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
     """Return each sequence's stretches, in order; None if document numbers decrease within a sequence."""
     version = writes(documents_BL)
-    if documents_BL not in _KNOWN or _KNOWN[documents_BL][0] != version:
-        _KNOWN[documents_BL] = version, _stretches(documents_BL)
-    found: tuple[tuple[Stretch, ...], ...] | None = _KNOWN[documents_BL][1]
-    return found
+    if documents_BL not in _STRETCHES or _STRETCHES[documents_BL][0] != version:
+        _STRETCHES[documents_BL] = version, _stretches(documents_BL)
+    cached: tuple[tuple[Stretch, ...], ...] | None = _STRETCHES[documents_BL][1]
+    return cached
 
 
 def _stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
@@ -63,15 +63,15 @@ def _stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | 
 
 def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
     """Return the stretches of a sequence, given the last token of each document except the final document."""
-    found: list[Stretch] = []
+    grouped: list[Stretch] = []
     start = 0
     for stop in [*(place + 1 for place in last), length]:
-        if found and stop - found[-1].start <= SHORT:
-            found[-1] = Stretch(found[-1].start, stop, alone=False)
+        if grouped and stop - grouped[-1].start <= SHORT:
+            grouped[-1] = Stretch(grouped[-1].start, stop, alone=False)
         else:
-            found.append(Stretch(start, stop, alone=True))
+            grouped.append(Stretch(start, stop, alone=True))
         start = stop
-    return tuple(found)
+    return tuple(grouped)
 
 
 MOST_PAIRS = 1 << 22
@@ -179,8 +179,8 @@ def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = No
 
     Projections use this layout, so the result of attention need not be copied for the output projection.
     """
-    batch, heads, length, own = x_BNSD.shape
-    return x_BNSD.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
+    batch, heads, length, head_dim = x_BNSD.shape
+    return x_BNSD.new_empty(batch, length, heads, head_dim if width is None else width, dtype=dtype).transpose(1, 2)
 
 
 class _Call(NamedTuple):
@@ -214,21 +214,21 @@ class _Calls:
     def __iter__(self) -> Iterator[_Call]:
         queries, keys, layout, documents = self._meeting
         cut = self._holds_scores or documents is not None
-        for whole in () if self._empty else (rectangles if cut else joined)(queries, keys, layout.window):
+        for rectangle in () if self._empty else (rectangles if cut else joined)(queries, keys, layout.window):
             if documents is None:
-                yield from self._plain(whole, (0, self._batch))
+                yield from self._plain(rectangle, (0, self._batch))
             else:
-                yield from self._packed(whole, documents)
+                yield from self._packed(rectangle, documents)
 
-    def _packed(self, whole: Rectangle, documents_BL: torch.Tensor) -> Iterator[_Call]:
+    def _packed(self, rectangle: Rectangle, documents_BL: torch.Tensor) -> Iterator[_Call]:
         """Yield the calls of a rectangle with several documents; a rectangle that fits one mask is not split."""
-        known = None if _pairs(whole) <= self._most else stretches(documents_BL)
-        if known is None:
-            yield from self._masked(whole, (0, self._batch), documents_BL)
+        by_sequence = None if _pairs(rectangle) <= self._most else stretches(documents_BL)
+        if by_sequence is None:
+            yield from self._masked(rectangle, (0, self._batch), documents_BL)
             return
-        for number, of_sequence in enumerate(known):
-            for stretch in _between(of_sequence, whole):
-                for part in within(whole, stretch.start, stretch.stop, self._layout.window):
+        for number, of_sequence in enumerate(by_sequence):
+            for stretch in _between(of_sequence, rectangle):
+                for part in within(rectangle, stretch.start, stretch.stop, self._layout.window):
                     one = (number, number + 1)
                     yield from self._plain(part, one) if stretch.alone else self._masked(part, one, documents_BL)
 

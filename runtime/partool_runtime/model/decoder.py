@@ -116,8 +116,10 @@ class Contexts:
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
         if self.row_positions is not None:
             index_S = self._index_of(self.row_positions, x_BSH.device, along_rows=True)
-            held = Tokens(tokens.length, index_S, tokens.documents_BL, tokens.grid)
-            context.along_rows = Context(self._rope_tables(held, x_BSH.dtype, x_BSH.device, along_rows=True), held)
+            row_tokens = Tokens(tokens.length, index_S, tokens.documents_BL, tokens.grid)
+            context.along_rows = Context(
+                self._rope_tables(row_tokens, x_BSH.dtype, x_BSH.device, along_rows=True), row_tokens
+            )
         return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
@@ -126,13 +128,13 @@ class Contexts:
         ``documents_BL`` is the document number of each token of the whole sequence; None if documents do not matter.
         """
         grid, share = self._config.grid, self.share
-        whole = length if share is None else share[0]
-        if grid is not None and whole != grid[0] * grid[1]:
-            message = f"sequences of {whole} tokens, where the model lays them on {grid[0]} × {grid[1]}"
+        full_length = length if share is None else share[0]
+        if grid is not None and full_length != grid[0] * grid[1]:
+            message = f"sequences of {full_length} tokens, where the model lays them on {grid[0]} × {grid[1]}"
             raise ConfigurationError("PT656", message, "Use sequences of as many tokens as model.attention.grid has.")
         if share is None:
             return Tokens(length, None, documents_BL, grid)
-        return Tokens(whole, self._index_of(share[1], device), documents_BL, grid)
+        return Tokens(full_length, self._index_of(share[1], device), documents_BL, grid)
 
     def _index_of(self, places: tuple[int, ...], device: torch.device, *, along_rows: bool = False) -> torch.Tensor:
         key = (along_rows, device)

@@ -152,10 +152,10 @@ def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, t
     *saved, documents_BL, name, window, scale = arguments
     q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
     layout = AttentionLayout(window or None, scale=scale)
-    found = _EXCHANGES[name].backward(grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), layout, documents_BL)
+    grads = _EXCHANGES[name].backward(grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), layout, documents_BL)
     # Gradients are copied, since outputs of an operator must not alias each other.
     dq, dk, dv = (
-        like_tokens(like, like.dtype).copy_(x) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True)
+        like_tokens(like, like.dtype).copy_(x) for x, like in zip(grads, (q_BNSD, k_BKSD, v_BKSD), strict=True)
     )
     return dq, dk, dv
 
@@ -173,8 +173,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _gradients(ctx: Any, grad_BNSD: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.partool.attend_together_backward(grad_BNSD, *ctx.saved_tensors, *ctx.how)
-    return *found, None, None, None, None
+    grads = torch.ops.partool.attend_together_backward(grad_BNSD, *ctx.saved_tensors, *ctx.how)
+    return *grads, None, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)

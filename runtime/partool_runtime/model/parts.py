@@ -98,7 +98,7 @@ class DecoderParts(StagedDecoder):
         """``spans`` lists the layers of each stage, ``mine`` the numbers of this rank's stages."""
         super().__init__()
         last = len(spans) - 1
-        held = sorted(layer for stage in mine for layer in range(*spans[stage]))
+        local_layers = sorted(layer for stage in mine for layer in range(*spans[stage]))
         self.config = config
         self.embed: Embedding | None = None
         self.position: Embedding | None = None
@@ -107,7 +107,7 @@ class DecoderParts(StagedDecoder):
             self.embed = kind(config.vocab, config.hidden, config.padding_token)
         if 0 in mine and config.position == "learned":
             self.position = Embedding(config.max_position, config.hidden)
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in local_layers})
         self.final_norm = make_norm(config) if last in mine else None
         self.head = Head(config) if last in mine and not config.tied_embeddings else None
         # In a tuple, so that it is not registered a second time.

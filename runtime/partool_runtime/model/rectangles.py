@@ -35,48 +35,48 @@ def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectang
 
     Every unmasked pair of a query and a key is in exactly one rectangle.
     """
-    found: list[Rectangle] = []
+    parts: list[Rectangle] = []
     query = 0
     for span in queries:
         key = 0
         for other in keys:
-            found += [_held(rectangle, query - span[0], key - other[0]) for rectangle in _parts(span, other, window)]
+            parts += [_shifted(rectangle, query - span[0], key - other[0]) for rectangle in _parts(span, other, window)]
             key += other[1] - other[0]
         query += span[1] - span[0]
-    return tuple(found)
+    return tuple(parts)
 
 
 @lru_cache(maxsize=4096)
 def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
     """Return :func:`rectangles` with unmasked neighbours joined; the positions of joined rectangles are not valid."""
-    found = _join(rectangles(queries, keys, window), by_keys=True)
-    return tuple(_join(found, by_keys=False))
+    row_joined = _join(rectangles(queries, keys, window), by_keys=True)
+    return tuple(_join(row_joined, by_keys=False))
 
 
 def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> list[Rectangle]:
     """Return the part of ``rectangle`` whose queries and keys are at positions ``start`` to ``stop``, as rectangles."""
     queries, keys = (
-        (max(start, place), min(stop, place + held[1] - held[0]))
-        for place, held in ((rectangle.first_query, rectangle.queries), (rectangle.first_key, rectangle.keys))
+        (max(start, place), min(stop, place + span[1] - span[0]))
+        for place, span in ((rectangle.first_query, rectangle.queries), (rectangle.first_key, rectangle.keys))
     )
     query, key = rectangle.queries[0] - rectangle.first_query, rectangle.keys[0] - rectangle.first_key
-    return [_held(part, query, key) for part in _parts(queries, keys, window)]
+    return [_shifted(part, query, key) for part in _parts(queries, keys, window)]
 
 
 def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectangle, ...]:
     """Cut a rectangle into masked rectangles of about ``most`` pairs or fewer; keys that no query sees are left out."""
     (start, stop), first, key = rectangle.queries, rectangle.first_query, rectangle.first_key
     past = key + rectangle.keys[1] - rectangle.keys[0]
-    found = []
+    cut = []
     while start < stop:
         rows = min(stop - start, _rows(first, key, window, most))
         low = key if window is None else max(key, first - window + 1)
         high = min(past, first + rows)
         if low < high:
             shift = rectangle.keys[0] - key
-            found.append(Rectangle((start, start + rows), (low + shift, high + shift), first, low, "masked"))
+            cut.append(Rectangle((start, start + rows), (low + shift, high + shift), first, low, "masked"))
         start, first = start + rows, first + rows
-    return tuple(found)
+    return tuple(cut)
 
 
 def _rows(first: int, key: int, window: int | None, most: int) -> int:
@@ -109,7 +109,7 @@ def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangl
             yield Rectangle((high, past), (first, high), high, first, "all")
 
 
-def _held(rectangle: Rectangle, query: int, key: int) -> Rectangle:
+def _shifted(rectangle: Rectangle, query: int, key: int) -> Rectangle:
     """Return the rectangle with ranges shifted by ``query`` and ``key``, from positions to indices on this rank."""
     (first, past), (low, high) = rectangle.queries, rectangle.keys
     return rectangle._replace(queries=(first + query, past + query), keys=(low + key, high + key))
@@ -117,15 +117,15 @@ def _held(rectangle: Rectangle, query: int, key: int) -> Rectangle:
 
 def _join(parts: Iterable[Rectangle], *, by_keys: bool) -> list[Rectangle]:
     """Join unmasked neighbours that have the same queries, or the same keys."""
-    found: list[Rectangle] = []
+    merged: list[Rectangle] = []
     for part in sorted(parts, key=lambda part: (part.kind, part.queries if by_keys else part.keys, part.keys)):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is None or last.kind != "all" or part.kind != "all":
-            found.append(part)
+            merged.append(part)
         elif by_keys and last.queries == part.queries and last.keys[1] == part.keys[0]:
-            found[-1] = last._replace(keys=(last.keys[0], part.keys[1]))
+            merged[-1] = last._replace(keys=(last.keys[0], part.keys[1]))
         elif not by_keys and last.keys == part.keys and last.queries[1] == part.queries[0]:
-            found[-1] = last._replace(queries=(last.queries[0], part.queries[1]))
+            merged[-1] = last._replace(queries=(last.queries[0], part.queries[1]))
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged

@@ -32,7 +32,7 @@ from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.one_bit_mean import OneBitMean
 from partool_runtime.optim.whole_norms import WholeNorms
 from partool_runtime.pieces import FlatPlaced, Placed, Value
-from partool_runtime.placement import Placement, whole
+from partool_runtime.placement import Placement, full_placement
 from partool_runtime.torch_internals.tensors import local, local_bytes
 
 _RATIO_DECAY = 0.9
@@ -285,7 +285,7 @@ class OneBitOptimizer(DeviceOptimizer):
         return Placement((ranks, *base.shape), ((mine,), *base.spans), base.counts)
 
     def _placement(self, name: str) -> Placement:
-        return self._placements.get(name) or whole(self._parameters[name].shape)
+        return self._placements.get(name) or full_placement(self._parameters[name].shape)
 
     def state_bytes(self) -> int:
         """See :class:`partool_runtime.optim.types.Optimizer`."""

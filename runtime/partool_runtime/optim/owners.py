@@ -18,7 +18,7 @@ from partool.plan.types import Plan
 from partool_runtime.parallel.expert.apply import expert_placement
 from partool_runtime.parallel.tensor.apply import placement_of
 from partool_runtime.pieces import split_rows
-from partool_runtime.placement import Placement, whole
+from partool_runtime.placement import Placement, full_placement
 
 
 class Matrix(NamedTuple):
@@ -98,7 +98,7 @@ class Holders:
         elif self._rows:
             placement = placement_of(self._rows[stack.name], tensor, self._tensor)
         else:
-            placement = whole(shape)
+            placement = full_placement(shape)
         return placement, split_rows(range(placement.local_shape[0]), shard, shards)
 
     def blocks(self, matrix: Matrix, place: int, *, counted: bool = False) -> list[MatrixBlock]:

@@ -18,7 +18,7 @@ from partool_runtime.model.decoder import AnyDecoder
 from partool_runtime.optim.steps import Shards
 from partool_runtime.parallel.comm import UPDATES, counted_as, sum_over
 from partool_runtime.pieces import in_matrices, local_rows
-from partool_runtime.placement import Placement, whole
+from partool_runtime.placement import Placement, full_placement
 from partool_runtime.torch_internals.tensors import local
 
 
@@ -105,7 +105,7 @@ def open_norms(plan: Plan, model: AnyDecoder, names: Iterable[str], ranks: Ranks
         counted = ranks.replicate.place == 0 and name not in model.copies
         rows_by_matrix: dict[int, slice | None] = {0: None}
         if counts[name] > 1:
-            placement = model.placements.get(name) or whole(named[name].shape)
+            placement = model.placements.get(name) or full_placement(named[name].shape)
             rows_by_matrix = {**rows_of_matrices(placement, local_rows(named[name]), counts[name])}
         parts += [WholePart(name, rows, places[name] + number, counted) for number, rows in rows_by_matrix.items()]
     group = None if ranks.replicate.size == ranks.world_size else ranks.world

@@ -89,16 +89,16 @@ def close_run(
 def _others(run_dir: Path, world_size: int, since: float, patience_s: float) -> list[Measures]:
     deadline = time.monotonic() + patience_s
     missing = [rank for rank in range(1, world_size) if event_log(run_dir, rank).exists()]
-    found: list[Measures] = []
+    all_measures: list[Measures] = []
     while missing:
         for rank in list(missing):
             if (measures := _last_measures(event_log(run_dir, rank), since)) is not None:
-                found.append(measures)
+                all_measures.append(measures)
                 missing.remove(rank)
         if not missing or time.monotonic() >= deadline:
             break
         time.sleep(0.05)
-    return found
+    return all_measures
 
 
 def _last_measures(log: Path, since: float) -> Measures | None:

@@ -139,11 +139,11 @@ class LivePanel:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         elapsed = duration(self._now() - self._begin)
-        left = "" if figures.eta_s is None else f", {duration(figures.eta_s)} left"
+        remaining = "" if figures.eta_s is None else f", {duration(figures.eta_s)} left"
         head.add_row(
             f"step {figures.step}/{self._total_steps}" if figures.step else "loading",
             ProgressBar(total=max(1, self._total_steps), completed=figures.step),
-            elapsed + left,
+            elapsed + remaining,
         )
         body: list[RenderableType] = [head, self._facts()]
         if len(self._curve.points) > 1:

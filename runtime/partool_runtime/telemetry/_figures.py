@@ -34,7 +34,7 @@ def line(figures: TrainingFigures) -> str:
 def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
     """Return the known figures as (name, text)."""
     f = figures
-    known = [
+    texts = [
         ("loss", None if f.loss is None else f"{f.loss:.4f}"),
         ("grad norm", None if f.grad_norm is None else f"{f.grad_norm:.3f}"),
         ("lr", None if f.lr is None else f"{f.lr:.2e}"),
@@ -44,7 +44,7 @@ def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
         ("MFU", None if f.mfu is None else f"{f.mfu:.1%}"),
         ("ETA", None if f.eta_s is None else duration(f.eta_s)),
     ]
-    return [(name, text) for name, text in known if text is not None]
+    return [(name, text) for name, text in texts if text is not None]
 
 
 def seconds(value: float) -> str:
@@ -66,11 +66,11 @@ def size(value: float) -> str:
 
 def duration(value: float) -> str:
     """Return a length of time: ``42s``, ``3m05s``, ``2h07m``, ``5d03h``."""
-    whole = max(0, round(value))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+    total_s = max(0, round(value))
+    if total_s < 60:
+        return f"{total_s}s"
+    if total_s < 3600:
+        return f"{total_s // 60}m{total_s % 60:02}s"
+    if total_s < 86400:
+        return f"{total_s // 3600}h{total_s % 3600 // 60:02}m"
+    return f"{total_s // 86400}d{total_s % 86400 // 3600:02}h"

@@ -32,14 +32,14 @@ class PipelineSteps:
         self._every = math.ceil(count / _ACTIONS_PER_LOG_STEP)
         self._log_steps = 0
         self._last = plan.training.steps
-        self._done: Ran | None = None
+        self._actions: Ran | None = None
         self._sent_bytes: int | None = None
 
-    def take(self, done: Ran, sent_bytes: int | None) -> None:
+    def take(self, actions: Ran, sent_bytes: int | None) -> None:
         """Store a step's actions, and the bytes sent in the step."""
-        self._done, self._sent_bytes = done, sent_bytes
-        if not callable(done):
-            self._add(done)
+        self._actions, self._sent_bytes = actions, sent_bytes
+        if not callable(actions):
+            self._add(actions)
 
     def measures(self) -> Measures:
         """Return the measured traffic of the latest step."""
@@ -49,16 +49,16 @@ class PipelineSteps:
 
     def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
         """Return the data of a log step's event; None without actions, or on log steps left out to save space."""
-        done, self._done = self._done, None
-        if done is None:
+        actions, self._actions = self._actions, None
+        if actions is None:
             return None
-        if callable(done):
-            done = done()
-            self._add(done)
+        if callable(actions):
+            actions = actions()
+            self._add(actions)
         self._log_steps += 1
         if (self._log_steps - 1) % self._every and step != self._last:
             return None
-        return pipeline_data(step, steady, time.time() - self._host.mark(), done)
+        return pipeline_data(step, steady, time.time() - self._host.mark(), actions)
 
-    def _add(self, done: Sequence[Timed]) -> None:
-        self._spans.add(BUBBLE, self._host, 0.0, sum(max(one.waited_s, 0.0) for one in done))
+    def _add(self, actions: Sequence[Timed]) -> None:
+        self._spans.add(BUBBLE, self._host, 0.0, sum(max(one.waited_s, 0.0) for one in actions))

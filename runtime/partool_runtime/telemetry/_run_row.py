@@ -43,15 +43,15 @@ def write_run_row(
 def _row(
     plan: Plan, run_dir: Path, table: Sequence[Mapping[str, Any]], steps: Sequence[int], ended: str
 ) -> dict[str, str]:
-    found: dict[str, object] = {}
+    columns: dict[str, object] = {}
     for row in table:
         if row["term"] != TOTAL:
-            found[term_column("predicted", row["section"], row["term"])] = row["predicted"]
-            found[term_column("measured", row["section"], row["term"])] = row["measured"]
+            columns[term_column("predicted", row["section"], row["term"])] = row["predicted"]
+            columns[term_column("measured", row["section"], row["term"])] = row["measured"]
     total = {row["section"]: row for row in table if row["term"] == TOTAL}
     attempt = os.environ.get("PARTOOL_ATTEMPT", "1")
-    found |= _shared(plan, run_dir, total["time"]["measured"], total["memory"]["measured"])
-    found |= {
+    columns |= _shared(plan, run_dir, total["time"]["measured"], total["memory"]["measured"])
+    columns |= {
         "notes": f"attempt {attempt}, medians of {len(steps)} of its steps {min(steps)} to {max(steps)}; {ended}",
         "stack": "partool",
         "partool_version": plan.partool_version,
@@ -64,7 +64,7 @@ def _row(
         "predicted_memory_bytes": total["memory"]["predicted"],
         "measured_memory_bytes": total["memory"]["measured"],
     }
-    return {name: _text(value) for name, value in found.items()}
+    return {name: _text(value) for name, value in columns.items()}
 
 
 def _shared(plan: Plan, run_dir: Path, step_time_s: float, memory_bytes: float | None) -> dict[str, object]:

@@ -35,7 +35,7 @@ class Busy:
     load: float | None
     """Number of threads of the machine that run or are runnable (its one-minute load average)."""
     cores: int
-    own: int
+    run_threads: int
     """Number of compute threads of this run's ranks on this machine."""
 
 
@@ -52,13 +52,15 @@ def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> st
 
 
 def _contended(busy: Busy, excess_s: float) -> str:
-    load = "" if busy.load is None else f"load {busy.load:.1f} on {busy.cores} cores, {busy.own} of it this run's"
+    load = (
+        "" if busy.load is None else f"load {busy.load:.1f} on {busy.cores} cores, {busy.run_threads} of it this run's"
+    )
     if busy.waited_s is not None:
         if busy.waited_s < _SHARE * excess_s:
             return ""
         waits = f"a thread waits {seconds(busy.waited_s)} of each for a core"
         return f"the machine is contended, {waits}" + (f" ({load})" if load else "")
-    if busy.load is None or busy.load < _CROWDED * busy.cores or busy.load < busy.own + 1:
+    if busy.load is None or busy.load < _CROWDED * busy.cores or busy.load < busy.run_threads + 1:
         return ""
     return f"the machine is contended ({load})"
 
@@ -106,8 +108,8 @@ class SlowWatch:
         load = None
         with suppress(OSError):
             load = os.getloadavg()[0]
-        own = self._plan.devices.per_node * self._threads
-        return Busy(waited, load, os.cpu_count() or 1, own)
+        run_threads = self._plan.devices.per_node * self._threads
+        return Busy(waited, load, os.cpu_count() or 1, run_threads)
 
 
 def waited_s() -> dict[str, float] | None:
@@ -116,11 +118,11 @@ def waited_s() -> dict[str, float] | None:
     Read from the second figure of ``/proc/*/schedstat`` (https://docs.kernel.org/scheduler/sched-stats.html); None
     without this file.
     """
-    found = {}
+    waits_s = {}
     try:
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError):  # a thread that has just ended
-                found[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+                waits_s[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
-    return found
+    return waits_s

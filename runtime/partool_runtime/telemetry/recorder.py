@@ -160,15 +160,15 @@ class Recorder:
         self._spans.add("overhead", self._host, host_start, self._host.mark())
         self._pulse.stepped(step)
 
-    def pipeline(self, done: Ran, sent_bytes: int | None = None) -> None:
+    def pipeline(self, actions: Ran, sent_bytes: int | None = None) -> None:
         """Take the executed actions of the current step, on the host's clock.
 
-        The actions' waits count as ``pipeline_bubble``; on log steps the actions are written as an event. If ``done``
-        is a function, it is called only on log steps, where waiting for the device does no harm, and only waits in log
-        steps count.
+        The actions' waits count as ``pipeline_bubble``; on log steps the actions are written as an event.
+        If ``actions`` is a function, it is called only on log steps, where waiting for the device does no harm, and
+        only waits in log steps count.
         ``sent_bytes`` are the bytes that this rank sent to other ranks of its pipeline in the step.
         """
-        self._pipeline.take(done, sent_bytes)
+        self._pipeline.take(actions, sent_bytes)
 
     def event(self, kind: EventKind, **data: Any) -> None:
         """Append an event of kind ``kind`` to the log.

@@ -91,10 +91,10 @@ def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
     combined: dict[str, dict[str, MeasuredValue]] = {}
     for name in SECTIONS:
         terms = sorted({term for rank in ranks for term in rank.section(name)})
-        found = {term: [r.section(name)[term] for r in ranks if term in r.section(name)] for term in terms}
+        values = {term: [r.section(name)[term] for r in ranks if term in r.section(name)] for term in terms}
         combined[name] = {
             term: MeasuredValue(float(rules[name]([m.value for m in each])), each[0].measure)
-            for term, each in found.items()
+            for term, each in values.items()
         }
     if busiest and ranks:
         combined["time"] |= max(ranks, key=_compute_s).time
@@ -117,8 +117,8 @@ def rows(prediction: Prediction, measures: Measures) -> list[Row]:
     for name, terms in SECTIONS.items():
         names = [*terms] if name in WITHOUT_TOTAL else [*terms, TOTAL]
         for term in names:
-            found = measures.section(name).get(term)
-            value, how = (None, NOT_MEASURED) if found is None else (found.value, found.measure)
+            measured = measures.section(name).get(term)
+            value, how = (None, NOT_MEASURED) if measured is None else (measured.value, measured.measure)
             table.append(Row(name, term, predicted[name].get(term), value, how))
     return table
 

@@ -107,8 +107,8 @@ def gathered_products(
     x: torch.Tensor, factors: list[torch.Tensor], dim: int, group_name: str
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the ranks' tensors gathered along ``dim``, and their products with ``factors``, made as parts arrive."""
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, factors, dim, group_name, return_A=True)
-    return whole, products
+    gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, factors, dim, group_name, return_A=True)
+    return gathered, products
 
 
 def scattered_product(x: torch.Tensor, factor: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
@@ -141,13 +141,13 @@ def in_memory_store() -> Any:
     return torch.distributed.HashStore()  # type: ignore[attr-defined]
 
 
-def gather_into(whole: torch.Tensor, part: torch.Tensor, ranks: Any, *, asynchronous: bool) -> Any:
-    """All-gather the ranks' ``part`` into ``whole``, in rank order; torch 2.13 has a new name for it."""
+def gather_into(full: torch.Tensor, part: torch.Tensor, ranks: Any, *, asynchronous: bool) -> Any:
+    """All-gather the ranks' ``part`` into ``full``, in rank order; torch 2.13 has a new name for it."""
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-    return gather(whole, part, group=ranks, async_op=asynchronous)
+    return gather(full, part, group=ranks, async_op=asynchronous)
 
 
-def scatter_sum_into(part: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
-    """Reduce-scatter the ranks' ``whole`` into ``part``; torch 2.13 has a new name for it."""
+def scatter_sum_into(part: torch.Tensor, full: torch.Tensor, ranks: Any) -> None:
+    """Reduce-scatter the ranks' ``full`` into ``part``; torch 2.13 has a new name for it."""
     scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
-    scatter(part, whole, group=ranks)
+    scatter(part, full, group=ranks)

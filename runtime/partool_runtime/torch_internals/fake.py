@@ -36,7 +36,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     table, read = fake_impls.op_implementations_dict, torch.ops.aten._local_scalar_dense.default
     _device_constructors()  # torch keeps this set of functions, in which the usual ``torch.tensor`` has to be
     before, made, attend = table[read], torch.tensor, F.scaled_dot_product_attention
-    places, found = torch.ops.aten.nonzero.default, table[torch.ops.aten.nonzero.default]
+    places, original = torch.ops.aten.nonzero.default, table[torch.ops.aten.nonzero.default]
     table[read] = lambda mode, func, tensor: _zero(tensor.dtype)
     table[places] = lambda mode, func, tensor: tensor.new_empty((0, tensor.ndim), dtype=torch.int64)
     torch.tensor = _made_on_devices(mode, made)
@@ -46,7 +46,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
         yield mode
     finally:
         table[read], torch.tensor, F.scaled_dot_product_attention = before, made, attend
-        table[places] = found
+        table[places] = original
 
 
 def _without_storages(cache_key: Any) -> Any:
@@ -117,8 +117,8 @@ def _attended_by_kernels(otherwise: Any) -> Any:
             return _flash((query, key, value), dropout_p, is_causal, width**-0.5 if scale is None else scale)
         grouped = query.shape[1] != key.shape[1]
         if not query.is_cuda or query.dtype == torch.float64 or grouped:
-            found = otherwise(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            return cast(torch.Tensor, found)
+            out = otherwise(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return cast(torch.Tensor, out)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
         if attn_mask is not None:

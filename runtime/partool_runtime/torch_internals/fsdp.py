@@ -58,14 +58,14 @@ def gradient_bytes(model: nn.Module) -> int:
     They are reduced shards, shards that replicas have yet to add up, and whole gradients before their reduction.
     """
     # While parameters are gathered, the module's own parameters are not the shards, which keep their gradients.
-    held = [group._partial_reduce_output for group in _fsdp_groups(model)]
+    gradients = [group._partial_reduce_output for group in _fsdp_groups(model)]
     for parameter in _fsdp_parameters(model):
-        held += [
+        gradients += [
             getattr(getattr(parameter, "sharded_param", None), "grad", None),
             parameter.unsharded_accumulated_grad,
             getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
         ]
-    return local_bytes(tensor for tensor in held if tensor is not None)
+    return local_bytes(tensor for tensor in gradients if tensor is not None)
 
 
 @contextmanager
@@ -99,10 +99,10 @@ def unreduced_gradients(root: nn.Module) -> dict[str, torch.Tensor]:
     These are gradients of gathered parameters (FSDP2 keeps their sum in the parameters themselves if it has the type of
     the reduction), and shards of units that replicas have yet to add up.
     """
-    found = {each._param_fqn or "": getattr(each, "_unsharded_param", None) for each in _fsdp_parameters(root)}
-    whole = {name: each.grad for name, each in found.items() if each is not None and each.grad is not None}
+    gathered = {each._param_fqn or "": getattr(each, "_unsharded_param", None) for each in _fsdp_parameters(root)}
+    full_gradients = {name: each.grad for name, each in gathered.items() if each is not None and each.grad is not None}
     shards = [(group.fsdp_params[0]._param_fqn, group._partial_reduce_output) for group in _fsdp_groups(root)]
-    return whole | {f"unit of {name}": partial for name, partial in shards if partial is not None}
+    return full_gradients | {f"unit of {name}": partial for name, partial in shards if partial is not None}
 
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
@@ -132,9 +132,9 @@ def end_backward(root: FSDPModule, *, fill: bool) -> None:
     accumulates partial sums over replicas in one flat tensor, whose shape must not change.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)) if fill else ():
-        whole = parameter.unsharded_param
-        if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
-            whole.grad = torch.zeros_like(whole)
+        full = parameter.unsharded_param
+        if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
+            full.grad = torch.zeros_like(full)
             parameter.to_accumulated_grad_if_needed()
     root._get_fsdp_state()._root_post_backward_final_callback()
 

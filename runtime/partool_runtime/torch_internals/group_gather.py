@@ -62,7 +62,7 @@ class GroupGather:
         self._fresh = True
         pairs = [(p, p._sharded_param_data, p.all_gather_outputs[0]) for p in self.kept]
         # Shards may be in host memory.
-        return [(shard.to(whole.device, p.param_dtype or shard.dtype), whole) for p, shard, whole in pairs]
+        return [(shard.to(full.device, p.param_dtype or shard.dtype), full) for p, shard, full in pairs]
 
     @torch.no_grad()
     def _unshard(self, async_op: bool = False) -> None:
@@ -126,11 +126,11 @@ class _Works(torch.distributed.Work):
         self._started: list[tuple[Any, torch.Tensor]] = []
         self._unseen = ExitStack()
 
-    def start(self, shard: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
+    def start(self, shard: torch.Tensor, full: torch.Tensor, ranks: Any) -> None:
         """Start to all-gather shards; ``shard``, possibly a cast copy, is kept alive until it is sent."""
         # Some backends increment the version counter when they write, after this call has returned.
-        self._unseen.enter_context(unseen_writes([whole]))
-        self._started.append((gather_into(whole, shard, ranks, asynchronous=True), shard))
+        self._unseen.enter_context(unseen_writes([full]))
+        self._started.append((gather_into(full, shard, ranks, asynchronous=True), shard))
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for all gathers."""

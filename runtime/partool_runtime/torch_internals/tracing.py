@@ -83,8 +83,8 @@ _REPLACED = (
 def _torch_functions() -> Iterator[None]:
     """Undo within the context what a dry run replaces, so that a graph holds torch's own functions."""
     before = [getattr(module, name) for module, name, _ in _REPLACED]
-    for module, name, own in _REPLACED:
-        setattr(module, name, own)
+    for module, name, original in _REPLACED:
+        setattr(module, name, original)
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ class UnitShards:
         self._gather, self._wait = group.unshard, group.wait_for_unshard
         self._bring: Callable[[], list[torch.Tensor]] = list
         self._ready: Callable[[], None] = _nothing
-        self._done: Callable[[], None] = _nothing
+        self._released: Callable[[], None] = _nothing
 
     @property
     def sizes(self) -> list[tuple[int, torch.dtype]]:
@@ -61,10 +61,10 @@ class UnitShards:
             parameter._setattr_on_modules(moved)
 
     def watch(
-        self, bring: Callable[[], list[torch.Tensor]], ready: Callable[[], None], done: Callable[[], None]
+        self, bring: Callable[[], list[torch.Tensor]], ready: Callable[[], None], released: Callable[[], None]
     ) -> None:
-        """Make each gather call ``bring`` for its shards, then ``ready`` on its stream, and at its end ``done``."""
-        self._bring, self._ready, self._done = bring, ready, done
+        """Make each gather call ``bring`` for its shards, then ``ready`` on its stream, and at its end ``released``."""
+        self._bring, self._ready, self._released = bring, ready, released
         self._group.unshard, self._group.wait_for_unshard = self._unshard, self._wait_for_unshard
 
     def _unshard(self, async_op: bool = False) -> None:
@@ -89,7 +89,7 @@ class UnitShards:
         self._ready()  # with a single rank, shards are copied here
         self._wait()
         self.put_back()
-        self._done()
+        self._released()
 
     def put_back(self) -> None:
         """Make FSDP2's shards refer again to the memory where the shards are kept between gathers."""

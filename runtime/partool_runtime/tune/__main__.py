@@ -118,8 +118,8 @@ def _processes(arguments: argparse.Namespace) -> int:
     return arguments.processes or max(len(os.sched_getaffinity(0)), 1)
 
 
-def _progress(done: int, of: int) -> None:
-    _tell({"event": "timed", "done": done, "of": of})
+def _progress(finished: int, of: int) -> None:
+    _tell({"event": "timed", "done": finished, "of": of})
 
 
 def _tell(event: dict[str, Any]) -> None:

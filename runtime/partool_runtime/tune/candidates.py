@@ -47,8 +47,8 @@ def first(request: Request, registry: Registry, most: int = MOST) -> list[Config
 
 def beside(config: Config, everything: Sequence[Config]) -> list[Config]:
     """Return the configurations in ``everything`` that differ from ``config`` in one number."""
-    own = _numbers(config)
-    return [other for other in everything if sum(own.get(k) != v for k, v in _numbers(other).items()) == 1]
+    numbers = _numbers(config)
+    return [other for other in everything if sum(numbers.get(k) != v for k, v in _numbers(other).items()) == 1]
 
 
 def _numbers(config: Config) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Journal:
             except (TypeError, ValueError):
                 continue  # truncated when the process ended
 
-    def known(self, request: Request, config: Config) -> float | None:
+    def cached_s(self, request: Request, config: Config) -> float | None:
         """Return the seconds of a configuration; :data:`FAILED` if it cannot run, None if it was not run."""
         return self._times.get(_key(request, config))
 

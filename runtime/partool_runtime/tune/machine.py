@@ -44,15 +44,15 @@ def this_machine() -> TuningMachine:
     if not torch.cuda.is_available():
         raise NoMachineError("torch finds no GPU")
     device = torch.device("cuda", torch.cuda.current_device())
-    found = architecture(device)
+    architecture_name = architecture(device)
     properties: Any = torch.cuda.get_device_properties(device)
-    if found is None:
+    if architecture_name is None:
         raise NoMachineError(f"no kernels are compiled for {properties.name}")
     import triton
 
     return TuningMachine(
-        device, found, str(properties.name), int(properties.multi_processor_count), _driver(), triton.__version__,
-        CudaTimer(device),
+        device, architecture_name, str(properties.name), int(properties.multi_processor_count), _driver(),
+        triton.__version__, CudaTimer(device),
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def _driver() -> str:
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
     ]  # fmt: skip
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        versions = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told[0] if told else ""
+    return versions[0] if versions else ""

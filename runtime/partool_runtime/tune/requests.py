@@ -58,7 +58,7 @@ def placed(requests: Iterable[Request], machine: TuningMachine) -> list[Request]
 
     Raises :class:`RequestError` for a request of another architecture.
     """
-    found: dict[Request, None] = {}
+    unique: dict[Request, None] = {}
     for request in requests:
         if request.architecture not in ("", machine.architecture):
             here = f"{machine.name} is {machine.architecture}"
@@ -71,5 +71,5 @@ def placed(requests: Iterable[Request], machine: TuningMachine) -> list[Request]
             units=machine.units,
             triton=machine.minor,
         )
-        found[here_too] = None
-    return list(found)
+        unique[here_too] = None
+    return list(unique)

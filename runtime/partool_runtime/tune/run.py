@@ -34,7 +34,7 @@ class TuneOptions:
     out: Path
     """Folder of tables."""
     budget_s: float = 1800.0
-    again: bool = False
+    remeasure: bool = False
     """Whether to measure requests again if they were measured on this device with this Triton and this code."""
 
 
@@ -44,7 +44,7 @@ def tune(requests: Sequence[Request], tools: Tools, options: TuneOptions, tell: 
     Every request gets an equal share of the remaining time. ``tell`` is called with events.
     """
     end = time.monotonic() + options.budget_s
-    waiting = [each for each in requests if options.again or not known(each, options.out)]
+    waiting = [each for each in requests if options.remeasure or not is_measured(each, options.out)]
     tell(
         {
             "event": "start", "device": tools.machine.name, "architecture": tools.machine.architecture,
@@ -52,12 +52,12 @@ def tune(requests: Sequence[Request], tools: Tools, options: TuneOptions, tell: 
         }
     )  # fmt: skip
     for place, request in enumerate(waiting):
-        left = end - time.monotonic()
-        if left < _LEAST_S:
+        remaining_s = end - time.monotonic()
+        if remaining_s < _LEAST_S:
             tell({"event": "end", "finished": False, "left": len(waiting) - place})
             return False
         tell({"event": "request", "index": place, **as_json(request)})
-        _one(request, tools, (options, time.monotonic() + left / (len(waiting) - place)), tell)
+        _one(request, tools, (options, time.monotonic() + remaining_s / (len(waiting) - place)), tell)
     tell({"event": "end", "finished": True, "left": 0})
     return True
 
@@ -78,10 +78,10 @@ def _one(request: Request, tools: Tools, within: tuple[TuneOptions, float], tell
     finally:
         torch.cuda.empty_cache()
     path = add(request.kernel, request.architecture, [entry], options.out)
-    tell({"event": "result", "file": str(path), **_told(request, entry)})
+    tell({"event": "result", "file": str(path), **_fields(request, entry)})
 
 
-def _told(request: Request, entry: Entry) -> Event:
+def _fields(request: Request, entry: Entry) -> Event:
     measured = entry.measured
     assert measured is not None
     return {
@@ -96,7 +96,7 @@ def _told(request: Request, entry: Entry) -> Event:
     }
 
 
-def known(request: Request, folder: Path) -> bool:
+def is_measured(request: Request, folder: Path) -> bool:
     """Return whether a folder's table has a measurement for exactly this request, with the kernel's current source."""
     return any(
         entry.measured is not None and other == request and entry.source_hash == source_hash(request.kernel)
@@ -109,9 +109,9 @@ def rehearse(requests: Sequence[Request], processes: int, prove: Prove = prove_a
     registry = Registry()
     for place, request in enumerate(requests):
         configs = first(request, registry)
-        found = runnable(request, configs, prove, processes)
-        reasons = Counter(_NUMBER.sub("N", _CLAUSE.split(reason)[0]) for reason in found.refused.values())
+        filtered = runnable(request, configs, prove, processes)
+        reasons = Counter(_NUMBER.sub("N", _CLAUSE.split(reason)[0]) for reason in filtered.refused.values())
         yield {
             "event": "rehearsed", "index": place, "of": len(requests), **as_json(request), "grid": len(grid(request)),
-            "candidates": len(configs), "refused": len(found.refused), "reasons": reasons,
+            "candidates": len(configs), "refused": len(filtered.refused), "reasons": reasons,
         }  # fmt: skip

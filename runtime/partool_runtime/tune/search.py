@@ -51,7 +51,7 @@ class Tools:
     """Number of compilers that run at once."""
     prove: Prove = prove_all
     make_case: Callable[[Request, torch.device, int], Case] = case
-    progress: Callable[[int, int], None] = lambda done, of: None
+    progress: Callable[[int, int], None] = lambda finished, of: None
     """Called with the number of timed configurations and the number of all configurations."""
 
 
@@ -91,11 +91,11 @@ def _screen(request: Request, made: Case, tools: Tools, until: float) -> tuple[F
     filtered, times = Filtered({}, {}), dict[Config, float]()
     wave = first(request, tools.registry)
     for _ in range(_ROUNDS):
-        found = runnable(request, wave, tools.prove, tools.processes)
-        filtered.kept.update(found.kept)
-        filtered.refused.update(found.refused)
+        screened = runnable(request, wave, tools.prove, tools.processes)
+        filtered.kept.update(screened.kept)
+        filtered.refused.update(screened.refused)
         before = min(times.values(), default=FAILED)
-        _time_all(request, made, found.kept, (tools, times, until))
+        _time_all(request, made, screened.kept, (tools, times, until))
         best = min(times, key=times.__getitem__, default=None)
         if best is None or times[best] >= before or time.monotonic() >= until:
             break
@@ -115,12 +115,12 @@ def _time_all(
         # The first configuration is the rule's: without it there is no reference.
         if times and time.monotonic() >= until:
             return
-        known = tools.journal.known(request, config)
-        if known is None:
+        seconds = tools.journal.cached_s(request, config)
+        if seconds is None:
             tools.journal.begin(request, config)
-            known = _seconds(made, config, tools.machine)
-            tools.journal.end(request, config, known)
-        times[config] = known
+            seconds = _seconds(made, config, tools.machine)
+            tools.journal.end(request, config, seconds)
+        times[config] = seconds
         tools.progress(place + 1, len(waiting))
 
 
@@ -163,9 +163,9 @@ def verify(request: Request, config: Config, tools: Tools) -> float:
 
 
 def _entry(
-    request: Request, config: Config, tools: Tools, found: tuple[Compiled, tuple[float, float, float], float, int]
+    request: Request, config: Config, tools: Tools, outcome: tuple[Compiled, tuple[float, float, float], float, int]
 ) -> Entry:
-    machine, (needs, (time_s, default_s, reference_s), error, tried) = tools.machine, found
+    machine, (needs, (time_s, default_s, reference_s), error, tried) = tools.machine, outcome
     return Entry(
         dtypes=request.dtypes,
         shape=request.width,

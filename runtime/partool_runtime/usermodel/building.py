@@ -30,9 +30,9 @@ def build_module(model: ModuleModel, code: UserCode | None = None) -> nn.Module:
     """
     kind = _class(model, code)
     with meta_parameters():
-        own = _built(kind, model)
-    check_buffers(own)
-    return own
+        root = _built(kind, model)
+    check_buffers(root)
+    return root
 
 
 def built_weights(model: ModuleModel, seed: int) -> dict[str, torch.Tensor]:
@@ -43,21 +43,21 @@ def built_weights(model: ModuleModel, seed: int) -> dict[str, torch.Tensor]:
     kind = _class(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        own = _built(kind, model)
-    return {name: parameter.detach().float() for name, parameter in own.named_parameters()}
+        root = _built(kind, model)
+    return {name: parameter.detach().float() for name, parameter in root.named_parameters()}
 
 
-def blocks_of(own: nn.Module) -> str:
+def blocks_of(root: nn.Module) -> str:
     """Return the name of the list of layers: the list of modules with most parameters; raises PT655."""
-    lists = {name: module for name, module in own.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    lists = {name: module for name, module in root.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     if not lists:
-        message = f"{type(own).__name__} has no nn.ModuleList of layers, which are sharded and recomputed one by one"
+        message = f"{type(root).__name__} has no nn.ModuleList of layers, which are sharded and recomputed one by one"
         raise ConfigurationError("PT655", message, "Put its layers into an nn.ModuleList.")
     name = str(max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters())))
     first: dict[int, int] = {}
     for number, layer in enumerate(lists[name]):
         if (before := first.setdefault(id(layer), number)) != number:
-            message = f"{type(own).__name__}: {name}.{before} and {name}.{number} are one module"
+            message = f"{type(root).__name__}: {name}.{before} and {name}.{number} are one module"
             raise ConfigurationError("PT655", message, _ONE_MODULE)
     return name
 
@@ -77,15 +77,15 @@ def _class(model: ModuleModel, code: UserCode | None = None) -> type[nn.Module]:
             message = f"{', '.join(changed)} {are} allowed when the plan was made"
             raise ConfigurationError("PT591", message, "Look at what changed, and plan again with --trust-remote-code.")
     try:
-        found = getattr(import_module(name), kind)
+        module_class = getattr(import_module(name), kind)
     except ConfigurationError:
         raise
     except Exception as error:  # the user's code may raise anything
         message = f"model.module: {model.module} cannot be imported: {type(error).__name__}: {error}"
         raise ConfigurationError("PT655", message, _HELP) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ConfigurationError("PT655", f"model.module: {model.module} is no class of torch.nn.Module", _HELP)
-    return found
+    return module_class
 
 
 def _built(kind: type[nn.Module], model: ModuleModel) -> nn.Module:

@@ -66,11 +66,11 @@ class UserCode(MetaPathFinder):
 
     def check(self, file: str, content: bytes) -> None:
         """Raise ConfigurationError PT591 unless a file with this content is allowed; note that it was loaded."""
-        found = hashlib.sha256(content).hexdigest()
-        if self._allowed is not None and self._allowed.get(file) != found:
-            known = "is not the one that was allowed" if file in self._allowed else "was not loaded"
-            raise ConfigurationError("PT591", f"the file {file} {known} when the plan was made", _PLAN_AGAIN)
-        self.files[file] = found
+        digest = hashlib.sha256(content).hexdigest()
+        if self._allowed is not None and self._allowed.get(file) != digest:
+            problem = "is not the one that was allowed" if file in self._allowed else "was not loaded"
+            raise ConfigurationError("PT591", f"the file {file} {problem} when the plan was made", _PLAN_AGAIN)
+        self.files[file] = digest
 
     def _is_users(self, name: str, origin: str) -> bool:
         """Return whether a module is code of the user, and not of Python or of an installed package."""

@@ -32,24 +32,24 @@ class ModuleDecoder(HfPart):
     def __init__(self, module: ModuleModel, config: ModelConfig, seed: int) -> None:
         """Build the module with parameters on the meta device; its own first values are drawn from ``seed``."""
         super().__init__()
-        own = build_module(module)
-        self.__dict__["own"] = own  # no child: its parameters are those of this decoder
+        root = build_module(module)
+        self.__dict__["user_module"] = root  # no child: its parameters are those of this decoder
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = own.__dict__[table]
+            self.__dict__[table] = root.__dict__[table]
         self.config, self._module, self._seed = config, module, seed
         self.captured = False
         self.base_prefix, self.head_name, self.constants = "", "", {}
-        self._blocks = blocks_of(own)
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in own.named_parameters()}
-        self.aliases, self.draws = aliases(own), True  # functions may draw numbers, which no module tells
+        self._blocks = blocks_of(root)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in root.named_parameters()}
+        self.aliases, self.draws = aliases(root), True  # functions may draw numbers, which no module tells
         self._loss = cast(Any, loss_of_logits)
-        for each in (own, *self.layers):
+        for each in (root, *self.layers):
             stay_wide(each)
 
     @property
     def base(self) -> nn.Module:
         """The module itself."""
-        return cast(nn.Module, self.__dict__["own"])
+        return cast(nn.Module, self.__dict__["user_module"])
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -110,15 +110,15 @@ class ModuleDecoder(HfPart):
         return values
 
 
-def capture_module(own: nn.Module, *, dtype: torch.dtype, length: int, training: bool, batch: int = 2) -> Captured:
+def capture_module(root: nn.Module, *, dtype: torch.dtype, length: int, training: bool, batch: int = 2) -> Captured:
     """Return the graph of a module that maps ``length`` tokens to logits; raises CaptureError."""
-    inputs = {"tokens": tokens_argument(own)}
-    return capture(own, dtype=dtype, length=length, inputs=inputs, fixed={}, training=training, batch=batch)
+    inputs = {"tokens": tokens_argument(root)}
+    return capture(root, dtype=dtype, length=length, inputs=inputs, fixed={}, training=training, batch=batch)
 
 
-def tokens_argument(own: nn.Module) -> str:
+def tokens_argument(root: nn.Module) -> str:
     """Return the name of the first argument of a module's forward pass; raises CaptureError if there is none."""
-    forward: Callable[..., Any] = type(own).forward
+    forward: Callable[..., Any] = type(root).forward
     names = list(inspect.signature(forward).parameters)[1:]
     if not names:
         raise CaptureError("its forward pass takes no tokens")

@@ -40,25 +40,25 @@ def describe(text: str, length: int) -> dict[str, Any]:
     """
     model = ModuleModel.model_validate_json(text)
     code = user_code(model, recorded=True)
-    own = build_module(model, code)
-    blocks = blocks_of(own)
-    units = [f"{blocks}.{number}" for number, _ in enumerate(own.get_submodule(blocks).children())]
+    root = build_module(model, code)
+    blocks = blocks_of(root)
+    units = [f"{blocks}.{number}" for number, _ in enumerate(root.get_submodule(blocks).children())]
     try:
-        of_length = partial(capture_module, own, dtype=torch.float32, length=length)
+        of_length = partial(capture_module, root, dtype=torch.float32, length=length)
         captured = of_length(training=True)
-        problem, attention = attention_in(captured, length, own, units)
+        problem, attention = attention_in(captured, length, root, units)
         if not problem:
-            problem, _ = attention_in(of_length(training=False), length, own, units)
+            problem, _ = attention_in(of_length(training=False), length, root, units)
     except CaptureError as error:
         raise ConfigurationError("PT655", f"{model.module}: {error}", _SIZES) from error
     if not attention:
         raise ConfigurationError("PT655", f"{model.module}: {problem}", "Its layers need torch's attention function.")
     vocab = value_of(captured.graph.output_node().args[0][0]).shape[-1]  # type: ignore[index]
-    fields = _fields(own, own.get_submodule(blocks), attention, int(vocab)) | _positions(captured)
+    fields = _fields(root, root.get_submodule(blocks), attention, int(vocab)) | _positions(captured)
     name = model.module.rpartition(":")[2]
     why = f"{name} is a module of yours, whose code partool runs as it is"
     return {
-        "structure": _structure(own, blocks, name, fields).model_dump(mode="json"),
+        "structure": _structure(root, blocks, name, fields).model_dump(mode="json"),
         "head_problem": "",
         "pipeline_problem": why,
         "draws": True,
@@ -73,16 +73,16 @@ def describe(text: str, length: int) -> dict[str, Any]:
     }
 
 
-def _structure(own: nn.Module, blocks: str, name: str, fields: dict[str, Any]) -> Structure:
-    embedding = next((each for each, module in own.named_modules() if isinstance(module, nn.Embedding)), "")
+def _structure(root: nn.Module, blocks: str, name: str, fields: dict[str, Any]) -> Structure:
+    embedding = next((each for each, module in root.named_modules() if isinstance(module, nn.Embedding)), "")
     return Structure(
         model_type="module",
         architecture=name,
-        modules=tuple(structure_module(each, module, own, 0) for each, module in own.named_modules()),
+        modules=tuple(structure_module(each, module, root, 0) for each, module in root.named_modules()),
         blocks=blocks,
         embedding=embedding,
         head="",
-        tied=aliases(own),
+        tied=aliases(root),
         hidden=fields["hidden"],
         heads=fields["heads"],
         kv_heads=fields["kv_heads"],
@@ -90,14 +90,14 @@ def _structure(own: nn.Module, blocks: str, name: str, fields: dict[str, Any]) -
     )
 
 
-def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], vocab: int) -> dict[str, Any]:
+def _fields(root: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], vocab: int) -> dict[str, Any]:
     """Return the fields of the decoder of partool that is nearest: with the same attention and as many parameters."""
     one = attention[0]
     heads, keys, width = one["heads"], one["key_heads"], one["head_dim"]
     count = sum(1 for _ in layers.children())
-    tables = [module for module in own.modules() if isinstance(module, nn.Embedding)]
+    tables = [module for module in root.modules() if isinstance(module, nn.Embedding)]
     hidden = tables[0].embedding_dim if tables else heads * width
-    outside = set(own.parameters()) - set(layers.parameters())
+    outside = set(root.parameters()) - set(layers.parameters())
     each = sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() > 1) // count
     products = sum(isinstance(module, nn.Linear) for module in layers.modules()) // count
     gated = products > _PLAIN
@@ -110,7 +110,7 @@ def _fields(own: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], 
         "kv_heads": keys,
         "head_dim": width,
         "vocab": vocab,
-        "norm": "layernorm" if any(isinstance(module, nn.LayerNorm) for module in own.modules()) else "rmsnorm",
+        "norm": "layernorm" if any(isinstance(module, nn.LayerNorm) for module in root.modules()) else "rmsnorm",
         "activation": "swiglu" if gated else "gelu",
         "tied_embeddings": sum(parameter.numel() for parameter in outside) < 2 * vocab * hidden,
     }

@@ -74,8 +74,8 @@ def _normal(name: str, shape: Shape, offsets: Shape, sizes: Shape, *, seed: int)
     for block in range(start // each, -(-stop // each)):
         first = block * each
         generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
-        whole = torch.randn((min(each, shape[0] - first), *shape[1:]), generator=generator, dtype=torch.float32)
-        drawn.append(whole[(slice(max(start - first, 0), stop - first), *columns)])
+        rows = torch.randn((min(each, shape[0] - first), *shape[1:]), generator=generator, dtype=torch.float32)
+        drawn.append(rows[(slice(max(start - first, 0), stop - first), *columns)])
     return torch.cat(drawn) if drawn else torch.empty(sizes)
 
 

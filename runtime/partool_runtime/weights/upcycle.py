@@ -52,11 +52,11 @@ class WholeTensors:
     def __init__(self, folder: VerifiedFolder, prefix: str) -> None:
         """Read from ``folder``, whose names of weights begin with ``prefix``."""
         self._folder, self._prefix = folder, prefix
-        self._name, self._whole = "", torch.empty(0)
+        self._name, self._tensor = "", torch.empty(0)
 
     def block(self, name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
         """Return a block of a weight; see ``BlockSource``."""
         del shape
         if name != self._name:
-            self._name, self._whole = name, self._folder.tensor(self._prefix + name)
-        return self._whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+            self._name, self._tensor = name, self._folder.tensor(self._prefix + name)
+        return self._tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]

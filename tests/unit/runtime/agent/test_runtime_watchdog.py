@@ -56,7 +56,7 @@ class Ranks:
         now = self.progress[rank]
         now = replace(now, beats=now.beats + 1, phase=phase)
         if step:
-            now = replace(now, step=now.step + 1, done=now.done + 1, step_at=self.now)
+            now = replace(now, step=now.step + 1, steps_done=now.steps_done + 1, step_at=self.now)
         self.progress[rank] = now
 
     def pause(self, seconds: float, look_s: float = 1.0) -> Stall | None:
@@ -243,13 +243,13 @@ def test_a_rank_tells_its_progress_and_its_stacks(tmp_path: Path) -> None:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "told\n"
         assert not any(path.exists() for path in paths)
-        assert [(p.phase, p.step, p.done) for p in pulses.progress().values()] == [("saving", 41, 1)] * 2
+        assert [(p.phase, p.step, p.steps_done) for p in pulses.progress().values()] == [("saving", 41, 1)] * 2
         for rank in ranks:
             print(file=rank.stdin, flush=True)
             assert rank.stdout is not None
             assert rank.stdout.readline() == "waits\n"
         after = pulses.progress()
-        assert [(p.phase, p.step, p.done) for p in after.values()] == [("training", 42, 2)] * 2
+        assert [(p.phase, p.step, p.steps_done) for p in after.values()] == [("training", 42, 2)] * 2
         assert abs(after[4].step_at - time.time()) < 600
         while process_state(ranks[1].pid) != "T":
             time.sleep(0.01)

@@ -29,7 +29,7 @@ from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.grad_norm import LocalSums
 from partool_runtime.optim.one_bit import OneBitOptimizer
 from partool_runtime.pieces import FlatPlaced
-from partool_runtime.placement import Placement, whole
+from partool_runtime.placement import Placement, full_placement
 from partool_runtime.weights import build
 
 SPEC = """
@@ -326,4 +326,4 @@ def test_local_steps_ask_nobody() -> None:
 
 def test_only_optimizers_with_bits_have_exchanges() -> None:
     assert one_bit_updates(OptimizerSpec(), TrainingSpec(), CheckpointSpec(), 0.0) is None
-    assert whole((3,)).local_shape == (3,)
+    assert full_placement((3,)).local_shape == (3,)

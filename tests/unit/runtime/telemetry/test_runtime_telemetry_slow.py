@@ -17,7 +17,7 @@ from partool_runtime.telemetry import Recorder
 from partool_runtime.telemetry._console import ConsoleLines
 from partool_runtime.telemetry._slow import Busy, SlowWatch, slower, waited_s
 
-QUIET = Busy(waited_s=0.0, load=1.0, cores=8, own=1)
+QUIET = Busy(waited_s=0.0, load=1.0, cores=8, run_threads=1)
 PLANNED = prediction()  # 0.08 s ± 20 %: up to 0.128 s is as planned
 
 

@@ -257,7 +257,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     bench = Bench(by_place)
     events, done = tuned(bench, tmp_path)
     assert (done, bench.ran, events[0]["known"]) == (True, [], 1)
-    tuned(bench, tmp_path, again=True)
+    tuned(bench, tmp_path, remeasure=True)
     assert bench.ran
     # For other code the timing is unknown.
     monkeypatch.setattr("partool_runtime.tune.run.source_hash", lambda kernel: "0" * 16)
@@ -339,8 +339,8 @@ def test_journals_keep_failures_and_times(tmp_path: Path) -> None:
     journal.end(ASKED, GRID[1], FAILED)
     journal.begin(ASKED, GRID[2])
     other = Journal(tmp_path)
-    assert [other.known(ASKED, config) for config in GRID[:4]] == [0.5, FAILED, None, None]
-    assert other.known(dataclasses.replace(ASKED, rows=8192), GRID[0]) is None
+    assert [other.cached_s(ASKED, config) for config in GRID[:4]] == [0.5, FAILED, None, None]
+    assert other.cached_s(dataclasses.replace(ASKED, rows=8192), GRID[0]) is None
     other.finish()
     assert not (tmp_path / FILE).exists()
 

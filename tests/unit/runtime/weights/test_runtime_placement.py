@@ -21,7 +21,7 @@ from partool.spec.model import ModelConfig, Weights
 from partool_runtime.hf import write_folder
 from partool_runtime.model import Decoder
 from partool_runtime.pieces import Placed, pieces, placed, split_rows
-from partool_runtime.placement import Placement, whole
+from partool_runtime.placement import Placement, full_placement
 from partool_runtime.weights import build, fill, freeze, materialise, post_load
 
 
@@ -121,7 +121,7 @@ def test_a_part_of_another_shape_than_its_placement_is_refused() -> None:
 def test_only_what_is_cut_or_does_not_count_is_placed() -> None:
     tensor = torch.zeros(4, 2)
     assert placed(tensor, None) is tensor
-    assert placed(tensor, whole((4, 2))) is tensor
+    assert placed(tensor, full_placement((4, 2))) is tensor
     elsewhere = Placement((4, 2), (((0, 4),), ((0, 2),)), counts=False)
     turned = Placement((4, 2), (((2, 4), (0, 2)), ((0, 2),)))  # the whole tensor, in another order
     for placement in (elsewhere, turned):
