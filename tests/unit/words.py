@@ -13,7 +13,10 @@ VAGUE = frozenset({
 DIVIDED = ("partool.cost", "partool.planner", "partool_runtime.parallel")
 """Packages whose parts are counted one by one."""
 PLAIN = {
-    "left": {"partool.report": "the left side of a line or table"},
+    "left": {
+        "partool.report": "the left side of a line or table",
+        "partool.engines": "the left side of a comparison in a shell script",
+    },
     "done": {
         "partool.plan": "the state of a run that has ended well, as in status.json",
         "partool_runtime.offload": "whether a copy is done, as concurrent.futures.Future.done()",

@@ -12,7 +12,6 @@ LEFT: dict[str, int] = {
     "partool.api": 1,
     "partool.cli": 57,
     "partool.diagnostics": 8,
-    "partool.engines": 141,
     "partool.launch": 4,
     "partool.layout": 1,
     "partool.plan": 24,
