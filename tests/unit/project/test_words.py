@@ -16,7 +16,6 @@ LEFT: dict[str, int] = {
     "partool.layout": 1,
     "partool.plan": 24,
     "partool.render": 38,
-    "partool.replay": 52,
     "partool.report": 84,
     "partool.schedule": 1,
     "partool.verify": 2,
