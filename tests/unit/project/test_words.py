@@ -15,7 +15,6 @@ LEFT: dict[str, int] = {
     "partool.launch": 4,
     "partool.layout": 1,
     "partool.plan": 24,
-    "partool.render": 38,
     "partool.report": 84,
     "partool.schedule": 1,
     "partool.verify": 2,
