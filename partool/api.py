@@ -94,8 +94,8 @@ def render(plan: Plan, target: str | None = None) -> Rendered:
     if target is not None and target not in TARGETS:
         raise ValueError(f"there is no target {target!r}: {', '.join(TARGETS)}")
     aimed = aimed_at(plan, target)
-    known = {(finding.code, finding.message) for finding in plan.findings}
-    _raise_on([*_refused(aimed), *(one for one in about_launch(aimed) if (one.code, one.message) not in known)])
+    planned = {(finding.code, finding.message) for finding in plan.findings}
+    _raise_on([*_refused(aimed), *(one for one in about_launch(aimed) if (one.code, one.message) not in planned)])
     return _rendered(aimed)
 
 

@@ -15,7 +15,7 @@ from partool.catalog.profile_file import Profile, ProfileError, home, save_profi
 from partool.cli._fail import fail
 from partool.cli._files import write_or_exit
 from partool.cli._load import Output
-from partool.cli._watch import told
+from partool.cli._watch import live_line
 from partool.plan.terminal import say
 
 if TYPE_CHECKING:
@@ -63,17 +63,17 @@ def against_runs(file: Path, output: Output, out: Path | None, *, calibrate: boo
     from partool.replay.fit import fitted
     from partool.report.replayed import audit_data, audit_lines, joined, written_lines
 
-    found = _audited(file)
-    off, fits = blamed(found.priced), fitted(found.priced)
+    audit = _audited(file)
+    off, fits = blamed(audit.priced), fitted(audit.priced)
     profiles = _profiles(fits)
-    data = json.dumps(audit_data(found, off, fits, profiles), indent=1)
+    data = json.dumps(audit_data(audit, off, fits, profiles), indent=1)
     if out is not None:
         write_or_exit(data + "\n", out)
     if calibrate:
         _save(profiles)
-    say(data if output == "json" else joined(audit_lines(found, off, fits, every=every)))
-    if not found.priced and not found.out_of_memory:
-        _nothing(file, found)
+    say(data if output == "json" else joined(audit_lines(audit, off, fits, every=every)))
+    if not audit.priced and not audit.out_of_memory:
+        _nothing(file, audit)
     for line in written_lines(profiles, written=calibrate):
         say(line, err=True)
     if calibrate and not profiles:
@@ -87,11 +87,11 @@ def _audited(file: Path) -> Audit:
 
     at = [0, 0]
 
-    def count(done: int, rows: int) -> None:
-        at[:] = done, rows
+    def count(finished: int, rows: int) -> None:
+        at[:] = finished, rows
 
     try:
-        with told(lambda _: f"partool: {at[0]:,} of {at[1]:,} rows", sys.stderr):
+        with live_line(lambda _: f"partool: {at[0]:,} of {at[1]:,} rows", sys.stderr):
             return audit(file, count)
     except RunTableError as error:
         fail(error.code, error.message, error.help, _FAILED)
@@ -116,7 +116,7 @@ def _save(profiles: Mapping[Path, Profile]) -> None:
             fail("PT002", f"{path} cannot be written: {error.strerror}", "choose another PARTOOL_HOME", _ENVIRONMENT)
 
 
-def _nothing(file: Path, found: Audit) -> NoReturn:
-    lines = f"line {found.unread[0].line}: {found.unread[0].reason}"
+def _nothing(file: Path, audit: Audit) -> NoReturn:
+    lines = f"line {audit.unread[0].line}: {audit.unread[0].reason}"
     help = "docs/guide/own-runs.md says what a row has to state"
-    fail("PT288", f"none of the {found.rows} rows of {file} can be compared; {lines}", help, _FAILED)
+    fail("PT288", f"none of the {audit.rows} rows of {file} can be compared; {lines}", help, _FAILED)

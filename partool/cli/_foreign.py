@@ -69,15 +69,15 @@ def load_any(path: Path, overrides: Sequence[str], also: Sequence[Path] = ()) ->
     values = given(overrides)
     accelerator = values.pop("hardware.accelerator", None)
     model = next((str(values.pop(key)) for key in _MODELS if key in values), None)
-    found = read_files(files, engine, Wanted(accelerator, model=model, settings=values))
-    findings = findings_of(found)
+    imported = read_files(files, engine, Wanted(accelerator, model=model, settings=values))
+    findings = findings_of(imported)
     loaded = Loaded(None, load_text("", str(path)).source, findings)
     if not any(finding.severity == "error" for finding in findings):
         names = [shlex.quote(str(each)) for each, _ in files]
-        loaded = load_text(spec_text(found, path, *also), made_of(names))
+        loaded = load_text(spec_text(imported, path, *also), made_of(names))
         loaded.diagnostics[:0] = findings
-    settings = {fate.setting.name: fate.setting for fate in found.fates}
-    return loaded, Known(settings, {fate.setting.name: fate.text for fate in found.fates if fate.kind == "carried"})
+    settings = {fate.setting.name: fate.setting for fate in imported.fates}
+    return loaded, Known(settings, {fate.setting.name: fate.text for fate in imported.fates if fate.kind == "carried"})
 
 
 def _refused(*paths: Path) -> Loaded | None:
@@ -101,9 +101,9 @@ def _unknown(path: Path, text: str, overrides: Sequence[str]) -> Loaded:
 
 def _is_foreign(path: Path) -> bool:
     if path.suffix == ".json":
-        told = foreign_file(path)
-        if told is not None:
-            return "DeepSpeed" in told[0]
+        refusal = foreign_file(path)
+        if refusal is not None:
+            return "DeepSpeed" in refusal[0]
     elif path.suffix not in _SPEC:
         return path.is_file()
     text = read(path)

@@ -36,7 +36,7 @@ _NOT_FITTING = ("PT301", "PT302", "PT828")
 def improve(
     path: Path,
     loaded: Loaded,
-    known: Known,
+    source: Known,
     overrides: Sequence[str],
     *,
     output: Output,
@@ -44,23 +44,23 @@ def improve(
 ) -> None:
     """Plan a spec as it is and with its layout open, and print what to change; ``out`` gets the better plan.
 
-    ``known`` has the settings of a file of another training system, whose lines are named.
+    ``source`` has the settings of a file of another training system, whose lines are named.
     """
     assert loaded.spec is not None
     before = _plan(path, loaded, output, may_fail=True)
-    loaded.spec = freed(loaded.spec, dict.fromkeys(_held(overrides)))
+    loaded.spec = freed(loaded.spec, dict.fromkeys(_pinned(overrides)))
     after = _plan(path, loaded, output, may_fail=False)
     assert after is not None
-    found = advice(before, after, known.settings, known.carried)
+    result = advice(before, after, source.settings, source.carried)
     if out is not None:
         write_or_exit(after.to_json(), out)
     if output == "json":
-        say(json.dumps(_as_data(found), indent=2))
+        say(json.dumps(_as_data(result), indent=2))
     else:
-        say("\n".join(_as_text(found, known.settings, known.carried)))
+        say("\n".join(_as_text(result, source.settings, source.carried)))
 
 
-def _held(overrides: Sequence[str]) -> list[str]:
+def _pinned(overrides: Sequence[str]) -> list[str]:
     """Return the fields of ``parallel`` that the command line sets: they stay as they are."""
     paths = [tuple(text.partition("=")[0].strip().split(".")) for text in overrides]
     paths = [(*path, SHORTHAND[path][0]) if path in SHORTHAND else path for path in paths]
@@ -82,21 +82,21 @@ def _plan(path: Path, loaded: Loaded, output: Output, *, may_fail: bool) -> Plan
     return result.plan
 
 
-def _as_text(found: Advice, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[str]:
-    title, after = ENGINES[found.after.engine].title, found.after
-    lines = [f"as it is: {_figures(found.before)}"] if found.before is not None else []
-    if not found.changes:
+def _as_text(result: Advice, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[str]:
+    title, after = ENGINES[result.after.engine].title, result.after
+    lines = [f"as it is: {_figures(result.before)}"] if result.before is not None else []
+    if not result.changes:
         return [*lines, f"{title} can do no better layout than this, by these predictions"]
-    if not found.worth_it:
+    if not result.worth_it:
         lines.append(
-            f"best for {title}: {_figures(after)}: {_times(found.faster)} on paper, and such predictions tell layouts "
-            f"apart from {found.margin:.0%} on. Keep the layout as it is."
+            f"best for {title}: {_figures(after)}: {_times(result.faster)} on paper, and such predictions tell layouts "
+            f"apart from {result.margin:.0%} on. Keep the layout as it is."
         )
     else:
-        lines.append(f"better, and {title} can do it: {_figures(after)}{_gain(found)}")
-    named = {change.name for change in found.changes}
+        lines.append(f"better, and {title} can do it: {_figures(after)}{_gain(result)}")
+    named = {change.name for change in result.changes}
     several = len({setting.file for setting in settings.values()}) > 1
-    for change in found.changes:
+    for change in result.changes:
         mine = theirs(change, settings, carried)
         # What the user never wrote is not to be removed; their own words for it are.
         if change.after is None and settings and change.name not in settings and all(one.name in named for one in mine):
@@ -115,11 +115,11 @@ def _figures(plan: Plan) -> str:
     )
 
 
-def _gain(found: Advice) -> str:
-    if found.before is None:
+def _gain(result: Advice) -> str:
+    if result.before is None:
         return ""
-    less = (found.before.prediction.memory.total_bytes - found.after.prediction.memory.total_bytes) / GIB
-    return f": {_times(found.faster)}, {abs(less):.1f} GiB {'less' if less >= 0 else 'more'}"
+    less = (result.before.prediction.memory.total_bytes - result.after.prediction.memory.total_bytes) / GIB
+    return f": {_times(result.faster)}, {abs(less):.1f} GiB {'less' if less >= 0 else 'more'}"
 
 
 def _times(faster: float) -> str:
@@ -134,13 +134,13 @@ def _in_words(change: EngineChange, mine: list[Setting], *, flags: bool, several
 
     With ``flags``, settings that are on have no value; of ``several`` files, each line says which it is of.
     """
-    own = [
+    places = [
         f"{setting.name}, " * (setting.name != change.name)
         + f"{Path(setting.file).name}, " * several
         + f"line {setting.line}"
         for setting in mine
     ]
-    where = f"   ({'; '.join(own)})" if own else ""
+    where = f"   ({'; '.join(places)})" if places else ""
     name = change.name or f"{change.path}, which your script decides:"
     if change.before is None:
         return f"add {name}{_value(change.after, flags=flags)}"
@@ -155,8 +155,8 @@ def _value(value: Any, *, flags: bool) -> str:
     return f" {json.dumps(value) if isinstance(value, (dict, list, bool)) else value}"
 
 
-def _as_data(found: Advice) -> dict[str, Any]:
-    def figures(plan: Plan | None) -> dict[str, Any] | None:
+def _as_data(result: Advice) -> dict[str, object]:
+    def figures(plan: Plan | None) -> dict[str, object] | None:
         if plan is None:
             return None
         memory = plan.prediction.memory
@@ -164,14 +164,14 @@ def _as_data(found: Advice) -> dict[str, Any]:
         return {**figure, "verdict": memory.verdict, "fit_probability": memory.fit_probability}
 
     return {
-        "engine": found.after.engine,
-        "before": figures(found.before),
-        "after": figures(found.after),
-        "faster": round(found.faster, 6),
-        "margin": round(found.margin, 6),
-        "worth_it": found.worth_it,
+        "engine": result.after.engine,
+        "before": figures(result.before),
+        "after": figures(result.after),
+        "faster": round(result.faster, 6),
+        "margin": round(result.margin, 6),
+        "worth_it": result.worth_it,
         "changes": [
             {"name": change.name, "field": change.path, "before": change.before, "after": change.after}
-            for change in found.changes
+            for change in result.changes
         ],
     }

@@ -53,7 +53,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
         message = f"{path} builds its model with code from {plan.code}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
     shown = set() if is_plan(path) else {(finding.code, finding.message) for finding in plan.findings}
-    stop_on([found for found in about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
+    stop_on([each for each in about_launch(plan) if (each.code, each.message) not in shown], strict=strict)
     return plan
 
 
@@ -121,7 +121,7 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
     if plan.launch.target not in ARRAYS:
         help = f"use --target {' or '.join(ARRAYS)}, or launch each"
         fail("PT587", f"the target {plan.launch.target} has no job arrays", help, 1)
-    found = []
+    plans = []
     for row, task, problem in varied(path, overrides, array):
         what = ", ".join(row)
         if task is None:
@@ -134,16 +134,16 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
         if not same or task.launch != like:
             message = f"the task with {what} asks for other machines, or launches in another way, than the rest"
             fail("PT587", message, "an array's tasks differ in model, data, training and layout only", 1)
-        found.append(task)
-    return tuple(found)
+        plans.append(task)
+    return tuple(plans)
 
 
 def _refuse_older(previous: Run) -> None:
     """End the command if the stored plans of ``previous`` have an older plan version."""
-    found = next(filter(None, map(other_version, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
-    if found is not None:
+    refusal = next(filter(None, map(other_version, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
+    if refusal is not None:
         help = "an array's tasks resume with their old plans: launch its spec with --array again instead"
-        fail("PT503", found[0], help, 1)
+        fail("PT503", refusal[0], help, 1)
 
 
 def _as_before(path: Path, previous: Run, array: list[str]) -> None:

@@ -79,20 +79,20 @@ def load_plan_or_exit(
 
 def loaded_or_exit(path: Path, overrides: list[str], output: Output, also: Sequence[Path] = ()) -> tuple[Loaded, Known]:
     """Return a spec that was read, or made from a file of another training system; ends the command on errors."""
-    loaded, known = load_any(path, overrides, also)
+    loaded, source_settings = load_any(path, overrides, also)
     lines = dict(loaded.source.texts)
     if loaded.spec is None:
         show(loaded.diagnostics, lines | _lines_elsewhere(loaded.diagnostics, lines), output, failed=True)
         raise typer.Exit(_ERRORS)
     show(loaded.diagnostics, lines | _lines_elsewhere(loaded.diagnostics, lines), output, failed=False)
-    return loaded, known
+    return loaded, source_settings
 
 
 def check_specs(paths: list[Path], overrides: list[str], output: Output, strict: bool) -> int:
     """Show the findings of each spec and whether it can be planned; returns 0 if all of them can be planned, else 1."""
     from partool.diagnostics.machine import as_dict
 
-    told, everything, code = [], [], 0
+    results, everything, code = [], [], 0
     texts: dict[str, list[str]] = {}
     for path in paths:
         if is_plan(path):
@@ -105,13 +105,13 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
         code = max(code, _ERRORS * failed)
         everything += findings
         texts.update(lines)
-        told.append({"spec": str(path), "ok": not failed, "diagnostics": [as_dict(finding) for finding in findings]})
+        results.append({"spec": str(path), "ok": not failed, "diagnostics": [as_dict(finding) for finding in findings]})
         if output == "text":
             show(findings, lines, output, failed=failed)
             verdict = "not sound" if failed or plan is None else f"the plan is sound ({plan.hash[:12]})"
             say(f"{path}: {verdict}", err=True)
     if output == "json":
-        say(json.dumps({"ok": code == 0, "specs": told}, indent=2))
+        say(json.dumps({"ok": code == 0, "specs": results}, indent=2))
     elif output != "text":
         show(everything, texts, output, failed=code != 0)
     return code
@@ -129,7 +129,7 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
         rows = combinations(keys)
     except ValueError as error:
         raise typer.BadParameter(f"--vary: {error}") from error
-    found = []
+    plans = []
     for row in rows:
         plan, findings, lines = _planned(path, [*overrides, *row])
         errors = [finding for finding in findings if finding.severity == "error"]
@@ -137,8 +137,8 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
             show(errors, lines, "text", failed=True)
             raise typer.Exit(_ERRORS)
         shown = [without_value(one) for one in row]
-        found.append((shown, plan, f"{errors[0].code}: {errors[0].message}" if errors else ""))
-    return found
+        plans.append((shown, plan, f"{errors[0].code}: {errors[0].message}" if errors else ""))
+    return plans
 
 
 def longest_sequences(
@@ -156,15 +156,15 @@ def longest_sequences(
     rows = combinations(keys)
     lengths = [int(value) for row in rows for key, _, value in (one.partition("=") for one in row) if key == LENGTH]
     others = dict.fromkeys(tuple(one for one in row if not one.startswith(f"{LENGTH}=")) for row in rows)
-    found = []
+    sequences = []
     for beside in others if lengths else ():
         loaded = load(path, [*overrides, *beside])
         if loaded.spec is None:
             continue
         for one in longest(loaded.spec, path.absolute().parent, max(lengths)):
             plan = _planned(path, [*overrides, *beside, *one.overrides])[0] if one.tokens else None
-            found.append((list(beside), one, plan))
-    return found
+            sequences.append((list(beside), one, plan))
+    return sequences
 
 
 def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]:
@@ -181,13 +181,13 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
         raise typer.BadParameter("a plan is already decided; this question is about a spec")
     folder = path.absolute().parent
     what = next((name for name in LARGEST if name == question), None)
-    found = smallest_cluster(loaded.spec, folder) if what is None else largest(loaded.spec, folder, what)
-    if found is None:
+    answer = smallest_cluster(loaded.spec, folder) if what is None else largest(loaded.spec, folder, what)
+    if answer is None:
         load_plan_or_exit(path, overrides)
         wanted = "no number of these devices is enough" if what is None else f"no {what} fits"
         fail("PT301", f"{wanted} for a layout that is sure to fit", "partool explain PT301", 1)
-    say(f"partool: {question}: {', '.join(found)}", err=True)
-    return found
+    say(f"partool: {question}: {', '.join(answer)}", err=True)
+    return answer
 
 
 def _planned(
@@ -212,13 +212,13 @@ def _planned(
     return plan, findings, lines | _lines_elsewhere(findings, lines)
 
 
-def _lines_elsewhere(findings: list[Diagnostic], known: Lines) -> dict[str, list[str]]:
-    """Return, by file name, the lines of files not in ``known`` that findings point to, such as a site profile."""
-    found = {}
-    for name in {finding.span.file for finding in findings if finding.span} - set(known):
+def _lines_elsewhere(findings: list[Diagnostic], texts: Lines) -> dict[str, list[str]]:
+    """Return, by file name, the lines of files not in ``texts`` that findings point to, such as a site profile."""
+    lines = {}
+    for name in {finding.span.file for finding in findings if finding.span} - set(texts):
         with suppress(OSError, ValueError):  # a finding may name an override instead of a file
-            found[name] = Path(name).read_text(encoding="utf-8").split("\n")
-    return found
+            lines[name] = Path(name).read_text(encoding="utf-8").split("\n")
+    return lines
 
 
 def _fails(findings: list[Diagnostic], *, strict: bool) -> bool:
@@ -236,8 +236,8 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
         plan = Plan.from_json(text)
         reason = plan.contradiction
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        if found := other_version(path):
-            fail("PT503", *found, 1)
+        if refusal := other_version(path):
+            fail("PT503", *refusal, 1)
         reason = _first(error) if isinstance(error, ValidationError) else str(error)
     if reason:
         fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)
@@ -258,8 +258,8 @@ def _refuse_other_json(path: Path, text: str) -> None:
 
 def refuse_foreign(path: Path) -> None:
     """End the command with PT012 if the file is a configuration of another tool, such as DeepSpeed."""
-    if told := foreign_file(path):
-        fail("PT012", f"{path}: {told[0].replace('spec', 'spec or a plan')}", told[1], 1)
+    if refusal := foreign_file(path):
+        fail("PT012", f"{path}: {refusal[0].replace('spec', 'spec or a plan')}", refusal[1], 1)
 
 
 def _first(error: ValidationError) -> str:

@@ -64,8 +64,8 @@ def check_step(run: Run, plan: Plan, step: int) -> None:
     folder = checkpoint_folder(run, plan)
     steps = list(complete(folder))
     if step not in steps:
-        there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there are none"
-        fail("PT509", f"no checkpoint of step {step} in {display(folder)}", there, 1)
+        choices = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there are none"
+        fail("PT509", f"no checkpoint of step {step} in {display(folder)}", choices, 1)
 
 
 def set_aside(run: Run, plan: Plan, step: int) -> None:
@@ -144,6 +144,6 @@ def layout_changes(old: Plan, new: Plan) -> list[str]:
         }
 
     before, after = facts(old), facts(new)
-    found = [f"{name} {before[name]} -> {value}" for name, value in after.items() if before[name] != value]
+    changes = [f"{name} {before[name]} -> {value}" for name, value in after.items() if before[name] != value]
     hashes = (old.layout.derived.schedule_hash, new.layout.derived.schedule_hash)
-    return found or (["other lists of the schedule"] if hashes[0] != hashes[1] else [])
+    return changes or (["other lists of the schedule"] if hashes[0] != hashes[1] else [])

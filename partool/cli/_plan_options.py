@@ -97,7 +97,7 @@ class PlanOptions:
     @property
     def views(self) -> dict[str, bool]:
         """The views of a plan's text that are asked for, as fields of :class:`partool.report.View`."""
-        return {"why": self.why, "table": self.table, "whole": self.everything}
+        return {"why": self.why, "table": self.table, "everything": self.everything}
 
     @property
     def beyond_runs(self) -> bool:

@@ -32,7 +32,7 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
 
     Ends the command if the runtime cannot run the plan, or may not run its code.
     """
-    from partool.cli._watch import told
+    from partool.cli._watch import live_line
     from partool.verify import DryProgress, DryRunError, verified
 
     if plan.code and not code_allowed():
@@ -45,7 +45,7 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", _ERRORS)
     progress = DryProgress()
     try:
-        with told(lambda seconds: _line(progress, seconds), sys.stderr):
+        with live_line(lambda seconds: _line(progress, seconds), sys.stderr):
             return verified(plan, lambda line: say(f"partool: {line}", err=True), progress, limit_s), None
     except DryRunError as error:
         return plan, error
@@ -54,7 +54,7 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
 def _line(progress: DryProgress, seconds: float) -> str:
     """Return one line that says how many ranks are done, and which run."""
     running = f", running: rank {', '.join(map(str, progress.running))}" if progress.running else ""
-    return f"partool: {seconds:.0f} s, {progress.done} of {progress.ranks} ranks done{running}"
+    return f"partool: {seconds:.0f} s, {progress.finished} of {progress.ranks} ranks done{running}"
 
 
 def exit_on_error(error: DryRunError | None) -> None:
@@ -70,10 +70,10 @@ def exit_on_faults(plan: Plan, *, strict: bool = False) -> None:
 
     With ``strict`` warnings count as faults.
     """
-    found = plan.verification
-    if found is None:
+    verification = plan.verification
+    if verification is None:
         return
-    if faults := [each for each in found.findings if strict or each.code not in WARNINGS]:
+    if faults := [each for each in verification.findings if strict or each.code not in WARNINGS]:
         one = faults[0]
         places = f"; see {', '.join(one.places)}" if one.places else ""
         fail(one.code, one.message, f"partool explain {one.code}{places}", _ERRORS)

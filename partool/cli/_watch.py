@@ -32,7 +32,7 @@ def watched(budget: SearchBudget, after_s: float = _AFTER_S) -> Iterator[None]:
     """
     from partool.planner.problem import Stopped
 
-    with _interruptible(budget), told(partial(line, budget), sys.stderr, after_s):
+    with _interruptible(budget), live_line(partial(line, budget), sys.stderr, after_s):
         try:
             yield
         except Stopped as stopped:
@@ -62,16 +62,16 @@ def _interruptible(budget: SearchBudget) -> Iterator[None]:
 
 
 @contextmanager
-def told(line: Callable[[float], str], stream: TextIO, after_s: float = _AFTER_S) -> Iterator[None]:
+def live_line(line: Callable[[float], str], stream: TextIO, after_s: float = _AFTER_S) -> Iterator[None]:
     """Rewrite a line on a terminal until the context ends, then remove it; ``line`` is given the seconds so far."""
     if not stream.isatty():
         yield
         return
-    done, start = threading.Event(), time.monotonic()
+    stop, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
         wait_s = after_s
-        while not done.wait(wait_s):
+        while not stop.wait(wait_s):
             text = line(time.monotonic() - start)[: shutil.get_terminal_size().columns - 1]
             stream.write(f"\r{text}\x1b[K")
             stream.flush()
@@ -85,7 +85,7 @@ def told(line: Callable[[float], str], stream: TextIO, after_s: float = _AFTER_S
     try:
         yield
     finally:
-        done.set()
+        stop.set()
         teller.join()
 
 

@@ -93,12 +93,17 @@ def _fitted(runs: Path | None, path: Path) -> Profile:
     fit = fit_scalars(
         rows, accelerator=profile.machine.accelerator, figures_hash=profile.figures_hash, version=__version__
     )
-    left = ", ".join(f"{count} {reason}" for reason, count in sorted(fit.left_out.items()))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(fit.left_out.items()))
     if not fit.scalars:
         help = "partool launch, with this calibration in place, and then again"
-        fail("PT285", f"none of the {len(rows)} rows of {file} can be used" + (f": {left}" if left else ""), help, 1)
-    if left:
-        say(f"partool: left out: {left}", err=True)
+        fail(
+            "PT285",
+            f"none of the {len(rows)} rows of {file} can be used" + (f": {reasons}" if reasons else ""),
+            help,
+            1,
+        )
+    if reasons:
+        say(f"partool: left out: {reasons}", err=True)
     fitted = {scalars.stack for scalars in fit.scalars}
     others = tuple(scalars for scalars in profile.scalars if scalars.stack not in fitted)
     return profile.model_copy(update={"scalars": (*fit.scalars, *others)})

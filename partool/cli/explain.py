@@ -28,13 +28,13 @@ def command(
         say("\n".join(f"{code} ({where}): {meaning}" for where, meaning in meanings))
         return
     wanted = code.strip().upper()
-    found = RULES.get(wanted) or RULES.get(f"PT{wanted}")
-    if found is None:
+    topic = RULES.get(wanted) or RULES.get(f"PT{wanted}")
+    if topic is None:
         near = nearest(code) or get_close_matches(code.lower(), term_names(), n=2, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}?" if near else "partool explain lists them all"
         say(f"error: there is no rule and no term {code!r}\n  help: {hint}", err=True)
         raise typer.Exit(2)
-    say(_page(found))
+    say(_page(topic))
 
 
 def _page(rule: Rule) -> str:

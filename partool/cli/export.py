@@ -30,13 +30,13 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the weights of a run as a folder that other tools load."""
-    found = find_run_or_exit(run)
+    stored = find_run_or_exit(run)
     for module in ("torch", "safetensors"):
         if importlib.util.find_spec(module) is None:
             fail(
                 "PT501", f"export needs {module}, which is not installed", "pip install 'partool[train]'", _ENVIRONMENT
             )
-    line = python_command("partool_runtime.export", str(found.path), "--format", format, "--out", str(out))
+    line = python_command("partool_runtime.export", str(stored.path), "--format", format, "--out", str(out))
     line += ["--step", str(step)] * (step is not None)
     line += ["--dtype", str(dtype)] * (dtype is not None)
     line += ["--force"] * force

@@ -62,12 +62,12 @@ def command(
     defined, given = dict(each.partition("=")[::2] for each in define or []), _given(overrides or [])
     before = "".join(f"{each}; " for each in define or [])
     files = [(path, before + text if kind_of(text) == "script" else text) for path, text in files]
-    found = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined), budget)
-    texts = {**found.texts, **{str(path): text for path, text in files}}
-    _show(found, texts, everything=settings)
-    if not found.spec or any(finding.severity == "error" for finding in found.findings):
+    imported = read_files(files, found_engine, Wanted(accelerator, nodes, per_node, model, given, defined), budget)
+    texts = {**imported.texts, **{str(path): text for path, text in files}}
+    _show(imported, texts, everything=settings)
+    if not imported.spec or any(finding.severity == "error" for finding in imported.findings):
         raise typer.Exit(1)
-    spec = spec_text(found, *paths)
+    spec = spec_text(imported, *paths)
     if out is None:
         say(spec, nl=False)
     else:
@@ -78,8 +78,8 @@ def command(
 def _refuse_unknown(accelerator: str | None, model: str | None, overrides: list[str]) -> None:
     """End the command if the catalog does not have a device or a model that the user names."""
     devices, presets = [*table("accelerators"), "cpu", "auto"], table("models")
-    own = any(each.startswith("hardware.memory_gib=") for each in overrides)
-    if accelerator is not None and accelerator not in devices and not own:
+    stated = any(each.startswith("hardware.memory_gib=") for each in overrides)
+    if accelerator is not None and accelerator not in devices and not stated:
         fail("PT260", f"the catalog has no accelerator {accelerator!r}", did_you_mean(accelerator, devices), 2)
     if model is not None and model not in presets and not model.endswith(".json"):
         help = f"{did_you_mean(model.rpartition('/')[2], presets)} Or name a Hugging Face config.json."
@@ -87,12 +87,12 @@ def _refuse_unknown(accelerator: str | None, model: str | None, overrides: list[
 
 
 def _engine(files: list[tuple[Path, str]]) -> Engine:
-    found = engine_of_all([text for _, text in files])
-    if found is None:
+    engine = engine_of_all([text for _, text in files])
+    if engine is None:
         names = " and ".join(str(path) for path, _ in files)
         what = "is of no training system that is known here" if len(files) == 1 else "are not of one training system"
         fail("PT825", f"{names} {what}", f"say which: --engine deepspeed; {LOOKED_FOR}", 2)
-    return found
+    return engine
 
 
 def _given(overrides: list[str]) -> dict[str, Any]:
@@ -111,18 +111,18 @@ def _text(path: Path, budget: Budget) -> str:
         fail(error.finding.code, error.finding.message, error.finding.help, 2)
 
 
-def _show(found: Imported, texts: Mapping[str, str], *, everything: bool) -> None:
+def _show(imported: Imported, texts: Mapping[str, str], *, everything: bool) -> None:
     """Print findings, the settings that nobody knows, and how many settings became what."""
-    findings = findings_of(found)
+    findings = findings_of(imported)
     if findings:
         sources = {path: text.splitlines() for path, text in texts.items()}
         shown = render_text(findings, sources, colour=wants_colour(sys.stderr), columns=columns_of(sys.stderr))
         say(shown + summary(findings), err=True, painted=True)
     if everything:
-        for fate in found.fates:
+        for fate in imported.fates:
             text = f": {fate.text}" if fate.text else ""
-            say(f"{line_of(fate.setting, found)}  {fate.setting.name}  {fate.kind}{text}", err=True)
-    kinds = [fate.kind for fate in found.fates]
+            say(f"{line_of(fate.setting, imported)}  {fate.setting.name}  {fate.kind}{text}", err=True)
+    kinds = [fate.kind for fate in imported.fates]
     ways = ("carried", "no effect", "not priced", "not understood")
     counts = ", ".join(f"{sum(kind == way for kind in kinds)} {way}" for way in ways)
-    say(f"{found.engine}: {len(kinds)} settings, {counts}", err=True)
+    say(f"{imported.engine}: {len(kinds)} settings, {counts}", err=True)

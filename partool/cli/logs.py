@@ -25,29 +25,29 @@ def command(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
     """Print the ranks' logs: their standard output on standard output, their standard error on standard error."""
-    found = find_run_or_exit(run)
-    with reaching(found):
-        target = target_of(found)
+    stored = find_run_or_exit(run)
+    with reaching(stored):
+        target = target_of(stored)
         if errors:
-            say(target.errors(found) or f"no errors on record in {found.id}")
+            say(target.errors(stored) or f"no errors on record in {stored.id}")
             return
         with suppress(KeyboardInterrupt, BrokenPipeError):
-            if follow and (waits := _waits(target.status(found))):
-                say(f"partool: {found.id} {waits}; its output follows as it comes", err=True)
+            if follow and (waits := _waits(target.status(stored))):
+                say(f"partool: {stored.id} {waits}; its output follows as it comes", err=True)
             try:
-                empty = not show_lines(found, target.logs(found, LogQuery(rank, attempt, follow, task)), rank)
+                empty = not show_lines(stored, target.logs(stored, LogQuery(rank, attempt, follow, task)), rank)
             except NoLogsError as error:
-                waits = _waits(target.status(found)) if attempt is None else ""
-                message = f"no logs yet: {found.id} {waits}" if waits else str(error)
-                fail("PT502", message, f"partool logs -f {found.id} waits for them" if waits else "", 1)
+                waits = _waits(target.status(stored)) if attempt is None else ""
+                message = f"no logs yet: {stored.id} {waits}" if waits else str(error)
+                fail("PT502", message, f"partool logs -f {stored.id} waits for them" if waits else "", 1)
             if empty:
                 whose = "the log is" if rank is None else f"rank {rank}'s log is"
-                say(f"partool: {whose} empty; what happened is in {found.path / 'events'}", err=True)
+                say(f"partool: {whose} empty; what happened is in {stored.path / 'events'}", err=True)
 
 
 def _waits(status: RunStatus) -> str:
     """Return that, and why, a run waits for its start; empty if it does not."""
     if status.state not in ("queued", "starting"):
         return ""
-    again = " again" if status.attempt else ""
-    return f"has not started{again} ({status.state}" + (f": {status.reason})" if status.reason else ")")
+    once_more = " again" if status.attempt else ""
+    return f"has not started{once_more} ({status.state}" + (f": {status.reason})" if status.reason else ")")

@@ -83,7 +83,7 @@ def _plan(specs: list[Path], options: PlanOptions) -> None:
     words = _words([out] if out else specs, [] if out else changes, trust_code=options.trust_code)
     _reports(plan, options.html, options.timeline, words)
     if previous is None and older is None:
-        _show(plan, words, options, told=not is_plan(spec) and one_stream())
+        _show(plan, words, options, findings_shown=not is_plan(spec) and one_stream())
     exit_on_error(failed)
     exit_on_faults(plan, strict=options.strict)
     if previous is not None:
@@ -92,11 +92,13 @@ def _plan(specs: list[Path], options: PlanOptions) -> None:
         _diff(older, plan, options.output)
 
 
-def _show(plan: Plan, words: list[str], options: PlanOptions, *, told: bool) -> None:
+def _show(plan: Plan, words: list[str], options: PlanOptions, *, findings_shown: bool) -> None:
     if options.output == "json":
         say(_as_json(plan, options.show, shlex.join(words)), nl=False)
     elif options.output == "text":
-        _print(plan, words, options.show, breakdown=options.breakdown, told=told, views=options.views)
+        _print(
+            plan, words, options.show, breakdown=options.breakdown, findings_shown=findings_shown, views=options.views
+        )
 
 
 def _refuse_together(options: PlanOptions) -> None:
@@ -135,7 +137,7 @@ def _improve(files: list[Path], options: PlanOptions) -> None:
 
 
 def _print(
-    plan: Plan, words: list[str], show: str | None, *, breakdown: bool, told: bool, views: dict[str, bool]
+    plan: Plan, words: list[str], show: str | None, *, breakdown: bool, findings_shown: bool, views: dict[str, bool]
 ) -> None:
     from partool.report import View, render_plan
 
@@ -143,7 +145,7 @@ def _print(
         if show or breakdown:
             _print_part(console, plan, shlex.join(words), show)
         else:
-            render_plan(plan, console, source=words, told=told, view=View(**views))
+            render_plan(plan, console, source=words, findings_shown=findings_shown, view=View(**views))
 
 
 def _print_part(console: Console, plan: Plan, source: str, show: str | None) -> None:
@@ -230,17 +232,19 @@ def _as_json(plan: Plan, show: str | None, source: str) -> str:
 def _against(old: Plan, new: Plan, output: Output) -> None:
     from partool.report import tables
 
-    found = tables.comparison(old, new)
-    moved = ", ".join(found["moved"])
+    comparison = tables.comparison(old, new)
+    moved = ", ".join(comparison["moved"])
     if output == "json":
-        say(json.dumps(found, indent=2))
-    elif not found["same"]:
-        say("\n".join(found["differences"]))
+        say(json.dumps(comparison, indent=2))
+    elif not comparison["same"]:
+        say("\n".join(comparison["differences"]))
         say(f"inputs that moved: {moved or 'none'}")
-    if not found["same"]:
+    if not comparison["same"]:
         raise typer.Exit(_DIFFERENT)
     if output != "json":
-        same = f"the plans run the same; {found['verified']}" if found["verified"] else "the plans are the same"
+        same = (
+            f"the plans run the same; {comparison['verified']}" if comparison["verified"] else "the plans are the same"
+        )
         say(same + (f", though inputs moved: {moved}" if moved else ""), err=True)
 
 

@@ -92,8 +92,8 @@ def _written(spec: Path, plan: Plan, changes: list[str]) -> Rendered:
     terms = terms_of(plan)
     stop_on(terms.findings, strict=False)
     files = program(plan)
-    if left := ", ".join(f"{term.name} {term.value}" for term in terms.terms if _by_default(term.path, plan)):
-        say(f"partool: as partool has them by default, for the spec says nothing else: {left}", err=True)
+    if defaults := ", ".join(f"{term.name} {term.value}" for term in terms.terms if _by_default(term.path, plan)):
+        say(f"partool: as partool has them by default, for the spec says nothing else: {defaults}", err=True)
     say("partool: data, tokenizer, checkpoints and logging are yours to add", err=True)
     if plan.launch.target == HERE:
         return Rendered(files.script, {**files.files, PLAN_FILE: plan.to_json()})
@@ -165,8 +165,8 @@ def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) 
         devices = read_plan_or_exit(path, overrides).devices
     else:
         spec = load(path, [*overrides, "launch.target=torchrun"]).spec  # the only target that needs no image
-        found = resolve_hardware(spec.hardware, spec.training.precision).devices if spec else None
-        devices = found or load_plan_or_exit(path, overrides).devices  # load_plan_or_exit shows the errors and ends
+        resolved = resolve_hardware(spec.hardware, spec.training.precision).devices if spec else None
+        devices = resolved or load_plan_or_exit(path, overrides).devices  # load_plan_or_exit shows the errors and ends
     if devices.backend == "cpu":
         fail("PT523", "there is no base image for ranks on a CPU", "pip install 'partool[train]' in any with Python", 1)
     try:

@@ -37,28 +37,28 @@ def command(
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
     refuse_foreign(Path(run))
-    found = find_run_or_exit(run)
-    plan = read_plan_or_exit(found.plan_file)
+    stored = find_run_or_exit(run)
+    plan = read_plan_or_exit(stored.plan_file)
     with reading_records():
-        comparison, note = _comparison(found, plan, pipeline, step)
-        summary, loads = read_summary(found.path), expert_loads(found.path)
+        comparison, note = _comparison(stored, plan, pipeline, step)
+        summary, loads = read_summary(stored.path), expert_loads(stored.path)
     asked = step is not None or pipeline > 0 or timeline is not None
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
-    status = found.status() if (found.path / STATUS_FILE).is_file() else None  # may be elsewhere for a cluster's run
+    status = stored.status() if (stored.path / STATUS_FILE).is_file() else None  # may be elsewhere for a cluster's run
     if html is not None:
         from partool.report.html_run import render_run_html
 
-        shown = render_run_html(plan, found.id, summary, comparison, note, status=status, loads=loads)
+        shown = render_run_html(plan, stored.id, summary, comparison, note, status=status, loads=loads)
         write_or_exit(shown, html)
     if timeline is not None and comparison is not None:
         write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
     if output == "json":
         pipeline_data = comparison_data(comparison) if comparison is not None else None
         data = {
-            "run": found.id,
+            "run": stored.id,
             "state": status.state if status is not None else None,
-            "summary": summary,
+            "summary": summary.model_dump() if summary is not None else None,
             "pipeline": pipeline_data,
             "experts": loads or None,
             "note": note or None,
@@ -68,7 +68,7 @@ def command(
     from partool.report.run import render_run
 
     with printing() as console:
-        render_run(found.id, summary, comparison, note, console, status=status, loads=loads)
+        render_run(stored.id, summary, comparison, note, console, status=status, loads=loads)
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:

@@ -146,7 +146,7 @@ def _named(name: str, sizes: _Sizes) -> Schedule:
 def _sizes_help(name: str, chunks: int, cap: int) -> str:
     """Return help text that lists the sizes which the schedule called ``name`` supports."""
     if cap and not SCHEDULES[name].capped:
-        capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
+        capped = " and ".join(other for other, record in SCHEDULES.items() if record.capped)
         return f"leave out --in-flight; {capped} take it"
     if SCHEDULES[name].waves:
         return (
@@ -171,14 +171,14 @@ def _from_file(path: Path) -> Schedule:
         place = f"{path}, row {error.row}" if error.row else str(path)
         place += f", cell {error.column}" if error.column else ""
         fail("PT432", f"{place}: {error}", "cells such as 0F3, 1B0, 0SEND_F3; one row per rank", _ERRORS)
-    found = problems(schedule)
+    faults = problems(schedule)
     rows, columns = rows_of(text), columns_of(text, schedule)
-    for problem in found:
+    for problem in faults:
         place = f"{path}, row {rows[problem.rank]}" if problem.rank >= 0 else str(path)
         column = columns[problem.rank][problem.at] if problem.at >= 0 else 0
         place += f", cell {column}" if column else ""
         say(f"error[PT433]: {place}: {problem.message}", err=True)
-    if found:
+    if faults:
         say(f"{path}: not sound; partool explain PT433", err=True)
         raise typer.Exit(_ERRORS)
     return schedule
@@ -189,8 +189,8 @@ def _list(output: str) -> None:
 
     if output == "json":
         words = ("stages", "micro_batches", "words", "source")
-        known = {name: {word: getattr(record, word) for word in words} for name, record in SCHEDULES.items()}
-        say(json.dumps(known, indent=2))
+        records = {name: {word: getattr(record, word) for word in words} for name, record in SCHEDULES.items()}
+        say(json.dumps(records, indent=2))
     else:
         with printing() as console:
             render_known(console)

@@ -18,7 +18,7 @@ def command(
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
 ) -> None:
     """Show how a run is doing."""
-    found = find_run_or_exit(run)
-    with reaching(found):
-        status = target_of(found).status(found)
-        say(json.dumps(as_json(found, status), indent=2) if output == "json" else as_text(found, status))
+    stored = find_run_or_exit(run)
+    with reaching(stored):
+        status = target_of(stored).status(stored)
+        say(json.dumps(as_json(stored, status), indent=2) if output == "json" else as_text(stored, status))

@@ -22,19 +22,19 @@ def command(
     """Watch a run through its event logs, from any terminal."""
     from rich.live import Live
 
-    found = find_run_or_exit(run)
-    target, console, view = LocalTarget(), open_console(), RunView(found.path, found.name)
+    stored = find_run_or_exit(run)
+    target, console, view = LocalTarget(), open_console(), RunView(stored.path, stored.name)
     view.read()
-    status = target.status(found)
+    status = target.status(stored)
     if once or not console.is_terminal or not status.active:
-        console.print(view.render(status.state, step_age(found, status)))
+        console.print(view.render(status.state, step_age(stored, status)))
         return
-    with Live(view.render(status.state, step_age(found, status)), console=console, auto_refresh=False) as live:
+    with Live(view.render(status.state, step_age(stored, status)), console=console, auto_refresh=False) as live:
         try:
             while status.active:
                 time.sleep(interval)
                 view.read()
-                status = target.status(found)
-                live.update(view.render(status.state, step_age(found, status)), refresh=True)
+                status = target.status(stored)
+                live.update(view.render(status.state, step_age(stored, status)), refresh=True)
         except KeyboardInterrupt:
             return

@@ -92,7 +92,7 @@ def _follow(requests: list[Event] | None, tuning: Any, output: str) -> None:
                 bar.take(event)
                 if output == "json":
                     say(json.dumps(event))
-                elif text := told(event):
+                elif text := message_of(event):
                     bar.say(text)
     except TuneError as error:
         if error.exit_code == _NO_GPU:
@@ -116,12 +116,12 @@ def _entries(written: int, out: Path) -> str:
     return f"wrote {written} entr{'y' if written == 1 else 'ies'} to {out}"
 
 
-def told(event: Event) -> str:
+def message_of(event: Event) -> str:
     """Return a message about an event of the measurement; empty if the progress bar already shows the event."""
     kind = event["event"]
     if kind == "start":
-        known = f", {event['known']} known" if event["known"] else ""
-        return f"{event['device']} ({event['architecture']}): {event['requests']} to measure{known}"
+        measured = f", {event['known']} known" if event["known"] else ""
+        return f"{event['device']} ({event['architecture']}): {event['requests']} to measure{measured}"
     if kind == "result":
         gain = event["default_s"] / event["time_s"]
         verdict = "the default is best" if event["default"] else f"{gain:.2f}x the default's speed"
@@ -133,10 +133,9 @@ def told(event: Event) -> str:
         return f"the GPU faulted ({event['reason']}), going on in a new process"
     if kind == "rehearsed":
         reasons = "; ".join(f"{count} {reason}" for reason, count in event["reasons"].items())
-        left = f"{event['refused']} ruled out" + (f" ({reasons})" if reasons else "")
-        return (
-            f"{_asked(event)} on {event['architecture']}: {event['candidates']} of {event['grid']} tried first, {left}"
-        )
+        refused = f"{event['refused']} ruled out" + (f" ({reasons})" if reasons else "")
+        candidates = f"{event['candidates']} of {event['grid']} tried first"
+        return f"{_asked(event)} on {event['architecture']}: {candidates}, {refused}"
     if kind == "end" and not event["finished"]:
         return f"the budget is used up, {event['left']} left"
     return ""

@@ -14,7 +14,7 @@ from partool.diagnostics.rules import RULES
 from partool.diagnostics.secrets import masked_lines, without_secrets
 
 
-def as_dict(finding: Diagnostic) -> dict[str, Any]:
+def as_dict(finding: Diagnostic) -> dict[str, object]:
     """Return a finding as data for JSON; secrets in its texts are hidden."""
     finding = without_secrets(finding)
     return {

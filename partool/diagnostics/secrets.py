@@ -82,8 +82,8 @@ def is_harmless(value: str) -> bool:
 
 def in_value(text: str) -> str | None:
     """Return a description of the first secret in a text; None if there is none."""
-    if (found := next(_found(text), None)) is not None:
-        return found[0].what
+    if (secret := next(_by_form(text), None)) is not None:
+        return secret[0].what
     return "a value behind the name of a secret" if next(_assigned(text), None) is not None else None
 
 
@@ -106,7 +106,7 @@ def masked(text: str, literals: Iterable[str] = ()) -> str:
         for form in {literal, repr(literal)[1:-1], *literal.splitlines()}:
             if len(form.strip()) >= _LEAST_LITERAL:
                 text = text.replace(form, MASK)
-    places = [*((start, end) for _, start, end in _found(text)), *_assigned(text)]
+    places = [*((start, end) for _, start, end in _by_form(text)), *_assigned(text)]
     return _without(text, places) if places else text
 
 
@@ -116,7 +116,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def _found(text: str) -> Iterator[tuple[SecretForm, int, int]]:
+def _by_form(text: str) -> Iterator[tuple[SecretForm, int, int]]:
     lowered = text.lower()
     for form in FORMS:
         if any(word in lowered for word in form.begins):
@@ -127,15 +127,15 @@ def _found(text: str) -> Iterator[tuple[SecretForm, int, int]]:
 
 def _assigned(text: str) -> Iterator[tuple[int, int]]:
     """Yield the beginning and the end of each value that follows the name of a secret."""
-    done = 0
+    end = 0
     for match in _ASSIGNMENT.finditer(text):
-        if match.start() < done or not is_secret_name(match["name"] or match["option"]):
+        if match.start() < end or not is_secret_name(match["name"] or match["option"]):
             continue
-        found = _ASSIGNED.match(text, match.end())
-        value = found[0].strip("\"'") if found else ""
-        if found and value and not is_harmless(value) and not _goes_on(value, text, match.end()):
-            yield found.span()
-            done = found.end()
+        value_match = _ASSIGNED.match(text, match.end())
+        value = value_match[0].strip("\"'") if value_match else ""
+        if value_match and value and not is_harmless(value) and not _goes_on(value, text, match.end()):
+            yield value_match.span()
+            end = value_match.end()
 
 
 def _goes_on(value: str, text: str, at: int) -> bool:
@@ -152,12 +152,12 @@ def _system_errors() -> tuple[str, ...]:
 
 
 def _without(text: str, places: Iterable[tuple[int, int]]) -> str:
-    parts, done = [], 0
+    parts, position = [], 0
     for start, end in sorted(places):
-        if start >= done:
-            parts += [text[done:start], MASK]
-        done = max(done, end)
-    return "".join([*parts, text[done:]])
+        if start >= position:
+            parts += [text[position:start], MASK]
+        position = max(position, end)
+    return "".join([*parts, text[position:]])
 
 
 def without_secrets(finding: Diagnostic) -> Diagnostic:
@@ -200,13 +200,13 @@ def _cuts(lines: Sequence[str]) -> dict[int, int]:
     """
     text = "\n".join(lines)
     begins = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
-    found: dict[int, int] = {}
-    for start, end in (*((start, end) for _, start, end in _found(text)), *_assigned(text)):
+    columns: dict[int, int] = {}
+    for start, end in (*((start, end) for _, start, end in _by_form(text)), *_assigned(text)):
         first = bisect.bisect_right(begins, start) - 1
-        found[first] = min(start - begins[first], found.get(first, start))
+        columns[first] = min(start - begins[first], columns.get(first, start))
         for number in range(first + 1, bisect.bisect_right(begins, max(start, end - 1))):
-            found[number] = 0
-    return found
+            columns[number] = 0
+    return columns
 
 
 class _Hidden:

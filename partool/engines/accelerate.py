@@ -28,12 +28,12 @@ _LENGTHS = (
 
 def machines_of(sheet: Sheet, machines: Machines) -> None:
     """Add what accelerate's configuration or options say; torchrun's options count over them."""
-    nodes = sheet.whole(OF + "num_machines", to="hardware.nodes")
+    nodes = sheet.integer(OF + "num_machines", to="hardware.nodes")
     if nodes and "nodes" not in machines.launcher:
         machines.option(sheet.settings[OF + "num_machines"], "nodes")
     if any(name.startswith(OF) for name in sheet.settings):
         machines.default("nodes", 1, "accelerate's num_machines, by default,", None)
-    ranks = sheet.whole(OF + "num_processes", -1, to="hardware.per_node", off=(-1,), derived=True)
+    ranks = sheet.integer(OF + "num_processes", -1, to="hardware.per_node", off=(-1,), derived=True)
     stated = machines.of_files("nodes")
     if ranks > 0 and "per_node" not in machines.launcher and stated is not None:
         if ranks % stated.number:
@@ -53,16 +53,16 @@ def spec_of(sheet: Sheet, inner: Sheet, world: int | None, per_node: int | None)
     training = {name: one for name, one in _training(sheet).items() if one is not None}
     parallel = parallel_of(sheet, below, world, per_node)
     optimizer = {"name": _optimizer(sheet)}
-    found: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
+    spec: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
     if below == "deepspeed":
-        found |= accelerate_deepspeed.spec_of(sheet, inner, world, found)
+        spec |= accelerate_deepspeed.spec_of(sheet, inner, world, spec)
     elif below == "megatron":
-        found["engine"] = "megatron"
+        spec["engine"] = "megatron"
     # Rates in DeepSpeed's own file count over TrainingArguments, as in Trainer.
-    found["optimizer"] = {**of_trainer(sheet, training.get("steps")), **found["optimizer"]}
-    _batch(sheet, found, world)
+    spec["optimizer"] = {**of_trainer(sheet, training.get("steps")), **spec["optimizer"]}
+    _batch(sheet, spec, world)
     model = _model(sheet)
-    return found | ({"model": {"preset": model}} if model else {})
+    return spec | ({"model": {"preset": model}} if model else {})
 
 
 def trained(sheet: Sheet) -> bool:
@@ -106,19 +106,19 @@ def _only_files(sheet: Sheet) -> bool:
 
 
 def _training(sheet: Sheet) -> dict[str, Any]:
-    lengths = [sheet.whole(name, 0, to="training.sequence_length") for name in _LENGTHS]
+    lengths = [sheet.integer(name, 0, to="training.sequence_length") for name in _LENGTHS]
     length = next((one for one in lengths if one), None)
     if length is None:
         sheet.lacks("training.sequence_length", "the files do not say how long sequences are")
-    steps = sheet.whole("max_steps", -1, to="training.steps", off=(-1, 0))
-    found: dict[str, Any] = {
+    steps = sheet.integer("max_steps", -1, to="training.steps", off=(-1, 0))
+    fields: dict[str, Any] = {
         "sequence_length": length,
         "steps": steps if steps > 0 else None,
         "precision": precision(sheet),
     }
     if sheet.flag("full_determinism", to="training.deterministic"):
-        found["deterministic"] = True
-    return found
+        fields["deterministic"] = True
+    return fields
 
 
 def precision(sheet: Sheet) -> str:
@@ -130,17 +130,17 @@ def precision(sheet: Sheet) -> str:
     sheet.flag("pure_bf16", to=path)
     if bf16 and fp16:
         sheet.say("PT821", "error", "both bf16 and fp16 are true", "set one of them to false", "fp16")
-    own = "bf16" if bf16 else "fp16" if fp16 else ""
-    if own and launch not in ("no", "false", own):
+    requested = "bf16" if bf16 else "fp16" if fp16 else ""
+    if requested and launch not in ("no", "false", requested):
         sheet.say(
-            "PT824", "note", f"accelerate's {launch} gives way to {own} of TrainingArguments",
-            f"mixed_precision: {own}", OF + "mixed_precision",
+            "PT824", "note", f"accelerate's {launch} gives way to {requested} of TrainingArguments",
+            f"mixed_precision: {requested}", OF + "mixed_precision",
         )  # fmt: skip
-    found = own or ("fp16" if old else {"no": "fp32", "false": "fp32"}.get(launch, launch))
-    if found not in ("bf16", "fp16", "fp32", "fp8"):
-        sheet.say("PT823", "error", f"{found} has no counterpart here", "no, fp16, bf16 or fp8", OF + "mixed_precision")
+    dtype = requested or ("fp16" if old else {"no": "fp32", "false": "fp32"}.get(launch, launch))
+    if dtype not in ("bf16", "fp16", "fp32", "fp8"):
+        sheet.say("PT823", "error", f"{dtype} has no counterpart here", "no, fp16, bf16 or fp8", OF + "mixed_precision")
         return "bf16"
-    return found
+    return dtype
 
 
 def _optimizer(sheet: Sheet) -> str:
@@ -151,10 +151,10 @@ def _optimizer(sheet: Sheet) -> str:
     }  # fmt: skip
     if sheet.flag("adafactor", to="optimizer.name"):
         name = "adafactor"
-    found = next((kind for words, kind in kinds.items() if re.fullmatch(words, name)), None)
-    if found is None:
+    optimizer = next((kind for words, kind in kinds.items() if re.fullmatch(words, name)), None)
+    if optimizer is None:
         sheet.say("PT823", "error", f"the optimizer {name} is not priced here", "adamw_torch", "optim", "adafactor")
-    return found or "adamw"
+    return optimizer or "adamw"
 
 
 def _model(sheet: Sheet) -> str | None:
@@ -178,16 +178,16 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_ ]", "", last)
 
 
-def _batch(sheet: Sheet, found: dict[str, Any], world: int | None) -> None:
+def _batch(sheet: Sheet, spec: dict[str, Any], world: int | None) -> None:
     """Set micro-batch and global batch where DeepSpeed's configuration has not."""
-    parallel, training = found["parallel"], found["training"]
+    parallel, training = spec["parallel"], spec["training"]
     to = "parallel.micro_batch"
-    sizes = [sheet.whole(f"per_{kind}_train_batch_size", 0, to=to) for kind in ("device", "gpu")]
+    sizes = [sheet.integer(f"per_{kind}_train_batch_size", 0, to=to) for kind in ("device", "gpu")]
     micro = next((one for one in sizes if one), 8 if trained(sheet) else None)
-    steps = sheet.whole("gradient_accumulation_steps", 0, to="training.global_batch")
+    steps = sheet.integer("gradient_accumulation_steps", 0, to="training.global_batch")
     launch = of_launcher(sheet)
-    number = sheet.whole(OF + "megatron_lm_config.megatron_lm_num_micro_batches", 0, to="training.global_batch")
-    whole = number or steps or launch or 1
+    number = sheet.integer(OF + "megatron_lm_config.megatron_lm_num_micro_batches", 0, to="training.global_batch")
+    accumulation = number or steps or launch or 1
     if sheet.flag("auto_find_batch_size", to=to):
         sheet.say(
             "PT823", "warning", "the micro-batch is halved until it fits; the first one is priced",
@@ -196,13 +196,13 @@ def _batch(sheet: Sheet, found: dict[str, Any], world: int | None) -> None:
     if micro is None:
         for path, what in (("parallel.micro_batch", "micro-batch"), ("training.global_batch", "global batch")):
             section, name = path.split(".")
-            if name not in found[section]:
+            if name not in spec[section]:
                 sheet.lacks(path, f"the files do not say the {what}")
         return
     parallel.setdefault("micro_batch", micro)
     others = parallel["tensor"]["degree"] * parallel["sequence"]["degree"] * parallel["pipeline"]["stages"]
     if world is not None and "global_batch" not in training:
-        training["global_batch"] = micro * whole * max(1, world // others)
+        training["global_batch"] = micro * accumulation * max(1, world // others)
     elif "global_batch" not in training:
         sheet.lacks("training.global_batch", "the global batch depends on the number of processes, which is not known")
 
@@ -215,7 +215,7 @@ def _of_factory(sheet: Sheet) -> bool:
 def _left_out(sheet: Sheet) -> None:
     """Say what changes the price and has no field."""
     sheet.findings += adapters.findings(sheet.settings)
-    for name in adapters.named(sheet.settings, known=NO_EFFECT):
+    for name in adapters.named(sheet.settings, ignored=NO_EFFECT):
         sheet.get(name, to="nothing: all weights are trained")
     if _of_factory(sheet) and not any(name in sheet.settings for name in ("finetuning_type", "train_type")):
         sheet.say(

@@ -26,8 +26,8 @@ _FILLED = {
 }
 
 
-def spec_of(sheet: Sheet, inner: Sheet, world: int | None, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections that DeepSpeed decides; ``found`` has what the other settings say."""
+def spec_of(sheet: Sheet, inner: Sheet, world: int | None, trainer_spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that DeepSpeed decides; ``trainer_spec`` has what the other settings say."""
     settings = dict(inner.settings)
     for name, target in _PLUGIN.items():
         key = f"{OF}deepspeed_config.{name}"
@@ -37,19 +37,19 @@ def spec_of(sheet: Sheet, inner: Sheet, world: int | None, found: dict[str, Any]
         settings["zero_optimization.stage"] = Setting("zero_stage", 2, "", 1)
     _fill(sheet, inner, settings)
     kinds = {"bf16": "bf16.enabled", "fp16": "fp16.enabled"}
-    chosen = found["training"]["precision"]
+    chosen = trainer_spec["training"]["precision"]
     for kind, key in kinds.items():
         if key in settings and settings[key].value == "auto":
             settings[key] = _with(settings[key], kind == chosen)
     if not any(key in settings for key in (*kinds.values(), "bfloat16.enabled")) and chosen in kinds:
         settings[kinds[chosen]] = Setting("mixed_precision", True, "", 1)
     if settings.get("optimizer.type") is None:
-        settings["optimizer.type"] = Setting("optim", found["optimizer"]["name"], "", 1)
-    own = Sheet(settings)
-    spec = deepspeed.spec_of(own, world)
-    inner.carried |= {name: path for name, path in own.carried.items() if name in inner.settings}
-    inner.findings += [each for each in own.findings if not _answered(each, spec)]
-    return _joined(sheet, spec, found, chosen)
+        settings["optimizer.type"] = Setting("optim", trainer_spec["optimizer"]["name"], "", 1)
+    merged = Sheet(settings)
+    spec = deepspeed.spec_of(merged, world)
+    inner.carried |= {name: path for name, path in merged.carried.items() if name in inner.settings}
+    inner.findings += [each for each in merged.findings if not _answered(each, spec)]
+    return _joined(sheet, spec, trainer_spec, chosen)
 
 
 def _open(setting: Setting | None) -> bool:
@@ -66,7 +66,7 @@ def of_launcher(sheet: Sheet) -> int | None:
     if (given := sheet.settings.get(name)) is not None and given.value == "auto":
         sheet.get(name, to="training.global_batch")
         return None
-    number: int | None = sheet.whole(name, to="training.global_batch")
+    number: int | None = sheet.integer(name, to="training.global_batch")
     return number
 
 
@@ -74,7 +74,7 @@ def _fill(sheet: Sheet, inner: Sheet, settings: dict[str, Setting]) -> None:
     """Fill in the three sizes of a batch; a finding where DeepSpeed's configuration has another one."""
     given = any(not name.startswith((OF, "launch.")) for name in sheet.settings)
     for key, (name, default) in _FILLED.items():
-        value = sheet.whole(name, default if given else 0, to=f"DeepSpeed's {key}") or None
+        value = sheet.integer(name, default if given else 0, to=f"DeepSpeed's {key}") or None
         if value is None and key == "gradient_accumulation_steps":
             value = of_launcher(sheet)
         setting = settings.get(key)
@@ -86,9 +86,9 @@ def _fill(sheet: Sheet, inner: Sheet, settings: dict[str, Setting]) -> None:
                 "PT821", "error", f"{key} is {setting.value}, and {name} is {value}"
                 + " by default" * (name not in sheet.settings), f"{key}: auto, or the same number", key,
             )  # fmt: skip
-    whole = settings.get("train_batch_size")
-    if whole is not None and whole.value == "auto":
-        settings["train_batch_size"] = _with(whole, None)
+    batch = settings.get("train_batch_size")
+    if batch is not None and batch.value == "auto":
+        settings["train_batch_size"] = _with(batch, None)
 
 
 def _answered(finding: Any, spec: dict[str, Any]) -> bool:
@@ -99,16 +99,16 @@ def _answered(finding: Any, spec: dict[str, Any]) -> bool:
     ))  # fmt: skip
 
 
-def _joined(sheet: Sheet, spec: dict[str, Any], found: dict[str, Any], chosen: str) -> dict[str, Any]:
-    parallel = spec["parallel"] | {"recompute": found["parallel"]["recompute"]}
+def _joined(sheet: Sheet, spec: dict[str, Any], trainer_spec: dict[str, Any], chosen: str) -> dict[str, Any]:
+    parallel = spec["parallel"] | {"recompute": trainer_spec["parallel"]["recompute"]}
     if spec["parallel"]["recompute"] == "full":
         parallel["recompute"] = "full"
-    if found["parallel"]["compile"] == "block":
+    if trainer_spec["parallel"]["compile"] == "block":
         sheet.say(
             "PT824", "note", "torch_compile with DeepSpeed is not priced: the constants are of eager runs",
             "no change is needed", "torch_compile", "torch_compile_backend", OF + "dynamo_config.dynamo_backend",
         )  # fmt: skip
-    training = found["training"] | spec["training"]
+    training = trainer_spec["training"] | spec["training"]
     if chosen == "fp8":
         training["precision"] = "fp8"
     return {"engine": "deepspeed", "training": training, "parallel": parallel, "optimizer": spec["optimizer"]}

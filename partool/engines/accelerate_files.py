@@ -71,72 +71,72 @@ LAUNCHER = {
 
 def gather(files: Sequence[File], budget: Budget) -> Gathered:
     """Return the settings of all files, and of the files that they name; commands count over files."""
-    found, over = Gathered(budget), dict[str, Setting]()
+    gathered, over = Gathered(budget), dict[str, Setting]()
     seen: set[str] = set()
     for path, text in files:
         if kind_of(text) in ("json", "yaml"):
             seen.add(str(path))
-            _file(path, text, found)
+            _file(path, text, gathered)
         else:
-            over |= _script(path, text, found)
-    queue = {**over, **found.settings}
+            over |= _script(path, text, gathered)
+    queue = {**over, **gathered.settings}
     while queue:
-        before = dict(found.settings)
+        before = dict(gathered.settings)
         for name, setting in queue.items():
-            _follow(name, setting, files, found, seen)
-        queue = {name: one for name, one in found.settings.items() if name not in before}
-    found.settings |= over
-    return found
+            _follow(name, setting, files, gathered, seen)
+        queue = {name: one for name, one in gathered.settings.items() if name not in before}
+    gathered.settings |= over
+    return gathered
 
 
-def _file(path: Path, text: str, found: Gathered) -> None:
+def _file(path: Path, text: str, gathered: Gathered) -> None:
     """Take in a file of YAML or JSON: DeepSpeed's configuration, accelerate's, or ``TrainingArguments``."""
     root, wrong = document(path, text, "YAML or JSON of a run")
-    found.findings += wrong
-    found_here = {name: Setting(name, value, str(path), line) for name, value, line in leaves(root, whole=_OPAQUE)}
+    gathered.findings += wrong
+    found_here = {name: Setting(name, value, str(path), line) for name, value, line in leaves(root, opaque=_OPAQUE)}
     if engine_of(text) == "deepspeed":
-        found.deepspeed |= found_here
+        gathered.deepspeed |= found_here
     elif _ENVIRONMENT & found_here.keys():
-        found.settings |= {OF + name: one for name, one in found_here.items()}
+        gathered.settings |= {OF + name: one for name, one in found_here.items()}
     else:
-        found.settings |= found_here
+        gathered.settings |= found_here
 
 
-def _script(path: Path, text: str, found: Gathered) -> dict[str, Setting]:
+def _script(path: Path, text: str, gathered: Gathered) -> dict[str, Setting]:
     """Return the options of a script's command."""
-    script, notes = script_of(path, text, found.budget)
-    found.findings += notes
-    found.machines.scheduler |= slurm.machines(path, text)
+    script, notes = script_of(path, text, gathered.budget)
+    gathered.findings += notes
+    gathered.machines.scheduler |= slurm.machines(path, text)
     command = training_command(script, marks=_MARKS)
     if not command:
         nothing = f"{path} has no command with TrainingArguments"
-        found.findings.append(Diagnostic("PT825", nothing, help="name another file"))
+        gathered.findings.append(Diagnostic("PT825", nothing, help="name another file"))
         return {}
     start = next((place for place, word in enumerate(command) if _is_program(command, place)), len(command))
     if not any(_LAUNCHES.search(word.text) for word in command[:start]):
         start = 0
-    launch = _options(command[:start], found)
+    launch = _options(command[:start], gathered)
     for name, target in LAUNCHER.items():
         if name in launch:
-            found.machines.option(launch[name], target)
+            gathered.machines.option(launch[name], target)
     if (launcher := launcher_without_nodes(command)) is not None:
         what = f"the number of nodes of {launcher.text} without --nnodes"
-        found.machines.default("nodes", 1, what, span_of(launcher))
+        gathered.machines.default("nodes", 1, what, span_of(launcher))
     by_accelerate = any("accelerate" in word.text for word in command[:start])
-    own = _options(command[start:], found)
+    arguments = _options(command[start:], gathered)
     for word in command[start : start + 2]:
         if word.text.endswith(".py") or command[start].text == "trl":
-            found.findings += filter(None, [adapters.task(word.text, span_of(word))])
-    own |= (
+            gathered.findings += filter(None, [adapters.task(word.text, span_of(word))])
+    arguments |= (
         {_launch_name(name): one for name, one in launch.items() if name not in LAUNCHER}
         if by_accelerate
         else {f"launch.{name}": one for name, one in launch.items() if name not in LAUNCHER}
     )
     for word in command[start + 1 : start + 3]:
         if re.search(r"\.(ya?ml|json)$", word.text) and not word.unknown:
-            own["config"] = Setting("the argument", word.text, word.file, word.line)
+            arguments["config"] = Setting("the argument", word.text, word.file, word.line)
             break
-    return own
+    return arguments
 
 
 def _is_program(command: Sequence[Word], place: int) -> bool:
@@ -152,22 +152,22 @@ def _launch_name(name: str) -> str:
     return f"{OF}{inner}{name}"
 
 
-def _options(words: Sequence[Word], found: Gathered) -> dict[str, Setting]:
-    own = {}
+def _options(words: Sequence[Word], gathered: Gathered) -> dict[str, Setting]:
+    settings = {}
     for name, value, word, after in options(words):
         plain = name.replace("-", "_")
-        known = plain in NO_EFFECT or _launch_name(plain) in NO_EFFECT or plain in LAUNCHER or plain in _FILES
-        if after.unknown and value is not True and not known:
-            found.findings.append(unknown_value(name, after))
+        value_optional = plain in NO_EFFECT or _launch_name(plain) in NO_EFFECT or plain in LAUNCHER or plain in _FILES
+        if after.unknown and value is not True and not value_optional:
+            gathered.findings.append(unknown_value(name, after))
         else:
-            own[plain] = Setting(name, value, word.file, word.line)
-    return own
+            settings[plain] = Setting(name, value, word.file, word.line)
+    return settings
 
 
 _FILES = frozenset(("config", "config_file", "deepspeed", "deepspeed_config", "fsdp_config"))
 
 
-def _follow(name: str, setting: Setting, files: Sequence[File], found: Gathered, seen: set[str]) -> None:
+def _follow(name: str, setting: Setting, files: Sequence[File], gathered: Gathered, seen: set[str]) -> None:
     """Take in the file that a setting names, under those that were given."""
     names = ("config", "config_file", "deepspeed", "fsdp_config", f"{OF}config_file")
     if name not in names and name != f"{OF}deepspeed_config.deepspeed_config_file":
@@ -175,35 +175,37 @@ def _follow(name: str, setting: Setting, files: Sequence[File], found: Gathered,
     text = str(setting.value)
     if not re.search(r"\.(ya?ml|json|jsonc)$", text):
         if name != "fsdp_config" and setting.value not in (None, "", "none") and not text.startswith("{"):
-            found.findings.append(not_found(setting))
+            gathered.findings.append(not_found(setting))
         if text.startswith("{"):
-            _inline(name, setting, found)
+            _inline(name, setting, gathered)
         return
-    file = named_file(text, setting.file, files, found.budget)
+    file = named_file(text, setting.file, files, gathered.budget)
     if file is None:
-        if not (name == "deepspeed" and found.deepspeed):
-            found.findings.append(not_found(setting))
+        if not (name == "deepspeed" and gathered.deepspeed):
+            gathered.findings.append(not_found(setting))
         return
     if str(file[0]) in seen:
         return
     seen.add(str(file[0]))
-    found.texts[str(file[0])] = file[1]
+    gathered.texts[str(file[0])] = file[1]
     inner = Gathered()
     _file(*file, inner)
     if name == "fsdp_config":
         inner.settings = {f"fsdp_config.{key}": one for key, one in inner.settings.items()}
-    found.settings = inner.settings | found.settings
-    found.deepspeed = inner.deepspeed | found.deepspeed
-    found.findings += inner.findings
+    gathered.settings = inner.settings | gathered.settings
+    gathered.deepspeed = inner.deepspeed | gathered.deepspeed
+    gathered.findings += inner.findings
 
 
-def _inline(name: str, setting: Setting, found: Gathered) -> None:
+def _inline(name: str, setting: Setting, gathered: Gathered) -> None:
     """Take in JSON that stands in a command's argument."""
     inner = Gathered()
     _file(Path(setting.file), str(setting.value), inner)
     leaves = {key: Setting(f"{name}.{key}", one.value, setting.file, setting.line) for key, one in
               {**inner.settings, **inner.deepspeed}.items()}  # fmt: skip
     if name == "deepspeed":
-        found.deepspeed = leaves | found.deepspeed
+        gathered.deepspeed = leaves | gathered.deepspeed
     else:
-        found.settings = {f"fsdp_config.{key.removeprefix(OF)}": one for key, one in leaves.items()} | found.settings
+        gathered.settings = {
+            f"fsdp_config.{key.removeprefix(OF)}": one for key, one in leaves.items()
+        } | gathered.settings

@@ -85,13 +85,13 @@ def _recomputed(sheet: Sheet, below: str) -> bool:
     inside = str(fsdp(sheet, "activation_checkpointing", False, to=path)).lower() == "true" and below == "fsdp"
     factory = "finetuning_type" in sheet.settings or "cutoff_len" in sheet.settings
     off = sheet.flag("disable_gradient_checkpointing", to=path)
-    own = sheet.flag("gradient_checkpointing", factory and not off, to=path)
-    if inside and own and "gradient_checkpointing" in sheet.settings:
+    by_trainer = sheet.flag("gradient_checkpointing", factory and not off, to=path)
+    if inside and by_trainer and "gradient_checkpointing" in sheet.settings:
         sheet.say(
             "PT821", "error", "both gradient_checkpointing and FSDP's activation_checkpointing are true",
             "set gradient_checkpointing to false", "gradient_checkpointing",
         )  # fmt: skip
-    return inside or own
+    return inside or by_trainer
 
 
 _UNCOMPILED = {"NO", "FALSE", "NONE", "EAGER", "AOT_EAGER"}
@@ -110,10 +110,10 @@ def _compiled(sheet: Sheet) -> bool:
 def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
     """Carry ``parallelism_config`` of accelerate 1.10."""
     before = f"{OF}parallelism_config.parallelism_config_"
-    tensor = sheet.whole(f"{before}tp_size", 1, to="parallel.tensor.degree")
-    context = sheet.whole(f"{before}cp_size", 1, to="parallel.sequence.degree")
+    tensor = sheet.integer(f"{before}tp_size", 1, to="parallel.tensor.degree")
+    context = sheet.integer(f"{before}cp_size", 1, to="parallel.sequence.degree")
     copies, shard = (
-        sheet.whole(f"{before}{name}_size", 1, to="parallel.data.shard") for name in ("dp_replicate", "dp_shard")
+        sheet.integer(f"{before}{name}_size", 1, to="parallel.data.shard") for name in ("dp_replicate", "dp_shard")
     )
     how = str(sheet.get(f"{before}cp_comm_strategy", "allgather", to="parallel.sequence.method"))
     if tensor > 1:
@@ -135,8 +135,8 @@ def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
 def _megatron(sheet: Sheet, parallel: dict[str, Any]) -> None:
     """Carry ``megatron_lm_config``."""
     before = f"{OF}megatron_lm_config.megatron_lm_"
-    tensor = sheet.whole(before + "tp_degree", 1, to="parallel.tensor.degree")
-    stages = sheet.whole(before + "pp_degree", 1, to="parallel.pipeline.stages")
+    tensor = sheet.integer(before + "tp_degree", 1, to="parallel.tensor.degree")
+    stages = sheet.integer(before + "pp_degree", 1, to="parallel.pipeline.stages")
     norms = sheet.flag(before + "sequence_parallelism", to="parallel.tensor.sequence_norms")
     if tensor > 1:
         parallel["tensor"] = {"degree": tensor, "shape": [tensor, 1], "sequence_norms": norms, "overlap": "none"}

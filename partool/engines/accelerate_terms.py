@@ -18,28 +18,28 @@ _MESH = OF + "parallelism_config.parallelism_config_"
 
 def terms(plan: Plan) -> EngineTerms:
     """Return the settings that make Trainer train a plan; findings about parts for which it has none."""
-    found = EngineTerms(plan)
+    engine_terms = EngineTerms(plan)
     layout, training = plan.layout, plan.training
-    _machines(found)
-    _sharding(found)
-    _mesh(found)
-    found.put("per_device_train_batch_size", layout.micro_batch, "parallel.micro_batch")
-    found.put("gradient_accumulation_steps", layout.derived.accumulation, "parallel.micro_batch")
-    found.put("max_length", training.sequence_length, "training.sequence_length")
-    found.put("max_steps", training.steps, "training.steps")
+    _machines(engine_terms)
+    _sharding(engine_terms)
+    _mesh(engine_terms)
+    engine_terms.put("per_device_train_batch_size", layout.micro_batch, "parallel.micro_batch")
+    engine_terms.put("gradient_accumulation_steps", layout.derived.accumulation, "parallel.micro_batch")
+    engine_terms.put("max_length", training.sequence_length, "training.sequence_length")
+    engine_terms.put("max_steps", training.steps, "training.steps")
     if training.precision in ("bf16", "fp16"):
-        found.put(training.precision, True, "training.precision")
+        engine_terms.put(training.precision, True, "training.precision")
     elif training.precision != "fp32":
-        found.cannot(f"Trainer does not train in {training.precision} here", "training.precision", "use bf16")
+        engine_terms.cannot(f"Trainer does not train in {training.precision} here", "training.precision", "use bf16")
     policies = set(layout.recompute)
-    found.put("gradient_checkpointing", policies == {"full"}, "parallel.recompute")
+    engine_terms.put("gradient_checkpointing", policies == {"full"}, "parallel.recompute")
     if not (policies <= {"none"} or policies == {"full"}):
-        found.cannot("Trainer recomputes all layers or none", "parallel.recompute", "use full or none")
-    found.put("torch_compile", layout.compile == "block", "parallel.compile")
-    found.put("seed", training.seed, "training.seed")
-    found.put("full_determinism", training.deterministic, "training.deterministic")
-    _optimizer(found)
-    return found
+        engine_terms.cannot("Trainer recomputes all layers or none", "parallel.recompute", "use full or none")
+    engine_terms.put("torch_compile", layout.compile == "block", "parallel.compile")
+    engine_terms.put("seed", training.seed, "training.seed")
+    engine_terms.put("full_determinism", training.deterministic, "training.deterministic")
+    _optimizer(engine_terms)
+    return engine_terms
 
 
 def _machines(to: EngineTerms) -> None:

@@ -48,22 +48,22 @@ _OF_FREEZING = "freeze_trainable_"
 _NO_ADAPTERS = "partool has no adapters: each weight has its gradient and its moments"
 
 
-def named(settings: Mapping[str, Setting], *, known: Collection[str] = ()) -> list[str]:
-    """Return the settings that say which weights are trained, but for names in ``known``."""
+def named(settings: Mapping[str, Setting], *, ignored: Collection[str] = ()) -> list[str]:
+    """Return the settings that say which weights are trained, but for names in ``ignored``."""
     patterns = (_PARTS, _BITS, _FROZEN)
     return [
         name
         for name in settings
-        if name not in known and (name in _KINDS or any(pattern.search(name) for pattern in patterns))
+        if name not in ignored and (name in _KINDS or any(pattern.search(name) for pattern in patterns))
     ]
 
 
-def findings(settings: Mapping[str, Setting], *, known: Collection[str] = ()) -> list[Diagnostic]:
-    """Return an error for each setting with which a part of the weights is trained, but for names in ``known``."""
+def findings(settings: Mapping[str, Setting], *, ignored: Collection[str] = ()) -> list[Diagnostic]:
+    """Return an error for each setting with which a part of the weights is trained, but for names in ``ignored``."""
     off = any(_SWITCHES.search(name) and _says_no(name, one.value) for name, one in settings.items())
     return [
         Diagnostic("PT823", judged[0], help=judged[1], span=settings[name].span)
-        for name in named(settings, known=known)
+        for name in named(settings, ignored=ignored)
         if (judged := _judged(name, settings[name].value, off=off)) is not None
     ]
 

@@ -48,8 +48,8 @@ def training_command(script: ShellScript, least: int = 3, marks: str = "") -> li
     if marks and (named := [words for words in commands if re.search(marks, " ".join(each.text for each in words))]):
         commands, least = named, 0
     dashed = [(sum(word.text.startswith("--") for word in words), words) for words in commands]
-    most, found = max(dashed, key=lambda each: each[0], default=(0, []))
-    return found if most >= least else []
+    most, longest = max(dashed, key=lambda each: each[0], default=(0, []))
+    return longest if most >= least else []
 
 
 def _parts(word: Word) -> Sequence[Word]:
@@ -81,17 +81,17 @@ def _sources(path: Path, script: ShellScript) -> list[Diagnostic]:
 
     Such files often set up the machine only; a value that they set and that matters is an error of its own.
     """
-    found = list[Diagnostic]()
+    findings = list[Diagnostic]()
     for each in dict.fromkeys(script.missing):
         message = f"{path} sources {each.text}, which cannot be read"
         help = "put the file beside the script if it sets values of the run, or write them into the script"
-        found.append(Diagnostic("PT825", message, "warning", help=help, span=span_of(each)))
+        findings.append(Diagnostic("PT825", message, "warning", help=help, span=span_of(each)))
     for each in dict.fromkeys(script.outside):
         message = f"{path} sources {each.text}, which lies outside of the script's folder and is not read"
         folder = shlex.quote(str((Path(each.file).parent / each.text).parent))
         help = f"if it sets values of the run: partool import --source-folder {folder}, or write them into the script"
-        found.append(Diagnostic("PT825", message, "warning", help=help, span=span_of(each)))
-    return found
+        findings.append(Diagnostic("PT825", message, "warning", help=help, span=span_of(each)))
+    return findings
 
 
 def named_file(name: str, beside: str, files: Sequence[File], budget: Budget) -> File | None:

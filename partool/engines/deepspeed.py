@@ -29,10 +29,10 @@ _SECTIONS = frozenset(
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
     root, findings = document(path, text, "configuration of DeepSpeed, which is an object of JSON")
-    found = {}
+    keys = {}
     for name, value, line in leaves(root):
-        found[name] = Setting(name, value, str(path), line)
-    return found, findings
+        keys[name] = Setting(name, value, str(path), line)
+    return keys, findings
 
 
 def _skip_empty(sheet: Sheet) -> None:
@@ -47,8 +47,8 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
     _skip_empty(sheet)
     # DeepSpeed takes 0 of tensor ranks for none.
-    tensor = sheet.whole("tensor_parallel.autotp_size", 1, to="parallel.tensor.degree", off=(0,)) or 1
-    sequence = sheet.whole("sequence_parallel_size", 1, to="parallel.sequence.degree")
+    tensor = sheet.integer("tensor_parallel.autotp_size", 1, to="parallel.tensor.degree", off=(0,)) or 1
+    sequence = sheet.integer("sequence_parallel_size", 1, to="parallel.sequence.degree")
     # Ranks that share a sequence or the matrices have the same batch (DeepSpeedConfig's world_size).
     micro, batch = _batch(sheet, None if world is None else max(1, world // (tensor * sequence)))
     stage = _stage(sheet)
@@ -67,7 +67,7 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
         parallel["sequence"]["method"] = "ulysses"
     if (size := _persistent(sheet, stage)) is not None:
         parallel["data"]["persistent"] = size
-    if (shard := sheet.whole("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard", least=0)) > 1:
+    if (shard := sheet.integer("zero_optimization.zero_hpz_partition_size", 1, to="parallel.data.shard", least=0)) > 1:
         sheet.say(
             "PT823", "error", f"zero_hpz_partition_size is {shard}: a second copy of the parameters in each "
             "node is not priced", "remove it, or --set parallel.data.shard=NUMBER prices hybrid sharding",
@@ -89,31 +89,31 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
 
 def _optimizer(sheet: Sheet) -> str:
     optimizer = str(sheet.get("optimizer.type", "AdamW", to="optimizer.name")).lower()
-    known = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "adagrad": "adagrad"}
-    if optimizer not in known:
+    names = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "adagrad": "adagrad"}
+    if optimizer not in names:
         sheet.say("PT823", "error", f"the optimizer {optimizer} is not priced here", "AdamW or Lion", "optimizer.type")
-    return known.get(optimizer, "adamw")
+    return names.get(optimizer, "adamw")
 
 
 def _persistent(sheet: Sheet, stage: int) -> int | None:
     """Return up to how many elements parameters stay gathered with ZeRO-3."""
-    found = None
+    threshold = None
     for name in ("stage3_param_persistence_threshold", "param_persistence_threshold"):
         key = f"zero_optimization.{name}"
         size = None
         if stage == 3 and key in sheet.settings and sheet.settings[key].value not in ("auto", None):
-            size = sheet.whole(key, to="parallel.data.persistent", least=0)
+            size = sheet.integer(key, to="parallel.data.persistent", least=0)
         else:
             sheet.get(key, to="nothing: it is automatic, or without ZeRO-3")
-        found = size if found is None else found
-    return found
+        threshold = size if threshold is None else threshold
+    return threshold
 
 
 def _stage(sheet: Sheet) -> int:
     """Return the stage of ZeRO; the whole section is a truth value in old files."""
-    whole = sheet.settings.get("zero_optimization")
-    old = whole is not None and whole.value not in ({}, None) and sheet.flag(whole.name, to="parallel.data.zero")
-    stage: int = sheet.whole("zero_optimization.stage", int(old), to="parallel.data.zero", least=0)
+    section = sheet.settings.get("zero_optimization")
+    old = section is not None and section.value not in ({}, None) and sheet.flag(section.name, to="parallel.data.zero")
+    stage: int = sheet.integer("zero_optimization.stage", int(old), to="parallel.data.zero", least=0)
     return stage
 
 
@@ -128,7 +128,7 @@ def _batch(sheet: Sheet, ranks: int | None) -> tuple[int | None, int | None]:
             sheet.lacks(path, f"{name} is auto: the trainer's arguments have it", name)
             given.append(None)
         else:
-            given.append(sheet.whole(name, to=path))
+            given.append(sheet.integer(name, to=path))
     micro, steps, batch = given
     if ranks is None:
         return micro, batch
@@ -179,7 +179,7 @@ def _place(sheet: Sheet, section: str, old: str, to: str) -> str:
 
 
 def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "none"}
+    offload: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "none"}
     place = _place(sheet, "offload_optimizer", "cpu_offload", "parallel.offload.optimizer")
     share = float(sheet.number("zero_optimization.offload_optimizer.ratio", 1.0, to="parallel.offload.gpu_fraction"))
     if share < 1 and stage < 3:
@@ -188,7 +188,7 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
             "stage: 3, or remove ratio", "zero_optimization.offload_optimizer.ratio",
         )  # fmt: skip
     if place in ("cpu", "nvme"):
-        found |= {"optimizer": place, "gpu_fraction": round(1.0 - share, 6)}
+        offload |= {"optimizer": place, "gpu_fraction": round(1.0 - share, 6)}
         if stage == 0 or (stage < 3 and place == "nvme"):
             sheet.say(
                 "PT821", "error", f"the optimizer cannot go to {place} with ZeRO-{stage}",
@@ -196,7 +196,7 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
             )  # fmt: skip
     where = _place(sheet, "offload_param", "cpu_offload_param", "parallel.offload.parameters")
     if where in ("cpu", "nvme"):
-        found["parameters"] = where
+        offload["parameters"] = where
         if stage < 3:
             sheet.say(
                 "PT821", "error", f"parameters leave the device with ZeRO-3 only, and the stage is {stage}",
@@ -205,11 +205,11 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
     for name in ("offload_optimizer", "offload_param"):
         folder = sheet.get(f"zero_optimization.{name}.nvme_path", to="parallel.offload.dir")
         if isinstance(folder, str) and folder:
-            found["dir"] = folder
+            offload["dir"] = folder
         elif folder:
             key = f"zero_optimization.{name}.nvme_path"
             sheet.say("PT820", "error", f"{key} is {shown(folder)}, and a path is expected", "a path in quotes", key)
-    return found
+    return offload
 
 
 def _recompute(sheet: Sheet, parallel: dict[str, Any]) -> None:

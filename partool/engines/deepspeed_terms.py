@@ -14,27 +14,27 @@ _ZERO = "zero_optimization"
 
 def terms(plan: Plan) -> EngineTerms:
     """Return the keys of a configuration that makes DeepSpeed train a plan; findings about parts without a key."""
-    found = EngineTerms(plan)
+    engine_terms = EngineTerms(plan)
     layout, training = plan.layout, plan.training
     # Without an mpu, DeepSpeed divides this batch among all ranks, those that share matrices too, and refuses it.
-    whole = training.global_batch if layout.tensor.degree == 1 else None
-    found.put("train_batch_size", whole, "training.global_batch")
-    found.put("train_micro_batch_size_per_gpu", layout.micro_batch, "parallel.micro_batch")
-    found.put("gradient_accumulation_steps", layout.derived.accumulation, "parallel.micro_batch")
+    batch = training.global_batch if layout.tensor.degree == 1 else None
+    engine_terms.put("train_batch_size", batch, "training.global_batch")
+    engine_terms.put("train_micro_batch_size_per_gpu", layout.micro_batch, "parallel.micro_batch")
+    engine_terms.put("gradient_accumulation_steps", layout.derived.accumulation, "parallel.micro_batch")
     if training.precision in ("bf16", "fp16"):
-        found.put(f"{training.precision}.enabled", True, "training.precision")
+        engine_terms.put(f"{training.precision}.enabled", True, "training.precision")
     elif training.precision != "fp32":
-        found.cannot(f"DeepSpeed's configuration has no {training.precision}", "training.precision", "use bf16")
-    _sharding(found)
-    _offload(found)
+        engine_terms.cannot(f"DeepSpeed's configuration has no {training.precision}", "training.precision", "use bf16")
+    _sharding(engine_terms)
+    _offload(engine_terms)
     if layout.tensor.degree > 1:
-        found.put("tensor_parallel.autotp_size", layout.tensor.degree, "parallel.tensor.degree")
+        engine_terms.put("tensor_parallel.autotp_size", layout.tensor.degree, "parallel.tensor.degree")
     if layout.sequence.degree > 1:
-        found.put("sequence_parallel_size", layout.sequence.degree, "parallel.sequence.degree")
+        engine_terms.put("sequence_parallel_size", layout.sequence.degree, "parallel.sequence.degree")
     policies = set(layout.recompute)
-    found.untold["parallel.recompute"] = layout.recompute[0] if len(policies) == 1 else list(layout.recompute)
-    _optimizer(found)
-    return found
+    engine_terms.untold["parallel.recompute"] = layout.recompute[0] if len(policies) == 1 else list(layout.recompute)
+    _optimizer(engine_terms)
+    return engine_terms
 
 
 def _sharding(to: EngineTerms) -> None:

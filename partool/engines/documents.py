@@ -84,12 +84,12 @@ def _scan(text: str, keys: list[str]) -> tuple[str, int, str]:
 
 def document(path: Path, text: str, what: str) -> tuple[yaml.MappingNode | None, list[Diagnostic]]:
     """Return the root of a file, or findings: it is not ``what``, or it holds what is refused."""
-    known = outline(text)
-    span = Span(str(path), known.line, 1, known.line, 1)
-    if known.broken:
-        return None, [Diagnostic("PT820", f"{path} is no {what}: {known.problem}", help="mend the file", span=span)]
-    if known.problem:
-        return None, [Diagnostic("PT829", f"{path}: {known.problem}", help=known.help, span=span)]
+    structure = outline(text)
+    span = Span(str(path), structure.line, 1, structure.line, 1)
+    if structure.broken:
+        return None, [Diagnostic("PT820", f"{path} is no {what}: {structure.problem}", help="mend the file", span=span)]
+    if structure.problem:
+        return None, [Diagnostic("PT829", f"{path}: {structure.problem}", help=structure.help, span=span)]
     root = yaml.compose(_plain(text), Loader=_LOADER)
     if not isinstance(root, yaml.MappingNode):
         return None, [Diagnostic("PT820", f"{path} is no {what}: it has no names at its top", help="name another file")]

@@ -57,10 +57,10 @@ _LIKELY = 0.9
 """Probability of fitting from which a plan counts as one that fits."""
 
 
-def freed(spec: Spec, held: Mapping[str, Any]) -> Spec:
-    """Return the spec with a layout that is open, but for the fields of ``parallel`` in ``held``, by their paths."""
+def freed(spec: Spec, pinned: Mapping[str, Any]) -> Spec:
+    """Return the spec with a layout that is open, but for the fields of ``parallel`` in ``pinned``, by their paths."""
     parallel = ParallelSpec()
-    for path in (*_KEPT, *held):
+    for path in (*_KEPT, *pinned):
         parallel = _with(parallel, path.split("."), reduce(getattr, path.split("."), spec.parallel))
     return spec.model_copy(update={"parallel": parallel})
 
@@ -82,15 +82,15 @@ def advice(
     (:class:`partool.engines.settings.Sheet`) say what is there.
     """
     if after.engine not in WRITABLE:
-        found = tuple(_of_layout(before, after)) if before is not None else ()
+        edits = tuple(_of_layout(before, after)) if before is not None else ()
     elif before is None and settings:
-        found = tuple(_of_file(terms_of(after), settings, carried or {}))
+        edits = tuple(_of_file(terms_of(after), settings, carried or {}))
     else:
         terms = terms_of(after)
         old = terms_of(before) if before is not None else type(terms)(after)
-        found = tuple(change for change in changes(old, terms) if change.path.partition(".")[0] == "parallel")
+        edits = tuple(change for change in changes(old, terms) if change.path.partition(".")[0] == "parallel")
     least = margin(after.layout, before.layout) if before is not None else 0.0
-    return Advice(before, after, found, least)
+    return Advice(before, after, edits, least)
 
 
 def _of_file(terms: EngineTerms, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> Iterator[EngineChange]:
@@ -98,9 +98,9 @@ def _of_file(terms: EngineTerms, settings: Mapping[str, Setting], carried: Mappi
     for term in terms.terms:
         if not term.path.startswith("parallel"):
             continue
-        there = settings.get(term.name)
-        if there is None or not _same(there.value, term.value):
-            yield EngineChange(term.name, term.path, None if there is None else there.value, term.value)
+        setting = settings.get(term.name)
+        if setting is None or not _same(setting.value, term.value):
+            yield EngineChange(term.name, term.path, None if setting is None else setting.value, term.value)
     for name, path in carried.items():
         if path.startswith("parallel.") and name not in terms.by_name and not _off(settings[name].value):
             yield EngineChange(name, path, settings[name].value, None)
@@ -120,14 +120,14 @@ def _off(value: Any) -> bool:
 
 def _of_layout(before: Plan, after: Plan) -> list[EngineChange]:
     """Return differences in the words of a spec."""
-    found = []
+    edits = []
     for line in differences(before, after):
         path, _, values = line.partition(": ")
         was, _, now = values.partition(" → ")
         if path.startswith("layout.") and not path.startswith("layout.derived."):
             name = path.removeprefix("layout.")
-            found.append(EngineChange(name, f"parallel.{name}", was, now))
-    return found
+            edits.append(EngineChange(name, f"parallel.{name}", was, now))
+    return edits
 
 
 def theirs(change: EngineChange, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> list[Setting]:

@@ -80,7 +80,7 @@ def engine_of(text: str) -> Engine | None:
 
 def engine_of_all(texts: list[str]) -> Engine | None:
     """Return the engine of files that belong together; accelerate's come with DeepSpeed's configurations."""
-    found = {engine_of(text) for text in texts} - {None}
-    if found == {"accelerate", "deepspeed"}:
+    engines = {engine_of(text) for text in texts} - {None}
+    if engines == {"accelerate", "deepspeed"}:
         return "accelerate"
-    return found.pop() if len(found) == 1 else None
+    return engines.pop() if len(engines) == 1 else None

@@ -13,9 +13,9 @@ _DEPTH = 6
 
 
 def leaves(
-    node: Any, before: str = "", depth: int = 0, *, whole: Collection[str] = ()
+    node: Any, before: str = "", depth: int = 0, *, opaque: Collection[str] = ()
 ) -> Iterator[tuple[str, Any, int]]:
-    """Yield name, value and line of each value of a mapping; sections that are empty or in ``whole`` are values.
+    """Yield name, value and line of each value of a mapping; sections that are empty or in ``opaque`` are values.
 
     A value that cannot be built, as a date in a thirteenth month, is its text or its kind.
     """
@@ -23,8 +23,8 @@ def leaves(
         return
     for key, value in node.value:
         name = f"{before}{key.value}"
-        if isinstance(value, yaml.MappingNode) and value.value and name not in whole and depth < _DEPTH:
-            yield from leaves(value, f"{name}.", depth + 1, whole=whole)
+        if isinstance(value, yaml.MappingNode) and value.value and name not in opaque and depth < _DEPTH:
+            yield from leaves(value, f"{name}.", depth + 1, opaque=opaque)
             continue
         try:
             plain = SafeConstructor().construct_object(value, deep=True)

@@ -42,7 +42,7 @@ def settings(words: Sequence[Word]) -> dict[str, Setting]:
     Before the Python script only arguments that say something of the ranks count; the others are of programs that
     start it.
     """
-    found: dict[str, Setting] = {}
+    arguments: dict[str, Setting] = {}
     script = next((place for place, word in enumerate(words) if SCRIPT.search(word.text)), -1)
     place = 0
     while place < len(words):
@@ -63,8 +63,8 @@ def settings(words: Sequence[Word]) -> dict[str, Setting]:
         if place <= script and name not in LAUNCHER and name not in NO_EFFECT:
             continue
         value = True if not values else values[0] if len(values) == 1 else tuple(values)
-        found[name] = Setting(name, value, word.file, word.line)
-    return found
+        arguments[name] = Setting(name, value, word.file, word.line)
+    return arguments
 
 
 def _is_name(word: Word) -> bool:
@@ -79,19 +79,19 @@ def program_of(words: Sequence[Word]) -> Word | None:
 
 def machines_of(sheet: Sheet, scheduler: Mapping[str, Stated], command: Sequence[Word]) -> Machines:
     """Return what a command says of its machines; ``scheduler`` has what the script asks Slurm for."""
-    found = Machines(scheduler=dict(scheduler))
+    machines = Machines(scheduler=dict(scheduler))
     for option, target in LAUNCHER.items():
         if option in sheet.settings:
             sheet.get(option, to=f"hardware.{target}")
-            found.option(sheet.settings[option], target)
+            machines.option(sheet.settings[option], target)
     if (launcher := launcher_without_nodes(command)) is not None:
-        found.default("nodes", 1, f"the number of nodes of {launcher.text} without --nnodes", span_of(launcher))
-    return found
+        machines.default("nodes", 1, f"the number of nodes of {launcher.text} without --nnodes", span_of(launcher))
+    return machines
 
 
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     """Return the sections ``model``, ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
-    tensor: int = sheet.whole("tensor-model-parallel-size", 1, to="parallel.tensor.degree")
+    tensor: int = sheet.integer("tensor-model-parallel-size", 1, to="parallel.tensor.degree")
     model = model_of(sheet, tensor)
     optimizer: dict[str, Any] = {"name": chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
     parallel = _parallel(sheet, model, tensor)
@@ -115,8 +115,8 @@ def _dropout(sheet: Sheet) -> None:
 
 
 def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict[str, Any]:
-    batch = sheet.whole("global-batch-size", to="training.global_batch")
-    length = sheet.whole("seq-length", to="training.sequence_length")
+    batch = sheet.integer("global-batch-size", to="training.global_batch")
+    length = sheet.integer("seq-length", to="training.sequence_length")
     if batch is None and world and "global-batch-size" not in sheet.settings and parallel.get("micro_batch"):
         ranks = parallel["tensor"]["degree"] * parallel["pipeline"]["stages"] * parallel["sequence"]["degree"]
         batch = parallel["micro_batch"] * max(1, world // ranks)
@@ -124,18 +124,18 @@ def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict
         sheet.lacks("training.sequence_length", "the arguments do not say how long sequences are")
     if batch is None:
         sheet.lacks("training.global_batch", "without --global-batch-size the batch depends on the number of ranks")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "sequence_length": length,
         "global_batch": batch,
-        "steps": sheet.whole("train-iters", to="training.steps"),
+        "steps": sheet.integer("train-iters", to="training.steps"),
         "precision": _precision(sheet),
     }
-    samples = sheet.whole("train-samples", to="training.steps", derived=True)
+    samples = sheet.integer("train-samples", to="training.steps", derived=True)
     if samples and batch:
-        found["steps"] = max(1, samples // batch)
-    if every := sheet.whole("eval-interval", to="training.validation.every", least=0):
-        batches = sheet.whole("eval-iters", 100, to="training.validation.samples", off=(-1, 0), derived=True)
-        found["validation"] = {"every": every, "samples": batches * (batch or 1)} if batches > 0 else {"every": 0}
+        fields["steps"] = max(1, samples // batch)
+    if every := sheet.integer("eval-interval", to="training.validation.every", least=0):
+        batches = sheet.integer("eval-iters", 100, to="training.validation.samples", off=(-1, 0), derived=True)
+        fields["validation"] = {"every": every, "samples": batches * (batch or 1)} if batches > 0 else {"every": 0}
     sheet.get("eval-iters", to="training.validation.samples")
     if "rampup-batch-size" in sheet.settings:
         sheet.get("rampup-batch-size", to="training.global_batch")
@@ -143,7 +143,7 @@ def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict
             "PT824", "note", "the global batch grows during the run; its last size is priced",
             "--set training.global_batch=NUMBER prices another one", "rampup-batch-size",
         )  # fmt: skip
-    return {field: value for field, value in found.items() if value is not None}
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def _precision(sheet: Sheet) -> str:
@@ -159,7 +159,7 @@ def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any
     together = sheet.switch("sequence-parallel", to="parallel.tensor.sequence_norms")
     pipeline = _pipeline(sheet, model.get("layers"))
     parallel: dict[str, Any] = {
-        "micro_batch": sheet.whole("micro-batch-size", to="parallel.micro_batch"),
+        "micro_batch": sheet.integer("micro-batch-size", to="parallel.micro_batch"),
         "data": {"zero": _zero(sheet)},
         "tensor": {"degree": tensor}
         | ({"shape": [tensor, 1], "sequence_norms": bool(together), "overlap": "none"} if tensor > 1 else {}),
@@ -171,9 +171,9 @@ def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any
         "recompute": recompute_of(sheet, model.get("layers") or 1, pipeline),
     }
     if "moe" in model:
-        old = sheet.whole("moe-expert-parallel-size", 1, to="parallel.expert")
-        parallel["expert"] = sheet.whole("expert-model-parallel-size", old, to="parallel.expert")
-        parallel["expert_tensor"] = sheet.whole("expert-tensor-parallel-size", tensor, to="parallel.expert_tensor")
+        old = sheet.integer("moe-expert-parallel-size", 1, to="parallel.expert")
+        parallel["expert"] = sheet.integer("expert-model-parallel-size", old, to="parallel.expert")
+        parallel["expert_tensor"] = sheet.integer("expert-tensor-parallel-size", tensor, to="parallel.expert_tensor")
     else:
         sheet.get("expert-model-parallel-size", to="parallel.expert")
         sheet.get("expert-tensor-parallel-size", to="parallel.expert_tensor")
@@ -192,15 +192,15 @@ def _zero(sheet: Sheet) -> int:
         )  # fmt: skip
         if "zero-stage" not in sheet.settings:
             sheet.lacks("parallel.data.zero", "the stage of ZeRO is in another file", "deepspeed-config", "deepspeed")
-        return int(sheet.whole("zero-stage", 0, to="parallel.data.zero", least=0))
+        return int(sheet.integer("zero-stage", 0, to="parallel.data.zero", least=0))
     kept = sheet.switch("torch-fsdp2-no-reshard-after-forward", to="parallel.data.zero")
     return (2 if kept else 3) if sheet.switch("use-torch-fsdp2", to="parallel.data.zero") else stage
 
 
 def _pipeline(sheet: Sheet, layers: int | None) -> dict[str, Any]:
-    stages = sheet.whole("pipeline-model-parallel-size", 1, to="parallel.pipeline.stages")
-    each = sheet.whole("num-layers-per-virtual-pipeline-stage", to="parallel.pipeline.chunks")
-    chunks = sheet.whole("num-virtual-stages-per-pipeline-rank", 1, to="parallel.pipeline.chunks")
+    stages = sheet.integer("pipeline-model-parallel-size", 1, to="parallel.pipeline.stages")
+    each = sheet.integer("num-layers-per-virtual-pipeline-stage", to="parallel.pipeline.chunks")
+    chunks = sheet.integer("num-virtual-stages-per-pipeline-rank", 1, to="parallel.pipeline.chunks")
     stage = _stages(sheet, layers or 0, stages)
     both = ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")
     if all(name in sheet.settings for name in both):
@@ -218,15 +218,15 @@ def _pipeline(sheet: Sheet, layers: int | None) -> dict[str, Any]:
             )  # fmt: skip
     if stages <= 1:
         return {"stages": 1}
-    found: dict[str, Any] = {"stages": stages, "schedule": "interleaved" if chunks > 1 else "1f1b"}
+    pipeline: dict[str, Any] = {"stages": stages, "schedule": "interleaved" if chunks > 1 else "1f1b"}
     if chunks > 1:
-        found["chunks"] = chunks
+        pipeline["chunks"] = chunks
     if stage and all(number % chunks == 0 for number in stage):
-        found["layers"] = [number // chunks for _ in range(chunks) for number in stage]
+        pipeline["layers"] = [number // chunks for _ in range(chunks) for number in stage]
         first, last = _counted(sheet)
-        found["layers"][0] -= first
-        found["layers"][-1] -= last
-    return found
+        pipeline["layers"][0] -= first
+        pipeline["layers"][-1] -= last
+    return pipeline
 
 
 def _counted(sheet: Sheet) -> list[bool]:
@@ -239,7 +239,7 @@ def _counted(sheet: Sheet) -> list[bool]:
 def _stages(sheet: Sheet, layers: int, stages: int) -> list[int]:
     """Return the layers of each stage, with those that :func:`_counted` adds; empty if they do not divide."""
     given = {
-        place: sheet.whole(f"decoder-{word}-pipeline-num-layers", to="parallel.pipeline.layers", least=0)
+        place: sheet.integer(f"decoder-{word}-pipeline-num-layers", to="parallel.pipeline.layers", least=0)
         for word, place in (("first", 0), ("last", stages - 1))
     }
     fixed = {place: number for place, number in given.items() if number is not None}
@@ -251,10 +251,10 @@ def _stages(sheet: Sheet, layers: int, stages: int) -> list[int]:
 
 
 def _sequence(sheet: Sheet) -> dict[str, Any]:
-    theirs = sheet.whole("ds-sequence-parallel-size", 1, to="parallel.sequence.degree")
+    theirs = sheet.integer("ds-sequence-parallel-size", 1, to="parallel.sequence.degree")
     if theirs > 1:
         return {"degree": theirs, "method": "ulysses"}
-    degree = sheet.whole("context-parallel-size", 1, to="parallel.sequence.degree")
+    degree = sheet.integer("context-parallel-size", 1, to="parallel.sequence.degree")
     kind = sheet.get("cp-comm-type", "p2p", to="parallel.sequence.method")
     levels = sheet.get("hierarchical-context-parallel-sizes", to="parallel.sequence.ulysses")
     if degree <= 1:
@@ -271,8 +271,8 @@ def _sequence(sheet: Sheet) -> dict[str, Any]:
 
 def _offload(sheet: Sheet) -> dict[str, Any]:
     kept = sheet.switch("checkpoint-in-cpu", to="parallel.offload.activations")
-    found: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "cpu" if kept else "none"}
+    offload: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "cpu" if kept else "none"}
     share = sheet.number("optimizer-offload-fraction", 1.0, to="parallel.offload.gpu_fraction")
     if sheet.any("optimizer-cpu-offload", "cpu-optimizer", to="parallel.offload.optimizer") and share:
-        found |= {"optimizer": "cpu", "gpu_fraction": round(1.0 - share, 6)}
-    return found
+        offload |= {"optimizer": "cpu", "gpu_fraction": round(1.0 - share, 6)}
+    return offload

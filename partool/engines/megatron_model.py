@@ -31,7 +31,7 @@ num-shared-experts disable-moe-token-dropping
 def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
     """Return the section ``model``; the vocabulary is padded for ``tensor`` ranks."""
     model: dict[str, Any] = {
-        field: sheet.whole(name, to=f"model.{field}")
+        field: sheet.integer(name, to=f"model.{field}")
         for name, field in (
             ("num-layers", "layers"), ("hidden-size", "hidden"), ("ffn-hidden-size", "ffn_hidden"),
             ("num-attention-heads", "heads"), ("kv-channels", "head_dim"), ("max-position-embeddings", "max_position"),
@@ -58,7 +58,7 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
             model.pop(name, None)
     for name in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"):
         sheet.get(name, to=sheet.carried.get(name, "nothing: there is no latent attention"))
-    if sheet.whole("num-experts", 0, to="model.moe.experts", least=0) > 1:
+    if sheet.integer("num-experts", 0, to="model.moe.experts", least=0) > 1:
         model["moe"] = _experts(sheet, model)
     for name in sheet.settings if "moe" not in model else ():
         if name in _OF_EXPERTS.split():
@@ -68,24 +68,24 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
 
 def _numbers(sheet: Sheet) -> dict[str, Any]:
     """Return fields that change values, not sizes."""
-    found: dict[str, Any] = {"init_std": carried(sheet, "init-method-std", "model.init_std")}
+    fields: dict[str, Any] = {"init_std": carried(sheet, "init-method-std", "model.init_std")}
     for field, names in (
         ("norm_eps", ("norm-epsilon", "layernorm-epsilon")),
         ("rope_theta", ("rotary-base", "rotary-position-embeddings-theta")),
     ):
         values = [carried(sheet, name, f"model.{field}") for name in names]
-        found[field] = next((value for value in values if value), None)
+        fields[field] = next((value for value in values if value), None)
     factor = carried(sheet, "rope-scaling-factor", "model.rope_scaling")
     if sheet.switch("use-rope-scaling", to="model.rope_scaling"):
         # The rule of Llama 3.1 as Megatron-LM has it, megatron/core/models/common/embeddings/rotary_pos_embedding.py.
-        found["rope_scaling"] = {"kind": "llama3", "factor": factor or 8.0, "original_max_position": 8192}
-    return found
+        fields["rope_scaling"] = {"kind": "llama3", "factor": factor or 8.0, "original_max_position": 8192}
+    return fields
 
 
 def _groups(sheet: Sheet) -> int | None:
-    heads: int | None = sheet.whole("num-key-value-heads", to="model.kv_heads")
+    heads: int | None = sheet.integer("num-key-value-heads", to="model.kv_heads")
     if sheet.switch("group-query-attention", to="model.kv_heads"):
-        groups: int = sheet.whole("num-query-groups", 1, to="model.kv_heads")
+        groups: int = sheet.integer("num-query-groups", 1, to="model.kv_heads")
         return groups if heads is None else heads
     if heads is not None:
         return heads
@@ -104,9 +104,9 @@ def _vocabulary(sheet: Sheet, tensor: int) -> int | None:
     ``NullTokenizer`` has one token more than it is told (until core 0.16).
     """
     names = ("padded-vocab-size", "pad-vocab-size-to", "vocab-size")
-    unit: int = sheet.whole("make-vocab-size-divisible-by", 128, to="model.vocab") * tensor
+    unit: int = sheet.integer("make-vocab-size-divisible-by", 128, to="model.vocab") * tensor
     exact = sheet.switch("no-pad-vocab-size", to="model.vocab")
-    sizes: list[int | None] = [sheet.whole(name, to="model.vocab") for name in names]
+    sizes: list[int | None] = [sheet.integer(name, to="model.vocab") for name in names]
     padded, filled, size = sizes
     if padded is not None or filled is not None:
         return filled if padded is None else padded
@@ -135,8 +135,8 @@ def _activation(sheet: Sheet) -> str:
 
 
 def _position(sheet: Sheet) -> str:
-    found = chosen(sheet, "position-embedding-type", "learned_absolute", _POSITIONS, to="model.position")
-    return "rope" if sheet.switch("use-rotary-position-embeddings", to="model.position") else found
+    position = chosen(sheet, "position-embedding-type", "learned_absolute", _POSITIONS, to="model.position")
+    return "rope" if sheet.switch("use-rotary-position-embeddings", to="model.position") else position
 
 
 def _window(sheet: Sheet) -> dict[str, Any] | None:
@@ -156,63 +156,63 @@ def _window(sheet: Sheet) -> dict[str, Any] | None:
     return {"window": width + 1, "layer_types": {"pattern": pattern}}
 
 
-def chosen(sheet: Sheet, name: str, default: str, known: Mapping[str, str], *, to: str) -> str:
-    """Return what a spec has in place of an argument's word; a finding for a word that is not ``known``."""
+def chosen(sheet: Sheet, name: str, default: str, counterparts: Mapping[str, str], *, to: str) -> str:
+    """Return what a spec has in place of an argument's word; a finding for a word that is not ``counterparts``."""
     word = str(sheet.get(name, default, to=to))
-    if word not in known:
-        sheet.say("PT823", "error", f"{name} {word} has no counterpart here", " or ".join(known), name)
-    return known.get(word, known[default])
+    if word not in counterparts:
+        sheet.say("PT823", "error", f"{name} {word} has no counterpart here", " or ".join(counterparts), name)
+    return counterparts.get(word, counterparts[default])
 
 
 def _latent(sheet: Sheet) -> dict[str, Any]:
-    plain = sheet.whole("qk-nope-head-dim", 128, to="model.mla.nope_head_dim")
-    rotated = sheet.whole("qk-rope-head-dim", 64, to="model.mla.rope_head_dim")
+    plain = sheet.integer("qk-nope-head-dim", 128, to="model.mla.nope_head_dim")
+    rotated = sheet.integer("qk-rope-head-dim", 64, to="model.mla.rope_head_dim")
     ranks = {
-        "q_rank": sheet.whole("q-lora-rank", to="model.mla.q_rank"),
-        "kv_rank": sheet.whole("kv-lora-rank", 32, to="model.mla.kv_rank"),
-        "nope_head_dim": sheet.whole("qk-head-dim", plain, to="model.mla.nope_head_dim"),
-        "rope_head_dim": sheet.whole("qk-pos-emb-head-dim", rotated, to="model.mla.rope_head_dim"),
-        "v_head_dim": sheet.whole("v-head-dim", 128, to="model.mla.v_head_dim"),
+        "q_rank": sheet.integer("q-lora-rank", to="model.mla.q_rank"),
+        "kv_rank": sheet.integer("kv-lora-rank", 32, to="model.mla.kv_rank"),
+        "nope_head_dim": sheet.integer("qk-head-dim", plain, to="model.mla.nope_head_dim"),
+        "rope_head_dim": sheet.integer("qk-pos-emb-head-dim", rotated, to="model.mla.rope_head_dim"),
+        "v_head_dim": sheet.integer("v-head-dim", 128, to="model.mla.v_head_dim"),
     }
     return {name: value for name, value in ranks.items() if value is not None}
 
 
 def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
-    inner = sheet.whole("moe-ffn-hidden-size", model.get("ffn_hidden"), to="model.moe.ffn_hidden")
+    inner = sheet.integer("moe-ffn-hidden-size", model.get("ffn_hidden"), to="model.moe.ffn_hidden")
     theirs = "deepspeed" in sheet.settings
-    topk = sheet.whole("topk", 1 if theirs else 2, to="model.moe.top_k")
+    topk = sheet.integer("topk", 1 if theirs else 2, to="model.moe.top_k")
     trained = sheet.number("moe-train-capacity-factor", 1.0 if theirs else None, to="model.moe.capacity")
     if sheet.switch("disable-moe-token-dropping", to="model.moe.capacity"):
         trained = None
-    found: dict[str, Any] = {
-        "experts": sheet.whole("num-experts", to="model.moe.experts"),
-        "top_k": sheet.whole("moe-router-topk", topk, to="model.moe.top_k"),
+    fields: dict[str, Any] = {
+        "experts": sheet.integer("num-experts", to="model.moe.experts"),
+        "top_k": sheet.integer("moe-router-topk", topk, to="model.moe.top_k"),
         "ffn_hidden": inner,
         "scores": str(sheet.get("moe-router-score-function", "softmax", to="model.moe.scores")),
-        "groups": sheet.whole("moe-router-num-groups", 1, to="model.moe.groups"),
-        "top_groups": sheet.whole("moe-router-group-topk", 1, to="model.moe.top_groups"),
+        "groups": sheet.integer("moe-router-num-groups", 1, to="model.moe.groups"),
+        "top_groups": sheet.integer("moe-router-group-topk", 1, to="model.moe.top_groups"),
         "capacity": sheet.number("moe-expert-capacity-factor", trained, to="model.moe.capacity"),
     }
     for name, field in (
         ("moe-router-topk-scaling-factor", "scaling_factor"), ("moe-aux-loss-coeff", "aux_loss"),
         ("moe-z-loss-coeff", "z_loss"),
     ):  # fmt: skip
-        found[field] = carried(sheet, name, f"model.moe.{field}")
+        fields[field] = carried(sheet, name, f"model.moe.{field}")
     rate = carried(sheet, "moe-router-bias-update-rate", "model.moe.bias_rate")
     if sheet.switch("moe-router-enable-expert-bias", to="model.moe.bias_rate"):
-        found["bias_rate"] = 0.001 if rate is None else rate
+        fields["bias_rate"] = 0.001 if rate is None else rate
     if sheet.switch("moe-router-force-load-balancing", to="model.moe.routing"):
-        found["routing"] = "balanced"
-    early = sheet.switch("moe-router-pre-softmax", to="model.moe.normalise") and found["scores"] == "softmax"
-    if early or found["top_k"] == 1:
-        found["normalise"] = False
-    found |= _shared(sheet, inner) | _frequency(sheet, model.get("layers") or 0, "2" if theirs else "1")
-    return {name: value for name, value in found.items() if value is not None}
+        fields["routing"] = "balanced"
+    early = sheet.switch("moe-router-pre-softmax", to="model.moe.normalise") and fields["scores"] == "softmax"
+    if early or fields["top_k"] == 1:
+        fields["normalise"] = False
+    fields |= _shared(sheet, inner) | _frequency(sheet, model.get("layers") or 0, "2" if theirs else "1")
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _shared(sheet: Sheet, inner: Any) -> dict[str, int]:
-    number: int = sheet.whole("num-shared-experts", 0, to="model.moe.shared_experts", least=0)
-    width: int = sheet.whole("moe-shared-expert-intermediate-size", 0, to="model.moe.ffn_hidden", least=0)
+    number: int = sheet.integer("num-shared-experts", 0, to="model.moe.shared_experts", least=0)
+    width: int = sheet.integer("moe-shared-expert-intermediate-size", 0, to="model.moe.ffn_hidden", least=0)
     if not width or not inner:
         return {"shared_experts": number} if number else {}
     shared, rest = divmod(width, int(inner))

@@ -16,12 +16,12 @@ def recompute_of(sheet: Sheet, layers: int, pipeline: dict[str, Any]) -> str | l
     if sheet.switch("recompute-activations", to="parallel.recompute"):
         kind = "selective"
     how = sheet.get("recompute-method", to="parallel.recompute")
-    number = sheet.whole("recompute-num-layers", 1, to="parallel.recompute")
+    number = sheet.integer("recompute-num-layers", 1, to="parallel.recompute")
     modules = sheet.get("recompute-modules", to="parallel.recompute")
     old = [sheet.get(name, False, to="parallel.recompute") for name in _OLD]
     if kind is None and any(old):
         kind, how = "full", old[1] or "uniform"
-        number = sheet.whole("activations-checkpoint-num-layers", 1, to="parallel.recompute")
+        number = sheet.integer("activations-checkpoint-num-layers", 1, to="parallel.recompute")
     if kind != "full":
         return _selective(sheet, modules) if kind == "selective" else "none"
     if how is None:

@@ -18,15 +18,17 @@ _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 def terms(plan: Plan) -> EngineTerms:
     """Return the arguments that make Megatron-LM train a plan; findings about parts for which it has none."""
-    found = EngineTerms(plan)
+    engine_terms = EngineTerms(plan)
     if plan.hf is not None:
-        found.cannot("Megatron-LM does not train a model that transformers builds", "model.hf", "write model.config")
-    _model(found, plan.model)
-    _training(found)
-    _parallel(found)
-    _recompute(found)
-    _optimizer(found)
-    return found
+        engine_terms.cannot(
+            "Megatron-LM does not train a model that transformers builds", "model.hf", "write model.config"
+        )
+    _model(engine_terms, plan.model)
+    _training(engine_terms)
+    _parallel(engine_terms)
+    _recompute(engine_terms)
+    _optimizer(engine_terms)
+    return engine_terms
 
 
 def _model(to: EngineTerms, model: ModelConfig) -> None:

@@ -82,7 +82,7 @@ _CONTINUED = re.compile(r"\\\r?\n")
 
 def refusals(files: Sequence[tuple[Path, str]]) -> list[Diagnostic]:
     """Return an error for each file of a system that is not read, and for configurations of models."""
-    return [found for path, text in files if (found := _refusal(path, text)) is not None]
+    return [refusal for path, text in files if (refusal := _refusal(path, text)) is not None]
 
 
 def _refusal(path: Path, text: str) -> Diagnostic | None:

@@ -72,8 +72,8 @@ class Imported:
     @property
     def understood(self) -> float:
         """Share of the settings that are known: carried, without effect, or named in a finding as not priced."""
-        known = sum(fate.kind != "not understood" for fate in self.fates)
-        return known / len(self.fates) if self.fates else 1.0
+        explained = sum(fate.kind != "not understood" for fate in self.fates)
+        return explained / len(self.fates) if self.fates else 1.0
 
 
 def read(path: Path, text: str, engine: Engine, wanted: Wanted, budget: Budget | None = None) -> Imported:
@@ -90,16 +90,16 @@ def read_files(files: Sequence[File], engine: Engine, wanted: Wanted, budget: Bu
     if refused := refusals(files):
         return Imported(engine, {}, findings=refused)
     try:
-        found = _READERS[engine](files, wanted, budget or Budget())
+        imported = _READERS[engine](files, wanted, budget or Budget())
     except OverBudgetError as error:
         return Imported(engine, {}, findings=[error.finding])
     except RecursionError:
         return Imported(engine, {}, findings=[OverBudgetError("values or expressions are nested too deeply").finding])
-    if not found.spec:
-        return found
-    complete = not any(each.severity == "error" for each in found.findings)
-    text, name = yaml.safe_dump(found.spec, sort_keys=False), made_of([path for path, _ in files])
-    return replace(found, findings=[*found.findings, *wrong_in(text, name, found.fates, complete=complete)])
+    if not imported.spec:
+        return imported
+    complete = not any(each.severity == "error" for each in imported.findings)
+    text, name = yaml.safe_dump(imported.spec, sort_keys=False), made_of([path for path, _ in files])
+    return replace(imported, findings=[*imported.findings, *wrong_in(text, name, imported.fates, complete=complete)])
 
 
 def _ranks(hardware: Mapping[str, int]) -> int | None:
@@ -146,21 +146,21 @@ def _megatron(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported
     script = next((word for word in command if megatron.SCRIPT.search(word.text)), None)
     if script is not None and (other_task := adapters.task(script.text, span_of(script))):
         sheet.findings.append(other_task)
-    sheet.findings += [*unknown, *adapters.findings(sheet.settings, known=megatron.KNOWN)]
+    sheet.findings += [*unknown, *adapters.findings(sheet.settings, ignored=megatron.KNOWN)]
     reasons = megatron_keys.no_effect(sheet.settings)
     return _imported("megatron", sheet, spec, wanted, reasons, unpriced=megatron_unpriced.UNPRICED)
 
 
-def _unresolved(command: Sequence[Word], sheet: Sheet, known: Mapping[str, int]) -> list[Diagnostic]:
+def _unresolved(command: Sequence[Word], sheet: Sheet, hardware: Mapping[str, int]) -> list[Diagnostic]:
     """Return a finding for each argument that is carried and whose value nobody can tell without running the script."""
-    found, name = list[Diagnostic](), ""
+    findings, name = list[Diagnostic](), ""
     for word in command:
         if word.text.startswith("--"):
             name = word.text[2:].partition("=")[0].replace("_", "-")
         name = "" if megatron.SCRIPT.search(word.text) else name
-        if word.unknown and name in sheet.carried and megatron.LAUNCHER.get(name) not in known:
-            found.append(unknown_value(name, word, sheet.carried[name]))
-    return found
+        if word.unknown and name in sheet.carried and megatron.LAUNCHER.get(name) not in hardware:
+            findings.append(unknown_value(name, word, sheet.carried[name]))
+    return findings
 
 
 def _torchtitan(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported:
@@ -170,9 +170,9 @@ def _torchtitan(files: Sequence[File], wanted: Wanted, budget: Budget) -> Import
         return Imported("torchtitan", {}, findings=gathered.findings)
     hardware, unsettled = _settled(gathered.machines, wanted)
     spec = {"hardware": hardware} | torchtitan_spec.spec_of(sheet, _ranks(hardware))
-    sheet.findings += [*unsettled, *adapters.findings(sheet.settings, known=torchtitan_keys.NO_EFFECT)]
-    found = _imported("torchtitan", sheet, spec, wanted, torchtitan_keys.NO_EFFECT)
-    return _with_files(gathered, found, wanted)
+    sheet.findings += [*unsettled, *adapters.findings(sheet.settings, ignored=torchtitan_keys.NO_EFFECT)]
+    imported = _imported("torchtitan", sheet, spec, wanted, torchtitan_keys.NO_EFFECT)
+    return _with_files(gathered, imported, wanted)
 
 
 def _accelerate(files: Sequence[File], wanted: Wanted, budget: Budget) -> Imported:
@@ -186,16 +186,16 @@ def _accelerate(files: Sequence[File], wanted: Wanted, budget: Budget) -> Import
     sheet.findings += unsettled
     left_out(inner, deepspeed_keys.unpriced(inner.settings))
     sheet.findings.extend(inner.findings)
-    found = _imported("accelerate", sheet, {"hardware": hardware} | spec, wanted, accelerate_keys.NO_EFFECT)
-    own = fates(inner, deepspeed_keys.no_effect(inner.settings), deepspeed_keys.unpriced(inner.settings))
-    return _with_files(gathered, replace(found, fates=[*found.fates, *own]), wanted)
+    imported = _imported("accelerate", sheet, {"hardware": hardware} | spec, wanted, accelerate_keys.NO_EFFECT)
+    deepspeed_fates = fates(inner, deepspeed_keys.no_effect(inner.settings), deepspeed_keys.unpriced(inner.settings))
+    return _with_files(gathered, replace(imported, fates=[*imported.fates, *deepspeed_fates]), wanted)
 
 
-def _with_files(gathered: Gathered, found: Imported, wanted: Wanted) -> Imported:
+def _with_files(gathered: Gathered, imported: Imported, wanted: Wanted) -> Imported:
     """Add what was found while files were gathered, unless ``wanted`` answers it."""
     given = {tuple(path.split(".")) for path in wanted.settings}
     kept = [each for each in gathered.findings if each.code != "PT822" or each.path not in given]
-    return replace(found, findings=[*found.findings, *kept], texts=gathered.texts)
+    return replace(imported, findings=[*imported.findings, *kept], texts=gathered.texts)
 
 
 def _too_many(files: Sequence[File]) -> list[Diagnostic]:
@@ -223,26 +223,26 @@ def _imported(
         hardware["accelerator"] = wanted.accelerator
     else:
         sheet.lacks("hardware.accelerator", "the files do not say which devices there are")
-    whole: dict[str, Any] = {"spec": 1, "engine": spec.get("engine", engine)}
+    full_spec: dict[str, Any] = {"spec": 1, "engine": spec.get("engine", engine)}
     if wanted.model is not None:
         key = "config" if wanted.model.endswith(".json") else "preset"
-        whole["model"] = {key: wanted.model}
+        full_spec["model"] = {key: wanted.model}
     elif "model" in spec:
-        whole["model"] = spec["model"]
+        full_spec["model"] = spec["model"]
     elif not any(each.path == ("model", "preset") for each in sheet.findings):
         sheet.lacks("model.preset", "the files do not describe the model")
-    whole |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
-    whole |= {name: spec[name] for name in ("optimizer",) if name in spec}
+    full_spec |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
+    full_spec |= {name: spec[name] for name in ("optimizer",) if name in spec}
     held_out = {"validation": 0.01} if spec["training"].get("validation", {}).get("every") else {}
-    whole |= {"data": {"source": "python-stdlib"} | held_out, "kernels": {"mode": "torch"}}
+    full_spec |= {"data": {"source": "python-stdlib"} | held_out, "kernels": {"mode": "torch"}}
     for path, value in wanted.settings.items():
-        _put(whole, path.split("."), value)
-    shortened(sheet, whole)
+        _put(full_spec, path.split("."), value)
+    shortened(sheet, full_spec)
     given = {tuple(path.split(".")) for path in wanted.settings}
     given |= {("model", "preset")} if wanted.model is not None else set()
     answered = ("PT820", "PT822", "PT825")
     findings = [each for each in sheet.findings if each.code not in answered or each.path not in given]
-    return Imported(engine, whole, fates(sheet, no_effect, unpriced), findings)
+    return Imported(engine, full_spec, fates(sheet, no_effect, unpriced), findings)
 
 
 def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -22,11 +22,11 @@ _OPEN = ("auto", "none", "null", "")
 
 def of_megatron(sheet: Sheet, steps: int | None, batch: int | None) -> dict[str, Any]:
     """Return the fields of ``optimizer`` that Megatron-LM's arguments say; ``batch`` turns samples into steps."""
-    found = _rates(sheet, lr="lr", betas=("adam-beta1", "adam-beta2"), eps="adam-eps", clip="clip-grad")
-    found |= _numbers(sheet, {"momentum": "sgd-momentum", "weight_decay": "weight-decay"})
+    fields = _rates(sheet, lr="lr", betas=("adam-beta1", "adam-beta2"), eps="adam-eps", clip="clip-grad")
+    fields |= _numbers(sheet, {"momentum": "sgd-momentum", "weight_decay": "weight-decay"})
     kinds = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
     schedule = _kind(sheet, "lr-decay-style", kinds)
-    schedule |= _least(sheet, "min-lr", found.get("lr"))
+    schedule |= _least(sheet, "min-lr", fields.get("lr"))
     warmup = _number(sheet, "lr-warmup-iters", "warmup_steps")
     samples = _number(sheet, "lr-warmup-samples", "warmup_steps")
     share = _number(sheet, "lr-warmup-fraction", "warmup_steps")
@@ -36,20 +36,20 @@ def of_megatron(sheet: Sheet, steps: int | None, batch: int | None) -> dict[str,
         decay_steps = _number(sheet, "lr-decay-iters", "warmup_steps") or steps
         warmup = share * decay_steps if decay_steps else _unknown(sheet, "lr-warmup-fraction", "number of steps is")
     decay = _number(sheet, "lr-wsd-decay-iters", "decay_steps")
-    return _with(found, schedule, warmup, decay if schedule.get("kind") == "wsd" else None)
+    return _with(fields, schedule, warmup, decay if schedule.get("kind") == "wsd" else None)
 
 
 def of_deepspeed(sheet: Sheet) -> dict[str, Any]:
     """Return the fields of ``optimizer`` that a configuration of DeepSpeed says."""
     before = "optimizer.params."
-    found = _rates(sheet, lr=before + "lr", betas=(), eps=before + "eps", clip="gradient_clipping")
-    found |= _numbers(sheet, {"momentum": before + "momentum", "weight_decay": before + "weight_decay"})
+    fields = _rates(sheet, lr=before + "lr", betas=(), eps=before + "eps", clip="gradient_clipping")
+    fields |= _numbers(sheet, {"momentum": before + "momentum", "weight_decay": before + "weight_decay"})
     betas = sheet.settings.get(before + "betas")
     if betas is not None and not _is_open(betas.value):
         given = [real_of(value) for value in betas.value] if isinstance(betas.value, list) else []
         sheet.get(betas.name, to="optimizer.betas")
         if len(given) == 2 and None not in given:
-            found["betas"] = given
+            fields["betas"] = given
         else:
             message = f"{betas.name} is {shown(betas.value)}, and two numbers are expected"
             sheet.say("PT820", "error", message, "[0.9, 0.999]", betas.name)
@@ -60,14 +60,14 @@ def of_deepspeed(sheet: Sheet) -> dict[str, Any]:
         schedule["min_ratio"] = ratio
     elif schedule.get("kind") == "linear":
         schedule["min_ratio"] = 0.0
-    return _with(found, schedule, _number(sheet, "scheduler.params.warmup_num_steps", "warmup_steps"))
+    return _with(fields, schedule, _number(sheet, "scheduler.params.warmup_num_steps", "warmup_steps"))
 
 
 def of_torchtitan(sheet: Sheet, steps: int | None) -> dict[str, Any]:
     """Return the fields of ``optimizer`` that torchtitan's settings say."""
     names = ("optimizer.beta1", "optimizer.beta2")
-    found = _rates(sheet, lr="optimizer.lr", betas=names, eps="optimizer.eps", clip="training.max_norm")
-    found |= _numbers(sheet, {"weight_decay": "optimizer.weight_decay"})
+    fields = _rates(sheet, lr="optimizer.lr", betas=names, eps="optimizer.eps", clip="training.max_norm")
+    fields |= _numbers(sheet, {"weight_decay": "optimizer.weight_decay"})
     schedule = _kind(sheet, "lr_scheduler.decay_type", {"linear": "linear", "cosine": "cosine"})
     share = _number(sheet, "lr_scheduler.decay_ratio", "decay_steps")
     decay = None
@@ -77,26 +77,26 @@ def of_torchtitan(sheet: Sheet, steps: int | None) -> dict[str, Any]:
     if (ratio := _number(sheet, "lr_scheduler.min_lr_factor", "min_ratio")) is not None and 0 <= ratio <= 1:
         schedule["min_ratio"] = ratio
     warmup = _number(sheet, "lr_scheduler.warmup_steps", "warmup_steps")
-    return _with(found, schedule, warmup, decay)
+    return _with(fields, schedule, warmup, decay)
 
 
 def of_trainer(sheet: Sheet, steps: int | None) -> dict[str, Any]:
     """Return the fields of ``optimizer`` that ``TrainingArguments`` say."""
     names = ("adam_beta1", "adam_beta2")
-    found = _rates(sheet, lr="learning_rate", betas=names, eps="adam_epsilon", clip="max_grad_norm")
-    found |= _numbers(sheet, {"weight_decay": "weight_decay"})
+    fields = _rates(sheet, lr="learning_rate", betas=names, eps="adam_epsilon", clip="max_grad_norm")
+    fields |= _numbers(sheet, {"weight_decay": "weight_decay"})
     kinds = {
         "linear": "linear", "polynomial": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine",
         "constant": "constant", "constant_with_warmup": "constant",
     }  # fmt: skip
     schedule = _kind(sheet, "lr_scheduler_type", kinds)
     if schedule.get("kind") in ("linear", "cosine"):
-        schedule["min_ratio"] = _least_of_trainer(sheet, found.get("lr"))
+        schedule["min_ratio"] = _least_of_trainer(sheet, fields.get("lr"))
     warmup = _number(sheet, "warmup_steps", "warmup_steps")
     share = _number(sheet, "warmup_ratio", "warmup_steps")
     if not warmup and share:
         warmup = share * steps if steps else _unknown(sheet, "warmup_ratio", "number of steps is")
-    return _with(found, schedule, warmup)
+    return _with(fields, schedule, warmup)
 
 
 def _unknown(sheet: Sheet, name: str, what: str) -> float | None:
@@ -122,23 +122,25 @@ def _least_of_trainer(sheet: Sheet, lr: float | None) -> float:
 
 
 def _rates(sheet: Sheet, *, lr: str, betas: tuple[str, ...], eps: str, clip: str) -> dict[str, Any]:
-    found = _numbers(sheet, {"lr": lr, "eps": eps, "clip": clip})
+    fields = _numbers(sheet, {"lr": lr, "eps": eps, "clip": clip})
     both = [carried(sheet, name, "optimizer.betas") for name in betas]
     if any(value is not None for value in both):
         # The systems' own values of the one that is left out.
-        found["betas"] = [own if value is None else value for value, own in zip(both, (0.9, 0.999), strict=True)]
+        fields["betas"] = [
+            default if value is None else value for value, default in zip(both, (0.9, 0.999), strict=True)
+        ]
     for field, name in (("lr", lr), ("eps", eps)):
-        if found.get(field) == 0:
-            del found[field]
+        if fields.get(field) == 0:
+            del fields[field]
             message = f"{name} is 0, which a spec has no place for: its own {field} stands there"
             sheet.say("PT824", "note", message, f"--set optimizer.{field}=NUMBER", name)
-    return found
+    return fields
 
 
 def _numbers(sheet: Sheet, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of some fields of ``optimizer``, by the names of their settings."""
-    found = {field: carried(sheet, name, f"optimizer.{field}") for field, name in names.items()}
-    return {field: value for field, value in found.items() if value is not None}
+    values = {field: carried(sheet, name, f"optimizer.{field}") for field, name in names.items()}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _number(sheet: Sheet, name: str, field: str) -> float | None:
@@ -183,14 +185,14 @@ def _least(sheet: Sheet, name: str, lr: float | None) -> dict[str, Any]:
 
 
 def _with(
-    found: dict[str, Any], schedule: dict[str, Any], warmup: float | None, decay: float | None = None
+    fields: dict[str, Any], schedule: dict[str, Any], warmup: float | None, decay: float | None = None
 ) -> dict[str, Any]:
     """Return the fields with the section ``schedule``; steps are rounded."""
     if warmup is not None and warmup >= 0:
         schedule["warmup_steps"] = round(warmup)
     if decay:
         schedule["decay_steps"] = max(1, round(decay))
-    return {**found, **({"schedule": schedule} if schedule else {})}
+    return {**fields, **({"schedule": schedule} if schedule else {})}
 
 
 def shortened(sheet: Sheet, spec: dict[str, Any]) -> None:
@@ -206,8 +208,8 @@ def shortened(sheet: Sheet, spec: dict[str, Any]) -> None:
     if isinstance(steps, int) and sum(lengths.values()) > steps:
         for name in lengths:
             del schedule[name]
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        message = f"the schedule is longer than the {steps} steps of the spec, and is left out: {told}"
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        message = f"the schedule is longer than the {steps} steps of the spec, and is left out: {listed}"
         places = [name for name, path in sheet.carried.items() if path.startswith(_SCHEDULE)]
         sheet.say("PT824", "note", message, "--set training.steps=NUMBER, and the lengths again", *places)
     if schedule.get("kind") == "wsd" and "decay_steps" not in schedule and lengths:

@@ -120,11 +120,11 @@ class Sheet:
 
     def get(self, name: str, default: Any = None, *, to: str) -> Any:
         """Return a setting's value, or ``default``; it is carried to the path ``to`` of the spec."""
-        found = self.settings.get(name)
-        if found is None:
+        setting = self.settings.get(name)
+        if setting is None:
             return default
         self.carried[name] = to
-        return found.value
+        return setting.value
 
     def number(self, name: str, default: Any = None, *, to: str, least: float = 0.0, derived: bool = False) -> Any:
         """Return a setting's finite number from ``least`` on, or ``default``; a finding and ``default`` if it is none.
@@ -148,7 +148,7 @@ class Sheet:
             return default
         return number
 
-    def whole(
+    def integer(
         self,
         name: str,
         default: Any = None,
@@ -181,9 +181,9 @@ class Sheet:
         fix = f"write a number that it can be; --set {to}=NUMBER overrides it"
         place = tuple(to.split("."))
         message = f"{name} is {shown(value)}, and {reason}"
-        found = Diagnostic("PT820", message, path=place, help=fix, span=self.settings[name].span)
-        if found not in self.findings:  # several fields may follow from one setting
-            self.findings.append(found)
+        finding = Diagnostic("PT820", message, path=place, help=fix, span=self.settings[name].span)
+        if finding not in self.findings:  # several fields may follow from one setting
+            self.findings.append(finding)
 
     def flag(self, name: str, default: bool = False, *, to: str) -> bool:
         """Return a setting's truth value, or ``default``; files and command lines write it in several ways."""
@@ -237,9 +237,9 @@ def left_out(sheet: Sheet, table: Mapping[str, Unpriced]) -> None:
     """Add a finding for each setting that changes memory or time and that is not carried."""
     groups = dict[tuple[Severity, str], list[str]]()
     for name, setting in sheet.settings.items():
-        known = table.get(name)
-        if known is not None and name not in sheet.carried and known.changes(setting.value):
-            groups.setdefault((known.severity, known.text), []).append(name)
+        unpriced = table.get(name)
+        if unpriced is not None and name not in sheet.carried and unpriced.changes(setting.value):
+            groups.setdefault((unpriced.severity, unpriced.text), []).append(name)
     for (severity, text), names in groups.items():
         rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         listed = ", ".join(names[:_NAMED]) + rest
@@ -253,17 +253,17 @@ def left_out(sheet: Sheet, table: Mapping[str, Unpriced]) -> None:
 
 def fates(sheet: Sheet, no_effect: Mapping[str, str], table: Mapping[str, Unpriced] | None = None) -> list[Fate]:
     """Return what became of every setting; ``no_effect`` has reasons by name, ``table`` what else is known."""
-    found = []
+    outcomes = []
     for name, setting in sheet.settings.items():
-        known = table.get(name) if table else None
+        unpriced = table.get(name) if table else None
         if name in sheet.carried:
-            found.append(Fate(setting, "carried", sheet.carried[name]))
-        elif known is not None and known.changes(setting.value):
-            found.append(Fate(setting, "not priced", known.text))
-        elif known is not None:
-            found.append(Fate(setting, "no effect", "it is off"))
+            outcomes.append(Fate(setting, "carried", sheet.carried[name]))
+        elif unpriced is not None and unpriced.changes(setting.value):
+            outcomes.append(Fate(setting, "not priced", unpriced.text))
+        elif unpriced is not None:
+            outcomes.append(Fate(setting, "no effect", "it is off"))
         elif name in no_effect:
-            found.append(Fate(setting, "no effect", no_effect[name]))
+            outcomes.append(Fate(setting, "no effect", no_effect[name]))
         else:
-            found.append(Fate(setting, "not understood", ""))
-    return found
+            outcomes.append(Fate(setting, "not understood", ""))
+    return outcomes

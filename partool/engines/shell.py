@@ -189,8 +189,8 @@ class ShellScript:
         words = self._expanded(path, token)
         unset = _REFERENCE.fullmatch(token.text) if token.quote != "'" else None
         name = (unset["name"] or unset["plain"]) if unset else None
-        known = name is None or name in self.variables or unset is None or unset["default"] is not None
-        return " ".join(word.text for word in words), any(word.unknown for word in words), not known
+        is_set = name is None or name in self.variables or unset is None or unset["default"] is not None
+        return " ".join(word.text for word in words), any(word.unknown for word in words), not is_set
 
     def _plain_command(self, path: Path, command: list[ShellToken], depth: int) -> None:
         start = 0
@@ -214,18 +214,18 @@ class ShellScript:
             self.commands.append(words)
 
     def _source(self, path: Path, name: Word, depth: int) -> None:
-        found = path.parent / name.text
+        source = path.parent / name.text
         if name.unknown or depth >= _DEPTH:
             self.missing.append(name)
-        elif not self.budget.allows(found, self._root):
+        elif not self.budget.allows(source, self._root):
             self.outside.append(name)
         else:
             try:
-                text = self.budget.read(found)
+                text = self.budget.read(source)
             except UnreadableFileError:
                 self.missing.append(name)
             else:
-                self.read(found, text, depth + 1)
+                self.read(source, text, depth + 1)
 
     def _assign(self, name: str, words: list[Word], *, more: bool) -> None:
         if name not in self.variables and [word.text for word in words] in ([f"${{{name}}}"], [f"${name}"]):
@@ -247,16 +247,16 @@ class ShellScript:
             return [Word(_shown(token.text.replace(JOINED, "")), str(path), token.line)]
         if token.text in ("$@", "$*"):
             return []  # what the script is given on its command line is not in its text
-        whole = _REFERENCE.fullmatch(token.text)
-        if whole and (name := whole["list"]) and name in self.variables and name not in self._depends:
+        reference = _REFERENCE.fullmatch(token.text)
+        if reference and (name := reference["list"]) and name in self.variables and name not in self._depends:
             parts = self.variables[name]
             self._charge(path, token.line, parts)
             return list(parts) if token.quote else [word for part in parts for word in split(part)]
-        if whole and not token.quote and (name := whole["name"] or whole["plain"] or ""):
-            found = self.variables.get(name)
-            if found is not None and name not in self._depends:
-                self._charge(path, token.line, found)
-                return [part for word in found for part in split(word)]
+        if reference and not token.quote and (name := reference["name"] or reference["plain"] or ""):
+            words = self.variables.get(name)
+            if words is not None and name not in self._depends:
+                self._charge(path, token.line, words)
+                return [part for word in words for part in split(word)]
         unknown: list[str] = []
         self._at = (path, token.line)
         text = _REFERENCE.sub(lambda match: self._value(match, unknown), token.text)
@@ -290,17 +290,17 @@ class ShellScript:
         return self._plain(match["list"] or match["name"] or match["plain"], match["default"], match[0], unknown)
 
     def _plain(self, name: str, default: str | None, reference: str, unknown: list[str]) -> str:
-        found = self.variables.get(name)
-        if found is None and default is not None:
+        words = self.variables.get(name)
+        if words is None and default is not None:
             self.budget.expand(len(default), *self._at)
             return _REFERENCE.sub(lambda match: self._value(match, unknown), default.strip("\"'"))
-        if found is None and name in self._unset:
+        if words is None and name in self._unset:
             return ""
-        if found is None or name in self._depends:
+        if words is None or name in self._depends:
             return _unknown(reference, unknown)
-        unknown += [each for word in found for each in word.unknown]
+        unknown += [each for word in words for each in word.unknown]
         # Lines are counted where the value is written, not where it is used.
-        text = re.sub(rf"[{JOINED}\n]+", " ", " ".join(word.text for word in found))
+        text = re.sub(rf"[{JOINED}\n]+", " ", " ".join(word.text for word in words))
         self.budget.expand(len(text) + len(unknown), *self._at)
         return text
 
@@ -311,9 +311,9 @@ def _shown(text: str) -> str:
 
 def _unknown(reference: str, unknown: list[str]) -> str:
     """Note a reference that nobody can resolve; return it as text that is not split at blanks."""
-    whole = _NO_BREAK.join(reference.split())
-    unknown.append(whole)
-    return whole
+    text = _NO_BREAK.join(reference.split())
+    unknown.append(text)
+    return text
 
 
 def split(word: Word) -> Iterator[Word]:

@@ -60,18 +60,18 @@ def _piece(text: str, place: int, last: Mapping[str, int]) -> int:
         close = "))" if text.startswith("$((", place) else ")"
         if place < last[close]:
             return text.find(close, place) + len(close)
-    found = _PIECE.match(text, place)
-    return found.end() if found else place
+    match = _PIECE.match(text, place)
+    return match.end() if match else place
 
 
 def _nested(text: str) -> str:
     """Replace the parentheses inside of ``$( )`` and ``$(( ))``, so that each substitution ends at its first one."""
     closed, opened = dict[int, int](), list[int]()
-    for found in re.finditer(r"[()]", text):
-        if found[0] == "(":
-            opened.append(found.start())
+    for bracket in re.finditer(r"[()]", text):
+        if bracket[0] == "(":
+            opened.append(bracket.start())
         elif opened:
-            closed[opened.pop()] = found.start()
+            closed[opened.pop()] = bracket.start()
     letters, place = list(text), 0
     while (start := text.find("$(", place)) >= 0:
         inner = start + (3 if text.startswith("$((", start) else 2)
@@ -91,10 +91,10 @@ def _without_documents(text: str) -> str:
             kept.append(line if reads and not over else "")
             end = "" if over else end
             continue
-        found = _HERE.search(line) if "<<<" not in line and not line.lstrip().startswith("#") else None
-        if found:
-            end, reads = found[2], bool(_RUNS.match(line))
-        kept.append(line[: found.start()] + line[found.end() :] if found else line)
+        marker = _HERE.search(line) if "<<<" not in line and not line.lstrip().startswith("#") else None
+        if marker:
+            end, reads = marker[2], bool(_RUNS.match(line))
+        kept.append(line[: marker.start()] + line[marker.end() :] if marker else line)
     return "\n".join(kept)
 
 

@@ -25,17 +25,17 @@ _VARIABLES = {
 
 def _directives(text: str) -> dict[str, tuple[int, int]]:
     """Return number and line by the name of an option; of two, the later one counts, as for sbatch."""
-    found = {}
+    directives = {}
     for line, content in enumerate(text.splitlines(), 1):
         if content.startswith("#SBATCH"):
             for match in _OPTION.finditer(content.partition(" #")[0]):
-                found[match[1] or _SHORT[match[2]]] = (int(match[3]), line)
-    return found
+                directives[match[1] or _SHORT[match[2]]] = (int(match[3]), line)
+    return directives
 
 
-def _divides(found: Mapping[str, tuple[int, int]], name: str, nodes: int) -> bool:
+def _divides(directives: Mapping[str, tuple[int, int]], name: str, nodes: int) -> bool:
     """Return whether a number of the whole job gives each node the same number, of several."""
-    number = found.get(name, (0, 0))[0]
+    number = directives.get(name, (0, 0))[0]
     return number > nodes and number % nodes == 0
 
 
@@ -49,20 +49,20 @@ def machines(path: Path, text: str) -> dict[str, Stated]:
 
     Where there are several tasks on a node, each of them is a rank.
     """
-    found, stated = _directives(text), dict[str, Stated]()
+    directives, stated = _directives(text), dict[str, Stated]()
 
     def state(field: str, name: str, number: int) -> None:
-        line = found[name][1]
+        line = directives[name][1]
         stated[field] = Stated(number, f"#SBATCH --{name}", Span(str(path), line, 1, line, 1))
 
-    if "nodes" in found:
-        state("nodes", "nodes", found["nodes"][0])
-    nodes = found.get("nodes", (0, 0))[0]
-    tasks, _ = found.get("ntasks-per-node", (0, 0))
+    if "nodes" in directives:
+        state("nodes", "nodes", directives["nodes"][0])
+    nodes = directives.get("nodes", (0, 0))[0]
+    tasks, _ = directives.get("ntasks-per-node", (0, 0))
     if tasks > 1:
         state("per_node", "ntasks-per-node", tasks)
-    elif name := next((each for each in ("gpus-per-node", "gres") if each in found), ""):
-        state("per_node", name, found[name][0])
-    elif name := next((each for each in ("gpus", "ntasks") if nodes and _divides(found, each, nodes)), ""):
-        state("per_node", name, found[name][0] // nodes)
+    elif name := next((each for each in ("gpus-per-node", "gres") if each in directives), ""):
+        state("per_node", name, directives[name][0])
+    elif name := next((each for each in ("gpus", "ntasks") if nodes and _divides(directives, each, nodes)), ""):
+        state("per_node", name, directives[name][0] // nodes)
     return stated

@@ -58,8 +58,8 @@ def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic
     """Return the keys of a TOML file under their newest names, with their lines; findings if it is no TOML."""
     root, problem = toml(text)
     if problem:
-        found = re.search(r"at line (\d+)", problem)
-        line = int(found[1]) if found else 1
+        match = re.search(r"at line (\d+)", problem)
+        line = int(match[1]) if match else 1
         where = Span(str(path), line, 1, line, 1)
         return {}, [Diagnostic("PT820", f"{path} is no TOML: {problem}", span=where, help="mend the file")]
     lines = _lines(text)
@@ -86,14 +86,14 @@ def _leaves(table: Mapping[str, Any], before: str, depth: int = 0) -> Iterator[t
 
 def _lines(text: str) -> dict[str, int]:
     """Return the line of each key, by a scan for sections and for equals signs."""
-    section, found = "", dict[str, int]()
+    section, lines = "", dict[str, int]()
     for number, line in enumerate(text.splitlines(), 1):
         if named := _SECTION.match(line):
             section = re.sub(r"[\"' ]", "", named[1]) + "."
-            found.setdefault(section[:-1], number)
+            lines.setdefault(section[:-1], number)
         elif key := _KEY.match(line):
-            found.setdefault(section + re.sub(r"[\"']", "", key[1]), number)
-    return found
+            lines.setdefault(section + re.sub(r"[\"']", "", key[1]), number)
+    return lines
 
 
 def _line_of(name: str, lines: Mapping[str, int]) -> int:
@@ -108,7 +108,7 @@ def arguments(words: Sequence[Word], no_effect: Mapping[str, str]) -> tuple[dict
     ``--section.key value`` and ``--section.key=value`` set a value, ``--section.key`` switches a flag on and
     ``--section.no_key`` off. Options without a section are the launcher's.
     """
-    found, findings = dict[str, Setting](), list[Diagnostic]()
+    settings, findings = dict[str, Setting](), list[Diagnostic]()
     values = set[int]()
     for name, given, word, after in options(words):
         section, _, key = name.replace("-", "_").rpartition(".")
@@ -117,13 +117,13 @@ def arguments(words: Sequence[Word], no_effect: Mapping[str, str]) -> tuple[dict
         if after is not word and not flag:
             values.add(id(after))
         off = bool(section) and key.startswith("no_") and value is True
-        whole = f"{section}.{key.removeprefix('no_') if off else key}" if section else key
-        if after.unknown and value is not True and canonical(whole) not in no_effect and whole not in LAUNCHER:
+        full_key = f"{section}.{key.removeprefix('no_') if off else key}" if section else key
+        if after.unknown and value is not True and canonical(full_key) not in no_effect and full_key not in LAUNCHER:
             findings.append(unknown_value(name, after))
         else:
-            found[whole] = Setting(name, False if off else value, word.file, word.line)
+            settings[full_key] = Setting(name, False if off else value, word.file, word.line)
     findings += [_open(word) for word in words if word.unknown and word.text[:1] == "$" and id(word) not in values]
-    return renamed(found), findings
+    return renamed(settings), findings
 
 
 _PROGRAM = re.compile(r"\.(py|sh)$|^torchtitan\.")

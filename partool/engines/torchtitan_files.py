@@ -35,56 +35,56 @@ def gather(files: Sequence[File], defined: Mapping[str, str], budget: Budget) ->
 
     ``defined`` has variables by name; CONFIG and MODULE name a function and a model where no command does.
     """
-    found = Gathered(budget)
+    gathered = Gathered(budget)
     tomls = [file for file in files if kind_of(file[1]) == "toml"]
     scripts = [file for file in files if kind_of(file[1]) == "script"]
     for path, text in files:
         if kind_of(text) in ("json", "yaml"):
             message = f"{path} is no TOML, no script and no module of configurations"
-            found.findings.append(Diagnostic("PT825", message, help="name another file"))
+            gathered.findings.append(Diagnostic("PT825", message, help="name another file"))
     over: dict[str, Setting] = {}
     for path, text in scripts:
-        script, unread = script_of(path, text, found.budget)
-        found.findings += unread
-        found.machines.scheduler |= slurm.machines(path, text)
+        script, unread = script_of(path, text, gathered.budget)
+        gathered.findings += unread
+        gathered.machines.scheduler |= slurm.machines(path, text)
         command = training_command(script, least=1, marks=_MARKS)
         if not command:
             nothing = f"{path} has no command with torchtitan's options"
-            found.findings.append(Diagnostic("PT825", nothing, help="name another file"))
+            gathered.findings.append(Diagnostic("PT825", nothing, help="name another file"))
             continue
-        own, notes = torchtitan.arguments(command, NO_EFFECT)
-        found.findings += notes
-        _environment(script, own)
+        arguments, notes = torchtitan.arguments(command, NO_EFFECT)
+        gathered.findings += notes
+        _environment(script, arguments)
         for name, target in torchtitan.LAUNCHER.items():
-            if name in own:
-                found.machines.option(own.pop(name), target)
-        _default_nodes(command, found)
+            if name in arguments:
+                gathered.machines.option(arguments.pop(name), target)
+        _default_nodes(command, gathered)
         if not tomls:
-            tomls = _named(own, files, found)
-        over |= own
+            tomls = _named(arguments, files, gathered)
+        over |= arguments
     for path, text in tomls[:1]:
         settings, wrong = torchtitan.settings(path, text)
-        found.settings |= settings
-        found.findings += wrong
+        gathered.settings |= settings
+        gathered.findings += wrong
     for path, _ in tomls[1:]:
-        found.findings.append(Diagnostic("PT825", f"{path} is a second configuration", help="name one of them"))
-    _registry(files, over, defined, found, alone=not tomls)
-    found.settings |= over
-    return found
+        gathered.findings.append(Diagnostic("PT825", f"{path} is a second configuration", help="name one of them"))
+    _registry(files, over, defined, gathered, alone=not tomls)
+    gathered.settings |= over
+    return gathered
 
 
 def _registry(
-    files: Sequence[File], over: Mapping[str, Setting], defined: Mapping[str, str], found: Gathered, *, alone: bool
+    files: Sequence[File], over: Mapping[str, Setting], defined: Mapping[str, str], gathered: Gathered, *, alone: bool
 ) -> None:
     """Take in the function of a module of configurations."""
     pythons = [file for file in files if kind_of(file[1]) == "python"]
     config, module = torchtitan_python.chosen(over, defined)
     for path, text in pythons[:1]:
-        settings, wrong = torchtitan_python.settings(path, text, config, module, found.budget)
-        found.settings |= settings
-        found.findings += wrong
+        settings, wrong = torchtitan_python.settings(path, text, config, module, gathered.budget)
+        gathered.settings |= settings
+        gathered.findings += wrong
     if not pythons and alone and (option := over.get("config")) is not None:
-        found.findings.append(
+        gathered.findings.append(
             Diagnostic(
                 "PT825", f"{option.value} is a function of torchtitan's config_registry.py, which is not here",
                 span=option.span, help="give that file as another FILE",
@@ -92,14 +92,14 @@ def _registry(
         )  # fmt: skip
 
 
-def _default_nodes(command: Sequence[Word], found: Gathered) -> None:
+def _default_nodes(command: Sequence[Word], gathered: Gathered) -> None:
     """Take in that torchrun, and torchtitan's own script that calls it, start one node unless they are told more."""
     launcher = launcher_without_nodes(command)
     if launcher is None:
         launcher = next((word for word in command if _OWN_SCRIPT.search(word.text)), None)
     if launcher is not None:
         what = f"the number of nodes of {launcher.text} without --nnodes"
-        found.machines.default("nodes", 1, what, span_of(launcher))
+        gathered.machines.default("nodes", 1, what, span_of(launcher))
 
 
 _OWN_SCRIPT = re.compile(r"run_(llama_)?train\.sh$")
@@ -108,25 +108,25 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-def _environment(script: ShellScript, own: dict[str, Setting]) -> None:
+def _environment(script: ShellScript, arguments: dict[str, Setting]) -> None:
     """Take the variables that torchtitan's own ``run_train.sh`` reads, where a command starts that script."""
     for variable, name in _VARIABLES:
         words: list[Word] = script.variables.get(variable, [])
-        if name not in own and len(words) == 1:
-            own[name] = Setting(variable, words[0].text, words[0].file, words[0].line)
+        if name not in arguments and len(words) == 1:
+            arguments[name] = Setting(variable, words[0].text, words[0].file, words[0].line)
 
 
-def _named(own: dict[str, Setting], files: Sequence[File], found: Gathered) -> list[File]:
-    setting = own.get("job.config_file")
+def _named(arguments: dict[str, Setting], files: Sequence[File], gathered: Gathered) -> list[File]:
+    setting = arguments.get("job.config_file")
     if setting is None or setting.value is True:
         return []
-    file = named_file(str(setting.value), setting.file, files, found.budget)
+    file = named_file(str(setting.value), setting.file, files, gathered.budget)
     if file is None:
-        found.findings.append(not_found(setting))
+        gathered.findings.append(not_found(setting))
         return []
     if kind_of(file[1]) != "toml":
         message = f"{Path(file[0]).name} is no TOML"
-        found.findings.append(Diagnostic("PT820", message, help="name a job configuration", span=setting.span))
+        gathered.findings.append(Diagnostic("PT820", message, help="name a job configuration", span=setting.span))
         return []
-    found.texts[str(file[0])] = file[1]
+    gathered.texts[str(file[0])] = file[1]
     return [file]

@@ -23,9 +23,9 @@ def parallel_of(
     sheet: Sheet, world: int | None, era: int, model: dict[str, Any], *, compiled: bool
 ) -> tuple[dict[str, Any], int | None]:
     """Return the section ``parallel`` and the number of data-parallel ranks, if it is known."""
-    tensor = sheet.whole(_IN + "tensor_parallel_degree", 1, to="parallel.tensor.degree")
-    stages = sheet.whole(_IN + "pipeline_parallel_degree", 1, to="parallel.pipeline.stages")
-    context = sheet.whole(_IN + "context_parallel_degree", 1, to="parallel.sequence.degree")
+    tensor = sheet.integer(_IN + "tensor_parallel_degree", 1, to="parallel.tensor.degree")
+    stages = sheet.integer(_IN + "pipeline_parallel_degree", 1, to="parallel.pipeline.stages")
+    context = sheet.integer(_IN + "context_parallel_degree", 1, to="parallel.sequence.degree")
     data, ranks = _data(sheet, world, tensor * stages, context, stages)
     parallel: dict[str, Any] = {
         "data": data,
@@ -44,8 +44,8 @@ def parallel_of(
             "PT824", "note", f"tokens are exchanged by {exchange}, and priced as by all-to-all", "standard",
             _IN + "expert_parallel_comm_backend",
         )  # fmt: skip
-    experts = sheet.whole(_IN + "expert_parallel_degree", 1, to="parallel.expert")
-    inner = sheet.whole(_IN + "expert_tensor_parallel_degree", 1, to="parallel.expert_tensor")
+    experts = sheet.integer(_IN + "expert_parallel_degree", 1, to="parallel.expert")
+    inner = sheet.integer(_IN + "expert_tensor_parallel_degree", 1, to="parallel.expert_tensor")
     if "moe" in model:
         parallel["expert"] = experts
         if experts > 1:
@@ -55,8 +55,8 @@ def parallel_of(
 
 def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: int) -> tuple[dict[str, Any], int | None]:
     """Return the section ``data`` and the number of data-parallel ranks; a shard degree of -1 takes what is left."""
-    copies = sheet.whole(_IN + "data_parallel_replicate_degree", 1, to="parallel.data.shard")
-    shard = sheet.whole(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard", off=(-1,))
+    copies = sheet.integer(_IN + "data_parallel_replicate_degree", 1, to="parallel.data.shard")
+    shard = sheet.integer(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard", off=(-1,))
     inner = others * context * copies
     ranks = None if shard < 0 and world is None else copies * (shard if shard >= 0 else (world or 0) // inner)
     if world is not None and (world % inner if shard < 0 else shard * inner != world):
@@ -78,8 +78,8 @@ def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: in
         return {"zero": 0}, ranks
     if shards is not None and shards * context == 1:
         return {"zero": 0}, ranks
-    found: dict[str, Any] = {"zero": 2 if policy == "never" else 3}
-    return found | ({"shard": shards} if shards is not None else {}), ranks
+    data: dict[str, Any] = {"zero": 2 if policy == "never" else 3}
+    return data | ({"shard": shards} if shards is not None else {}), ranks
 
 
 def _degree_names(sheet: Sheet) -> list[str]:
@@ -98,8 +98,8 @@ def _degree_names(sheet: Sheet) -> list[str]:
 def _tensor(sheet: Sheet, degree: int, *, compiled: bool) -> dict[str, Any]:
     fused = sheet.flag(_IN + "enable_async_tensor_parallel", to="parallel.tensor.overlap")
     norms = sheet.flag(_IN + "enable_sequence_parallel", True, to="parallel.tensor.sequence_norms")
-    whole = sheet.flag(_IN + "disable_loss_parallel", to="nothing: the loss is shared by tensor ranks")
-    whole = whole or not sheet.flag("training.enable_loss_parallel", True, to="nothing: the loss is shared")
+    full_loss = sheet.flag(_IN + "disable_loss_parallel", to="nothing: the loss is shared by tensor ranks")
+    full_loss = full_loss or not sheet.flag("training.enable_loss_parallel", True, to="nothing: the loss is shared")
     if degree <= 1:
         return {"degree": degree}
     if fused and not compiled:
@@ -107,7 +107,7 @@ def _tensor(sheet: Sheet, degree: int, *, compiled: bool) -> dict[str, Any]:
             "PT821", "error", "asynchronous tensor parallelism needs a compiled model", "compile.enable = true",
             _IN + "enable_async_tensor_parallel",
         )  # fmt: skip
-    if whole:
+    if full_loss:
         sheet.say(
             "PT824", "note", "each tensor rank computes the whole loss, and is priced with its share of it",
             "remove disable_loss_parallel", _IN + "disable_loss_parallel", "training.enable_loss_parallel",
@@ -140,9 +140,9 @@ def _pipeline(sheet: Sheet, stages: int, era: int, layers: int) -> dict[str, Any
         help = "1F1B, GPipe, Interleaved1F1B or ZBVZeroBubble"
         key = "pipeline_parallel_schedule" + "_csv" * bool(file)
         sheet.say("PT823", "error", f"{what} has no counterpart here", help, _IN + key)
-    found: dict[str, Any] = {"stages": stages, "schedule": name or "1f1b"}
+    pipeline: dict[str, Any] = {"stages": stages, "schedule": name or "1f1b"}
     if name == "interleaved":
-        found["chunks"] = chunks
+        pipeline["chunks"] = chunks
     if split and min(split) < 1:
         sheet.say(
             "PT823", "error", f"a stage would have no layer: {split}", "fewer stages, or smaller "
@@ -150,8 +150,8 @@ def _pipeline(sheet: Sheet, stages: int, era: int, layers: int) -> dict[str, Any
             _IN + "pipeline_parallel_degree",
         )  # fmt: skip
     elif split:
-        found["layers"] = split
-    return found
+        pipeline["layers"] = split
+    return pipeline
 
 
 def _split(sheet: Sheet, stages: int, era: int, layers: int, *, several: bool) -> tuple[int, list[int]]:
@@ -159,15 +159,15 @@ def _split(sheet: Sheet, stages: int, era: int, layers: int, *, several: bool) -
     path = "parallel.pipeline.layers"
     points = listed(sheet.get(_IN + "pipeline_parallel_split_points", [], to=path))
     parts = sheet.get(_IN + "module_fqns_per_model_part", to=path)
-    each = sheet.whole(_IN + "pipeline_parallel_layers_per_stage", 0, to="parallel.pipeline.chunks")
+    each = sheet.integer(_IN + "pipeline_parallel_layers_per_stage", 0, to="parallel.pipeline.chunks")
     first, last = (
-        sheet.whole(f"{_IN}pipeline_parallel_{end}_stage_less_layers", 1 if era >= 3 else 0, to=path, least=0)
+        sheet.integer(f"{_IN}pipeline_parallel_{end}_stage_less_layers", 1 if era >= 3 else 0, to=path, least=0)
         for end in ("first", "last")
     )
     if isinstance(parts, list) and parts and all(isinstance(part, list) for part in parts):
         counts = [sum(str(name).startswith("layers.") for name in part) for part in parts]
         return max(1, len(parts) // stages), counts
-    starts = [int(found[1]) for point in points if (found := re.fullmatch(r"layers\.([0-9]{1,6})", point))]
+    starts = [int(match[1]) for point in points if (match := re.fullmatch(r"layers\.([0-9]{1,6})", point))]
     if starts:
         counts = [stop - start for start, stop in zip([0, *starts], [*starts, layers], strict=True)]
         return max(1, len(counts) // stages), counts if layers else []
@@ -195,9 +195,9 @@ def spread(layers: int, stages: int, first: int, last: int, era: int) -> list[in
 
 def _micro_batch(sheet: Sheet, pipeline: dict[str, Any], era: int) -> int:
     """Return the sequences of a forward pass: the local batch, or in a pipeline a part of it."""
-    local: int = sheet.whole("training.local_batch_size", 8, to="parallel.micro_batch")
-    size: int = sheet.whole(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch")
-    parts: int = sheet.whole(_IN + "pipeline_parallel_microbatches", 0, to="parallel.micro_batch")
+    local: int = sheet.integer("training.local_batch_size", 8, to="parallel.micro_batch")
+    size: int = sheet.integer(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch")
+    parts: int = sheet.integer(_IN + "pipeline_parallel_microbatches", 0, to="parallel.micro_batch")
     if pipeline["stages"] <= 1:
         return local
     if parts or era == 1:

@@ -45,23 +45,23 @@ def settings(
 
     ``model`` is the name of the model, if a command gives it; else the folder's name or the function's name says it.
     """
-    known = functions(text)
-    if name is None and len(known) == 1:
-        name = next(iter(known))
-    if name is None or name not in known:
+    defined = functions(text)
+    if name is None and len(defined) == 1:
+        name = next(iter(defined))
+    if name is None or name not in defined:
         what = f"{path} has no configuration {name}" if name else f"{path} has several configurations"
-        some = ", ".join(list(known)[:8])
+        some = ", ".join(list(defined)[:8])
         help = f"add --define CONFIG=NAME with one of {some}" if some else "name another file"
         return {}, [Diagnostic("PT825", what, help=help)]
-    reader = _Reader(path, known, budget)
-    reader.function(known[name], 0)
-    found = reader.found
-    if "model.flavor" in found:
-        flavour = found["model.flavor"]
+    reader = _Reader(path, defined, budget)
+    reader.function(defined[name], 0)
+    values = reader.values
+    if "model.flavor" in values:
+        flavour = values["model.flavor"]
         given = model or _model_of(path, name)
         if given:
-            found["model.name"] = Setting("model_spec", given, flavour.file, flavour.line)
-    return renamed(found), reader.findings
+            values["model.name"] = Setting("model_spec", given, flavour.file, flavour.line)
+    return renamed(values), reader.findings
 
 
 def _model_of(path: Path, name: str) -> str | None:
@@ -75,9 +75,9 @@ class _Reader:
     """Follows one function, and those whose configuration it takes."""
 
     path: Path
-    known: dict[str, ast.FunctionDef]
+    defined: dict[str, ast.FunctionDef]
     budget: Budget
-    found: dict[str, Setting] = field(default_factory=dict)
+    values: dict[str, Setting] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
 
     def function(self, node: ast.FunctionDef, depth: int) -> None:
@@ -107,8 +107,8 @@ class _Reader:
     def _configuration(self, call: ast.Call, specs: dict[str, ast.expr], depth: int) -> bool:
         """Take in a call that makes a configuration; return whether it is one."""
         called = _place(call.func) or ""
-        if called in self.known and depth < _DEPTH and not call.args and not call.keywords:
-            self.function(self.known[called], depth + 1)
+        if called in self.defined and depth < _DEPTH and not call.args and not call.keywords:
+            self.function(self.defined[called], depth + 1)
             return True
         if not called.endswith("Trainer.Config"):
             return False
@@ -131,15 +131,15 @@ class _Reader:
             try:
                 plain = ast.literal_eval(value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                if not any(known.startswith(name + ".") or known == name for known in NO_EFFECT):
+                if not any(key.startswith(name + ".") or key == name for key in NO_EFFECT):
                     self._odd(value, name)
                 return
             self._put(name, plain, value)
 
     def _inner(self, name: str, call: ast.Call, specs: dict[str, ast.expr]) -> None:
         kind = _place(call.func) or ""
-        for old in [each for each in self.found if each.startswith(name + ".")]:
-            del self.found[old]  # another configuration takes the place of the one before
+        for old in [each for each in self.values if each.startswith(name + ".")]:
+            del self.values[old]  # another configuration takes the place of the one before
         if kind.startswith("OptimizersInBackward"):
             self._put("optimizer.early_step_in_backward", True, call)
         words = ("ActivationCheckpointConfig", "Full", "Selective", "MemoryBudget")
@@ -163,7 +163,7 @@ class _Reader:
                     self._odd(call)
             elif called.endswith("Converter.Config"):
                 name = called.removesuffix(".Config").rpartition(".")[2]
-                before = self.found.get("model.converters")
+                before = self.values.get("model.converters")
                 self._put("model.converters", [*(before.value if before else []), name], call)
                 section = "mx" if "MX" in name else "float8"
                 for each in call.keywords:
@@ -171,7 +171,7 @@ class _Reader:
                         self._value(f"{section}.{each.arg}", each.value, {})
 
     def _put(self, name: str, value: Any, node: ast.expr) -> None:
-        self.found[name] = Setting(name, value, str(self.path), node.lineno)
+        self.values[name] = Setting(name, value, str(self.path), node.lineno)
 
     def _odd(self, node: ast.AST, name: str = "") -> None:
         line = getattr(node, "lineno", 1)
@@ -200,8 +200,8 @@ def _harmless(line: ast.stmt, names: set[str]) -> bool:
     return text or isinstance(line, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Pass, ast.Assert))
 
 
-def chosen(own: Mapping[str, Setting], defined: Mapping[str, str]) -> Iterator[str | None]:
+def chosen(options: Mapping[str, Setting], defined: Mapping[str, str]) -> Iterator[str | None]:
     """Yield the names of the function and of the model that a command, or a definition, gives."""
     for option, variable in (("config", "CONFIG"), ("module", "MODULE")):
-        given = own.get(option)
+        given = options.get(option)
         yield str(given.value) if given is not None and given.value is not True else defined.get(variable)

@@ -33,10 +33,12 @@ def era_of(sheet: Sheet) -> int:
     """
     if any(setting.file.endswith(".py") for setting in sheet.settings.values()):
         return 4
-    own = {setting.name for setting in sheet.settings.values()}
-    if any(name.startswith(("training.data_parallel", "training.tensor_p", "experimental.pipeline_")) for name in own):
+    names = {setting.name for setting in sheet.settings.values()}
+    if any(
+        name.startswith(("training.data_parallel", "training.tensor_p", "experimental.pipeline_")) for name in names
+    ):
         return 1
-    return 2 if "training.batch_size" in own else 3
+    return 2 if "training.batch_size" in names else 3
 
 
 def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
@@ -48,9 +50,9 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     parallel, ranks = parallel_of(sheet, world, era, fields, compiled=compiled)
     training = _training(sheet, parallel, ranks)
     optimizer = {"name": _optimizer(sheet), **of_torchtitan(sheet, training["steps"])}
-    found: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
+    spec: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
     _left_out(sheet)
-    return found | ({"model": model} if model else {})
+    return spec | ({"model": model} if model else {})
 
 
 def model_fields(model: dict[str, Any] | None) -> dict[str, Any]:
@@ -64,14 +66,14 @@ def model_fields(model: dict[str, Any] | None) -> dict[str, Any]:
 def _model(sheet: Sheet, era: int) -> dict[str, Any] | None:
     name = str(sheet.get("model.name", "llama3", to="model.preset"))
     size = str(sheet.get("model.flavor", "debugmodel", to="model.preset"))
-    found = flavour(name, size)
+    sizes = flavour(name, size)
     if era < 3 and size.startswith("debugmodel"):
-        found = None
-    if found is None:
+        sizes = None
+    if sizes is None:
         what = f"the sizes of {name} {size} are not known here: add --model with a preset or a config.json"
         sheet.lacks("model.preset", what, "model.flavor", "model.name")
         return None
-    return {"preset": found} if isinstance(found, str) else dict(found)
+    return {"preset": sizes} if isinstance(sizes, str) else dict(sizes)
 
 
 def _compiled(sheet: Sheet) -> bool:
@@ -81,15 +83,15 @@ def _compiled(sheet: Sheet) -> bool:
 
 
 def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict[str, Any]:
-    local = sheet.whole("training.local_batch_size", 8, to="training.global_batch")
-    batch = sheet.whole("training.global_batch_size", -1, to="training.global_batch", off=(-1,))
-    found: dict[str, Any] = {
-        "sequence_length": sheet.whole("training.seq_len", 2048, to="training.sequence_length"),
-        "steps": sheet.whole("training.steps", 10000, to="training.steps"),
+    local = sheet.integer("training.local_batch_size", 8, to="training.global_batch")
+    batch = sheet.integer("training.global_batch_size", -1, to="training.global_batch", off=(-1,))
+    fields: dict[str, Any] = {
+        "sequence_length": sheet.integer("training.seq_len", 2048, to="training.sequence_length"),
+        "steps": sheet.integer("training.steps", 10000, to="training.steps"),
         "precision": _precision(sheet),
     }
     if sheet.flag("debug.deterministic", to="training.deterministic"):
-        found["deterministic"] = True
+        fields["deterministic"] = True
     if batch <= 0 and ranks is None:
         what = "without global_batch_size the batch depends on the number of ranks, which is not known"
         sheet.lacks("training.global_batch", what, "training.local_batch_size")
@@ -101,23 +103,23 @@ def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict
             "data-parallel ranks", "a multiple, or remove it", "training.global_batch_size",
         )  # fmt: skip
     if batch > 0:
-        found["global_batch"] = batch
+        fields["global_batch"] = batch
     if parallel["pipeline"]["stages"] > 1 and ranks is not None and batch > local * ranks:
         sheet.say(
             "PT824", "note", f"the pipeline runs empty after each local batch of {local}; it is priced as one that "
             "goes on until the step ends", "a larger local_batch_size", "training.global_batch_size",
         )  # fmt: skip
     if sheet.flag("validation.enable", to="training.validation.every"):
-        found["validation"] = _validation(sheet, ranks or 1)
+        fields["validation"] = _validation(sheet, ranks or 1)
     for name in ("freq", "steps", "local_batch_size", "seq_len"):
         sheet.get(f"validation.{name}", to="training.validation")
-    return found
+    return fields
 
 
 def _validation(sheet: Sheet, ranks: int) -> dict[str, int]:
-    steps = sheet.whole("validation.steps", -1, to="training.validation.samples", off=(-1,), derived=True)
-    local = sheet.whole("validation.local_batch_size", 8, to="training.validation.samples")
-    every = sheet.whole("validation.freq", 10, to="training.validation.every")
+    steps = sheet.integer("validation.steps", -1, to="training.validation.samples", off=(-1,), derived=True)
+    local = sheet.integer("validation.local_batch_size", 8, to="training.validation.samples")
+    every = sheet.integer("validation.freq", 10, to="training.validation.every")
     if steps > 0:
         return {"every": every, "samples": steps * local * ranks}
     sheet.say(
@@ -142,14 +144,14 @@ def _precision(sheet: Sheet) -> str:
     converters = listed(sheet.get("model.converters", [], to="training.precision"))
     if sheet.flag("model.enable_float8_linear", to="training.precision"):
         converters.append("float8")
-    found = words.get(plain, "bf16")
+    precision = words.get(plain, "bf16")
     for name in converters:
-        found = _converted(sheet, name, found)
-    if found == "fp8":
+        precision = _converted(sheet, name, precision)
+    if precision == "fp8":
         _eight_bits(sheet)
     for name in _EIGHT_BIT_KEYS:
         sheet.get(name, to="training.precision")
-    return found
+    return precision
 
 
 _EIGHT_BIT_KEYS = (

@@ -19,20 +19,22 @@ _IN = "parallelism."
 
 def terms(plan: Plan) -> EngineTerms:
     """Return the settings that make torchtitan train a plan; findings about parts for which it has none."""
-    found = EngineTerms(plan)
-    _model(found)
-    _training(found)
-    _degrees(found)
-    _pipeline(found)
-    _recompute(found)
-    found.put("compile.enable", plan.layout.compile == "block", "parallel.compile")
+    engine_terms = EngineTerms(plan)
+    _model(engine_terms)
+    _training(engine_terms)
+    _degrees(engine_terms)
+    _pipeline(engine_terms)
+    _recompute(engine_terms)
+    engine_terms.put("compile.enable", plan.layout.compile == "block", "parallel.compile")
     if plan.layout.offload.optimizer != "none":
-        found.put("training.enable_cpu_offload", True, "parallel.offload")
+        engine_terms.put("training.enable_cpu_offload", True, "parallel.offload")
         if plan.layout.offload.parameters == "none" or plan.layout.offload.gpu_fraction:
             way_out = "offload parameters and the whole optimizer, or neither"
-            found.cannot("torchtitan offloads parameters together with the optimizer", "parallel.offload", way_out)
-    _optimizer(found)
-    return found
+            engine_terms.cannot(
+                "torchtitan offloads parameters together with the optimizer", "parallel.offload", way_out
+            )
+    _optimizer(engine_terms)
+    return engine_terms
 
 
 def _model(to: EngineTerms) -> None:
@@ -54,10 +56,10 @@ def _same(flavour: Flavour, given: dict[str, object], model: ModelConfig) -> boo
             return True
     else:
         fields = dict(flavour)
-    known = ModelSpec.model_validate({name: value for name, value in fields.items() if name in ModelSpec.model_fields})
-    stated = {name for name in known.model_fields_set if name in ModelConfig.model_fields} - {"max_position"}
+    sizes = ModelSpec.model_validate({name: value for name, value in fields.items() if name in ModelSpec.model_fields})
+    stated = {name for name in sizes.model_fields_set if name in ModelConfig.model_fields} - {"max_position"}
     sized = stated >= {"layers", "hidden", "heads", "vocab"}
-    return sized and all(getattr(known, name) == getattr(model, name) for name in stated)
+    return sized and all(getattr(sizes, name) == getattr(model, name) for name in stated)
 
 
 def _training(to: EngineTerms) -> None:

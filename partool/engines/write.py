@@ -26,10 +26,10 @@ def terms_of(plan: Plan) -> EngineTerms:
 
     The findings name every part of the plan that the engine cannot do; a plan with errors must not be written.
     """
-    found, engine = _WRITERS[plan.engine](plan), ENGINES[plan.engine]
+    engine_terms, engine = _WRITERS[plan.engine](plan), ENGINES[plan.engine]
     lacks = [
         Diagnostic("PT828", f"{engine.title} has no {aspect}", help="plan it for this engine, or for partool")
         for aspect in beyond(engine, plan.layout)
     ]
-    found.findings[:0] = lacks
-    return found
+    engine_terms.findings[:0] = lacks
+    return engine_terms

@@ -78,11 +78,11 @@ def changes(before: EngineTerms, after: EngineTerms) -> Iterator[EngineChange]:
 
 def nested(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested sections for names that are joined by dots."""
-    whole: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, value in terms.items():
         *sections, last = name.split(".")
-        into = whole
+        into = tree
         for section in sections:
             into = into.setdefault(section, {})
         into[last] = value
-    return whole
+    return tree

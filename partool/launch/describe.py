@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from partool.launch.store import Run
-from partool.plan.event_log import parse_event
+from partool.plan.event_log import StepData, parse_event
 from partool.plan.outline import outline
 from partool.plan.progress import read_progress, seconds_since
 from partool.plan.record import Noted, UnixTime
@@ -22,7 +22,7 @@ _LONG_PART_S = 10.0
 """Seconds after which a part of a step, other than training itself, is worth a word."""
 
 
-def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
+def as_json(run: Run, status: RunStatus) -> dict[str, object]:
     """Return everything known about a run as data to be written as JSON."""
     return {
         "id": run.id,
@@ -88,7 +88,7 @@ def _submitted(run: Run) -> str:
     return f"{submission.target}: {facts}; submitted {duration(time.time() - submission.submitted)} ago"
 
 
-def last_step(run: Run) -> dict[str, Any] | None:
+def last_step(run: Run) -> StepData | None:
     """Return the data of rank 0's latest ``step`` event; None if rank 0 has not written such an event yet."""
     try:
         with (run.path / "events" / "rank-0.jsonl").open("rb") as file:
@@ -99,7 +99,7 @@ def last_step(run: Run) -> dict[str, Any] | None:
     for line in reversed(lines):
         event = parse_event(line)  # the first line may be cut off, the last line incomplete
         if event is not None and event["kind"] == "step":
-            return event["data"]
+            return cast(StepData, event["data"])
     return None
 
 

@@ -22,14 +22,14 @@ def about_launch(plan: Plan) -> list[Diagnostic]:
     from partool.planner.rules.launching import check_launch
     from partool.planner.stopping import forecast
 
-    found = check_launch(plan.launch, plan.devices)
-    found += check_duration(plan.launch, forecast(plan))
-    found += check_watchdog(plan.launch, plan.prediction.upper_step_s)
+    findings = check_launch(plan.launch, plan.devices)
+    findings += check_duration(plan.launch, forecast(plan))
+    findings += check_watchdog(plan.launch, plan.prediction.upper_step_s)
     if _resizable(plan):
         from partool.planner.elastic import check_elastic  # prices layouts, which needs numpy
 
-        found += check_elastic(plan)
-    return found
+        findings += check_elastic(plan)
+    return findings
 
 
 def sizes_of(plan: Plan) -> dict[int, Plan]:

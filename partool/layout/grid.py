@@ -53,7 +53,7 @@ def whole_rows(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
 
 
 @lru_cache(maxsize=64)
-def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tuple[Spans, ...]:
+def tokens_by_rank(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tuple[Spans, ...]:
     """Return the tokens of each rank if every rank holds whole rows, or whole columns, of a ``(rows, columns)`` grid.
 
     With ``tensor`` > 1 (norms on shares of the sequence) the tokens of each rank are divided over ``tensor`` tensor

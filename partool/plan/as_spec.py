@@ -25,20 +25,21 @@ def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
 def own_yaml(plan: Plan) -> str:
     """Return as YAML the section ``parallel`` that allows only the plan's layout, with lists in runs, for people."""
     section = as_spec(plan.layout, plan.asked)
-    if isinstance(section["recompute"], list):
-        section["recompute"] = in_runs(section["recompute"])
-    if "layers" in section["pipeline"]:
-        section["pipeline"]["layers"] = in_runs(section["pipeline"]["layers"])
+    if isinstance(policies := section["recompute"], list):
+        section["recompute"] = in_runs(policies)
+    pipeline = _pipeline(plan.layout, plan.asked)
+    if "layers" in pipeline:
+        section["pipeline"] = pipeline | {"layers": in_runs(pipeline["layers"])}
     return _yaml(section)
 
 
-def _yaml(section: dict[str, Any]) -> str:
+def _yaml(section: dict[str, object]) -> str:
     return yaml.safe_dump(
         {"parallel": section}, default_flow_style=None, sort_keys=False, width=_WIDTH, allow_unicode=True
     )
 
 
-def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
+def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, object]:
     """Return the section ``parallel`` that allows only this layout if batch and ``kernels`` of the spec stay unchanged.
 
     ``asked`` is the section that the layout was planned from; patterns, schedule file and settings of the
@@ -62,15 +63,15 @@ def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
 
 def _data(layout: Layout) -> dict[str, Any]:
     data = layout.data
-    found: dict[str, Any] = {"zero": data.zero}
+    section: dict[str, Any] = {"zero": data.zero}
     if data.zero and layout.mesh.dp > 1:
-        found["shard"] = data.shard
+        section["shard"] = data.shard
     several = data.shard * layout.sequence.degree > 1
     if data.zero and several:
-        found["gather"] = data.gather
+        section["gather"] = data.gather
     if data.zero == 3 and several:
-        found |= {"prefetch": data.prefetch, "persistent": data.persistent}
-    return found | ({"leaves": list(data.leaves)} if data.leaves else {})
+        section |= {"prefetch": data.prefetch, "persistent": data.persistent}
+    return section | ({"leaves": list(data.leaves)} if data.leaves else {})
 
 
 def _tensor(layout: Layout) -> dict[str, Any]:
@@ -92,36 +93,36 @@ def _pipeline(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
     pipeline = layout.pipeline
     if pipeline.stages == 1:
         return {"stages": 1}
-    found: dict[str, Any] = {"stages": pipeline.stages, "schedule": pipeline.schedule}
+    section: dict[str, Any] = {"stages": pipeline.stages, "schedule": pipeline.schedule}
     if isinstance(asked.pipeline.schedule, ScheduleFile) and pipeline.schedule == "file":
-        found["schedule"] = {"file": asked.pipeline.schedule.file}
+        section["schedule"] = {"file": asked.pipeline.schedule.file}
     elif pipeline.waves:
-        found["waves"] = pipeline.waves
+        section["waves"] = pipeline.waves
     elif pipeline.chunks > 1:
-        found["chunks"] = pipeline.chunks
+        section["chunks"] = pipeline.chunks
     if pipeline.in_flight:
-        found["in_flight"] = pipeline.in_flight
-    return found | {"layers": list(pipeline.layers)}
+        section["in_flight"] = pipeline.in_flight
+    return section | {"layers": list(pipeline.layers)}
 
 
 def _sequence(layout: Layout) -> dict[str, Any]:
     sequence = layout.sequence
     if sequence.degree == 1:
         return {"degree": 1}
-    found: dict[str, Any] = {"method": sequence.method, "degree": sequence.degree}
-    found |= {field: getattr(sequence, field) for field in METHODS[sequence.method].fields}
-    return found | ({} if sequence.order == "grid" else {"order": sequence.order})
+    section: dict[str, Any] = {"method": sequence.method, "degree": sequence.degree}
+    section |= {field: getattr(sequence, field) for field in METHODS[sequence.method].fields}
+    return section | ({} if sequence.order == "grid" else {"order": sequence.order})
 
 
 def _offload(layout: Layout, asked: Offload) -> dict[str, Any]:
     offload = layout.offload
-    found: dict[str, Any] = {"optimizer": offload.optimizer}
+    section: dict[str, Any] = {"optimizer": offload.optimizer}
     if offload.optimizer != "none":
-        found["gpu_fraction"] = offload.gpu_fraction
-    found |= {"parameters": offload.parameters, "activations": offload.activations}
+        section["gpu_fraction"] = offload.gpu_fraction
+    section |= {"parameters": offload.parameters, "activations": offload.activations}
     # These settings say how to offload; where the spec leaves them open, they follow from what is offloaded.
     names: tuple[str, ...] = OF_THE_OPTIMIZER if offload.optimizer != "none" else ()
     names += ("dir", "buffers") if "nvme" in (offload.optimizer, offload.parameters) else ()
     names += ("pinned_gib",) if offload.active else ()
     said = {name: getattr(asked, name) for name in names}
-    return found | {name: value for name, value in said.items() if value not in ("auto", None)}
+    return section | {name: value for name, value in said.items() if value not in ("auto", None)}

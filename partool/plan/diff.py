@@ -32,14 +32,14 @@ def _partition(plan: Plan, shown: bool) -> dict[str, str]:
     """Return parameter name → a text on how the tensor ranks share the parameter; empty unless ``shown``."""
     if not shown:
         return {}
-    found = {}
+    texts = {}
     for row in plan.partition:
         parts = "; ".join(
-            f"dimension {cut.dim}: " + ", ".join("+".join(f"{a}-{b}" for a, b in held) or "-" for held in cut.ranges)
+            f"dimension {cut.dim}: " + ", ".join("+".join(f"{a}-{b}" for a, b in spans) or "-" for spans in cut.ranges)
             for cut in row.cuts
         )
-        found[row.name] = " ".join(filter(None, (row.style, f"(gradients {row.gradients})", parts)))
-    return found
+        texts[row.name] = " ".join(filter(None, (row.style, f"(gradients {row.gradients})", parts)))
+    return texts
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

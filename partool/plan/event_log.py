@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, Required, TypedDict, cast
 
 from partool.plan.event_data import check_event
 from partool.plan.record import DamagedRecordError, parse_json
@@ -37,6 +37,30 @@ class Event(TypedDict):
     """Unix time in seconds."""
     rank: int
     data: dict[str, Any]
+
+
+class StepData(TypedDict, total=False):
+    """What an event ``step`` says; None stands for a figure that is not known, or not finite."""
+
+    step: Required[int]
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    mfu: float | None
+    memory_bytes: int | None
+
+
+class ExpertLayer(TypedDict):
+    """The load of a layer's experts, as an event ``experts`` has it; None stands for what is not a finite number."""
+
+    layer: int
+    tokens: list[int]
+    imbalance: float | None
+    dropped: float | None
+    entropy: float | None
+    bias: list[float | None] | None
 
 
 EVENTS = "events"
@@ -103,9 +127,9 @@ def read_new_events(path: Path, offset: int, *, strict: bool = False) -> tuple[l
             data = file.read()
     except FileNotFoundError:
         return [], 0
-    whole = data.rfind(b"\n") + 1
+    end = data.rfind(b"\n") + 1
     events = []
-    for number, line in enumerate(data[:whole].split(b"\n")):
+    for number, line in enumerate(data[:end].split(b"\n")):
         try:
             event = _event(line)
         except DamagedRecordError as error:
@@ -114,7 +138,7 @@ def read_new_events(path: Path, offset: int, *, strict: bool = False) -> tuple[l
             continue
         if event is not None:
             events.append(event)
-    return events, start + whole
+    return events, start + end
 
 
 def _line(path: Path, offset: int) -> int:

@@ -291,8 +291,8 @@ class Layout(Record):
             if sequence.degree % size:
                 return f"layout.sequence.{name} makes groups of {size} ranks among {sequence.degree}"
         if len(pipeline.layers) != pipeline.stages * pipeline.chunks:
-            named, there = len(pipeline.layers), pipeline.stages * pipeline.chunks
-            return f"layout.pipeline.layers names {named} stages, stages × chunks are {there}"
+            named, stages = len(pipeline.layers), pipeline.stages * pipeline.chunks
+            return f"layout.pipeline.layers names {named} stages, stages × chunks are {stages}"
         if pipeline.schedule not in (*SCHEDULES, "file"):
             return f"layout.pipeline.schedule is {pipeline.schedule}, an unknown schedule"
         waves = pipeline.schedule in WITH_WAVES
@@ -322,9 +322,9 @@ class Layout(Record):
         update: dict[str, Any] = {}
         for name, value in changes.items():
             section, _, field = name.partition(".")
-            whole: BaseModel | None = update.get(section, getattr(self, section, None))
-            fields = type(whole).model_fields if isinstance(whole, BaseModel) else {}
+            part: BaseModel | None = update.get(section, getattr(self, section, None))
+            fields = type(part).model_fields if isinstance(part, BaseModel) else {}
             if section not in Layout.model_fields or (field and field not in fields):
                 raise AttributeError(f"a layout has no {name}")
-            update[section] = whole.model_copy(update={field: value}) if field and whole is not None else value
+            update[section] = part.model_copy(update={field: value}) if field and part is not None else value
         return self.model_copy(update=update)

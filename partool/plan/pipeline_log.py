@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from partool.schedule import Action, cell, read_cell
 
@@ -62,7 +62,19 @@ class ExecutedStep:
     actions: tuple[Executed, ...]
 
 
-def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> dict[str, Any]:
+class PipelineData(TypedDict):
+    """The data of the event; the module's docstring says what its fields hold."""
+
+    step: int
+    steady: bool
+    t: float
+    actions: list[str]
+    start_us: list[int]
+    stop_us: list[int]
+    waited_us: list[int]
+
+
+def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> PipelineData:
     """Return the data of the event for the actions ``done``; ``unix_less_clock_s`` is Unix time minus their clock."""
     ordered = sorted(done, key=lambda one: one.start_s)
     zero_s = min((one.start_s - one.waited_s for one in ordered), default=0.0)
@@ -77,13 +89,12 @@ def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Itera
     }
 
 
-def read_pipeline(data: dict[str, Any]) -> ExecutedStep:
+def read_pipeline(data: PipelineData) -> ExecutedStep:
     """Parse the data that :func:`pipeline_data` returned; raises ``ValueError`` for other data."""
     try:
-        columns = [data[name] for name in ("actions", "start_us", "stop_us", "waited_us")]
+        columns = zip(data["actions"], data["start_us"], data["stop_us"], data["waited_us"], strict=True)
         rows = [
-            Executed(read_cell(text), start / 1e6, stop / 1e6, waited / 1e6)
-            for text, start, stop, waited in zip(*columns, strict=True)
+            Executed(read_cell(text), start / 1e6, stop / 1e6, waited / 1e6) for text, start, stop, waited in columns
         ]
         return ExecutedStep(int(data["step"]), bool(data["steady"]), float(data["t"]), tuple(rows))
     except (KeyError, TypeError, ValueError) as error:

@@ -33,8 +33,8 @@ def stdlib_files() -> Iterator[Path]:
     """Yield the files of the source ``python-stdlib`` without an order: the interpreter's library without its tests."""
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _STDLIB_LEFT_OUT]
-        found = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("."))
-        yield from (path for path in found if path.is_file())
+        paths = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 _SIDECAR = 'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}'

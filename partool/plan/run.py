@@ -99,9 +99,9 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
             raise
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        with file.open("r+b") as there:
-            there.write(text.encode())
-            there.truncate()
+        with file.open("r+b") as stream:
+            stream.write(text.encode())
+            stream.truncate()
 
 
 def read_status(run_dir: Path) -> RunStatus:

@@ -68,12 +68,12 @@ def _of(stack: str, rows: Sequence[Mapping[str, str]]) -> StackScalars:
     )
 
 
-def _ratio(row: Mapping[str, str], measured: str, predicted: str, held: str) -> float | None:
-    values = _number(row, measured), _number(row, predicted), _number(row, held)
+def _ratio(row: Mapping[str, str], measured: str, predicted: str, scalar_column: str) -> float | None:
+    values = _number(row, measured), _number(row, predicted), _number(row, scalar_column)
     if None in values:
         return None
-    found, expected, factor = (value or 0.0 for value in values)
-    return found * factor / expected
+    observed, expected, factor = (value or 0.0 for value in values)
+    return observed * factor / expected
 
 
 def _number(row: Mapping[str, str], column: str) -> float | None:

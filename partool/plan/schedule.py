@@ -32,8 +32,8 @@ def sealed(layout: Layout) -> Layout:
     seconds.
     """
     short = 2 * len(layout.pipeline.bounds) * layout.derived.accumulation <= MOST_SEALED
-    found = schedule_hash(_made(layout)) if layout.mesh.pp > 1 and short else ""
-    return layout.changed({"derived.schedule_hash": found})
+    seal = schedule_hash(_made(layout)) if layout.mesh.pp > 1 and short else ""
+    return layout.changed({"derived.schedule_hash": seal})
 
 
 def sizes_of(layout: Layout) -> tuple[str, int, int, int, int]:

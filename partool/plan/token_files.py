@@ -80,8 +80,8 @@ def read_index(index: Path) -> Index:
     if version != 1:
         raise DataError(f"{index} has version {version}; only version 1 is known")
     if code not in INDEX_TYPES:
-        known = ", ".join(f"{number} {name}" for number, name in INDEX_TYPES.items())
-        raise DataError(f"{index} has dtype code {code}; integers are: {known}")
+        types = ", ".join(f"{number} {name}" for number, name in INDEX_TYPES.items())
+        raise DataError(f"{index} has dtype code {code}; integers are: {types}")
     return Index(INDEX_TYPES[code], sequences, boundaries)
 
 
@@ -124,7 +124,7 @@ def _last(file: BinaryIO, form: str, at: int) -> int:
     size = struct.calcsize(form)
     try:
         file.seek(at, 2 if at < 0 else 0)
-        found: int = struct.unpack(form, file.read(size))[0]
+        number: int = struct.unpack(form, file.read(size))[0]
     except (OSError, struct.error):
         return -1
-    return found
+    return number

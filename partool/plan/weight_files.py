@@ -36,8 +36,8 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / _SINGLE]
     else:
         message = f"{folder} holds neither {_SINGLE} nor {_INDEX}"
-        there = sorted(file.name for file in folder.iterdir())[:8]
-        raise WeightsError(message, f"It holds {', '.join(there) or 'nothing'}.")
+        names = sorted(file.name for file in folder.iterdir())[:8]
+        raise WeightsError(message, f"It holds {', '.join(names) or 'nothing'}.")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise WeightsError(f"{folder}: the index names files that are missing: {', '.join(missing)}")

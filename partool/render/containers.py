@@ -21,14 +21,14 @@ def mounts(job: Job) -> list[Mount]:
 
     A path that a mount of the user already provides is left out.
     """
-    found = list(job.plan.launch.mounts)
+    mounts = list(job.plan.launch.mounts)
     writable = [str(job.run_dir), *(path for plan in _plans(job) for path in writable_folders(plan))]
     readable = [path for plan in _plans(job) for path in _read_paths(plan)]
     for paths, read_only in ((writable, False), (readable, True)):
         for path in dict.fromkeys(paths):
-            if not any(within(path, mount.target) for mount in found):
-                found.append(_same_path(path, read_only))
-    return found
+            if not any(within(path, mount.target) for mount in mounts):
+                mounts.append(_same_path(path, read_only))
+    return mounts
 
 
 def writable_folders(plan: Plan) -> list[str]:

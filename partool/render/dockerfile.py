@@ -51,11 +51,11 @@ def dockerfile(
     package index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be
     read as several words, and ValueError if ``base_image`` is None and no base image is known.
     """
-    known = BASE_IMAGES.get((backend, architecture))
+    base = BASE_IMAGES.get((backend, architecture))
     if base_image is None:
-        if known is None:
+        if base is None:
             raise ValueError(f"no known base image for {backend} on {architecture}: name one")
-        base_image = known.name
+        base_image = base.name
     release = _RELEASE.fullmatch(partool_source) is not None
     _check(_IMAGE, base_image, "base image")
     if not release:
@@ -66,7 +66,7 @@ def dockerfile(
         backend={"cuda": "CUDA", "rocm": "ROCm"}[backend],
         architecture=architecture,
         image=base_image,
-        origin=f"{known.source} ({known.as_of})" if known and base_image == known.name else "",
+        origin=f"{base.source} ({base.as_of})" if base and base_image == base.name else "",
         source=partool_source,
         release=release,
         wheel=partool_source.endswith(".whl"),

@@ -44,12 +44,12 @@ def program(plan: Plan) -> EngineProgram:
 
 def _variables(plan: Plan) -> list[Variable]:
     """Return the variables of :func:`variables`; what torch's allocator is told has its older name, too."""
-    found = {each.name: each for each in variables(plan)}
-    if allocator.NAME in found and not found.keys() & allocator.OLDER:
+    by_name = {each.name: each for each in variables(plan)}
+    if allocator.NAME in by_name and not by_name.keys() & allocator.OLDER:
         older = allocator.OLDER[0]
         origin = f"{allocator.NAME}, as torch before 2.9 calls it"
-        found[older] = Variable(name=older, value=found[allocator.NAME].value, origin=origin)
-    return list(found.values())
+        by_name[older] = Variable(name=older, value=by_name[allocator.NAME].value, origin=origin)
+    return list(by_name.values())
 
 
 Arguments = list[tuple[str, list[str]]]
@@ -59,8 +59,8 @@ _SECTIONS = (("MODEL", ("model",)), ("PARALLEL", ("parallel",)), ("TRAINING", ("
 
 
 def _megatron(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
-    found = [(name, [_argument(term) for term in terms if term.path.split(".")[0] in of]) for name, of in _SECTIONS]
-    return "", "", found
+    sections = [(name, [_argument(term) for term in terms if term.path.split(".")[0] in of]) for name, of in _SECTIONS]
+    return "", "", sections
 
 
 def _deepspeed(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
@@ -74,9 +74,9 @@ def _torchtitan(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
 
 
 def _accelerate(terms: list[EngineTerm]) -> tuple[str, str, Arguments]:
-    own = nested({term.name.removeprefix(OF): term.value for term in terms if term.name.startswith(OF)})
+    configuration = nested({term.name.removeprefix(OF): term.value for term in terms if term.name.startswith(OF)})
     rest = [_argument(term, word="true") for term in terms if not term.name.startswith(OF)]
-    return "accelerate.yaml", yaml.safe_dump(own, sort_keys=False), [("ARGUMENTS", rest)]
+    return "accelerate.yaml", yaml.safe_dump(configuration, sort_keys=False), [("ARGUMENTS", rest)]
 
 
 _WRITTEN: Mapping[str, Callable[[list[EngineTerm]], tuple[str, str, Arguments]]] = {

@@ -81,11 +81,11 @@ def variables(plan: Plan) -> list[Variable]:
     for name in (*(each.name for each in plan.environment), *plan.launch.env, *plan.launch.secrets):
         if not fits(VariableName, name):
             raise UnsafeValueError(f"{name!r} cannot be the name of an environment variable")
-    found = {variable.name: variable for variable in plan.environment}
+    by_name = {variable.name: variable for variable in plan.environment}
     for name, value in plan.launch.env.items():
-        if name not in found or found[name].value != value:
-            found[name] = Variable(name=name, value=value, origin="launch.env")
-    for variable in found.values():
+        if name not in by_name or by_name[name].value != value:
+            by_name[name] = Variable(name=name, value=value, origin="launch.env")
+    for variable in by_name.values():
         if not fits(VariableValue, variable.value):
             raise UnsafeValueError(f"{variable.name} contains a NUL, which no variable can")
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]

@@ -135,43 +135,43 @@ class GroupErrors:
     worst_line: int
 
 
-def audit(path: Path, told: Callable[[int, int], None] | None = None) -> Audit:
+def audit(path: Path, on_progress: Callable[[int, int], None] | None = None) -> Audit:
     """Predict every row of a table; raises :class:`partool.replay.table.RunTableError`.
 
-    ``told`` is called with the number of rows that are done, and of all rows.
+    ``on_progress`` is called with the number of rows that are done, and of all rows.
     """
     table = read_table(path)
-    found = Audit(str(path), len(table.lines), ignored=table.ignored)
-    _take(table, found, told)
-    return found
+    result = Audit(str(path), len(table.lines), ignored=table.ignored)
+    _take(table, result, on_progress)
+    return result
 
 
-def _take(table: RunTable, found: Audit, told: Callable[[int, int], None] | None) -> None:
-    for done, line in enumerate(table.lines):
-        if told is not None:
-            told(done, len(table.lines))
+def _take(table: RunTable, result: Audit, on_progress: Callable[[int, int], None] | None) -> None:
+    for count, line in enumerate(table.lines):
+        if on_progress is not None:
+            on_progress(count, len(table.lines))
         if line.fault:
-            found.unread.append(Unread(line.number, line.fault))
+            result.unread.append(Unread(line.number, line.fault))
             continue
         try:
             case = case_of(line.cells)
         except SkipError as reason:
-            found.unread.append(Unread(line.number, str(reason)))
+            result.unread.append(Unread(line.number, str(reason)))
             continue
-        if not _compare(found, line.number, case):
+        if not _compare(result, line.number, case):
             blank = ", ".join(MEASURES[:-1])
-            found.unread.append(Unread(line.number, f"nothing was measured: {blank} are blank"))
+            result.unread.append(Unread(line.number, f"nothing was measured: {blank} are blank"))
 
 
-def _compare(found: Audit, line: int, case: RunCase) -> bool:
+def _compare(result: Audit, line: int, case: RunCase) -> bool:
     """Add what a row measured; return False if it measured nothing."""
     time, memory = time_result(case), memory_result(case)
     if time is not None and time.measured:
-        found.priced.append(PricedRow(line, "time", time, time.measured))
+        result.priced.append(PricedRow(line, "time", time, time.measured))
     if memory is not None and memory.measured:
-        found.priced.append(PricedRow(line, "memory", memory, memory.measured))
+        result.priced.append(PricedRow(line, "memory", memory, memory.measured))
     if memory is not None and not memory.fits:
-        found.out_of_memory.append(OutOfMemory(line, memory.verdict))
+        result.out_of_memory.append(OutOfMemory(line, memory.verdict))
     return time is not None or memory is not None
 
 

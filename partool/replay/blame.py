@@ -62,19 +62,19 @@ def blamed(rows: Iterable[PricedRow]) -> list[Off]:
     groups: dict[tuple[Metric, str], list[PricedRow]] = {}
     for row in rows:
         groups.setdefault((row.metric, row.family), []).append(row)
-    found = [off for (metric, family), each in sorted(groups.items()) for off in _blamed(metric, family, each)]
-    return sorted(found, key=lambda off: -abs(log(1.0 + off.error)))
+    faults = [off for (metric, family), each in sorted(groups.items()) for off in _blamed(metric, family, each)]
+    return sorted(faults, key=lambda off: -abs(log(1.0 + off.error)))
 
 
 def _blamed(metric: Metric, family: str, rows: list[PricedRow]) -> list[Off]:
-    found: list[Off] = []
-    left = rows
-    while split := _best_split(metric, family, left):
-        off, left = split
-        found.append(off)
-    if len(left) >= LEAST_ROWS and (off_all := _off(metric, family, (), left, [])):
-        found.append(off_all)
-    return found
+    faults: list[Off] = []
+    rest = rows
+    while split := _best_split(metric, family, rest):
+        off, rest = split
+        faults.append(off)
+    if len(rest) >= LEAST_ROWS and (off_all := _off(metric, family, (), rest, [])):
+        faults.append(off_all)
+    return faults
 
 
 def _best_split(metric: Metric, family: str, rows: list[PricedRow]) -> tuple[Off, list[PricedRow]] | None:

@@ -137,9 +137,9 @@ def batch_of(cells: Cells, length: int) -> int:
     if batch := cells.count("global_batch"):
         return batch
     for pattern in _TOKENS:
-        found = re.search(pattern, cells.lower("notes"))
-        if found:
-            value, unit = float(found.group(1).replace(",", "")), found.group(2)
+        match = re.search(pattern, cells.lower("notes"))
+        if match:
+            value, unit = float(match.group(1).replace(",", "")), match.group(2)
             decimal, binary = {"k": (1e3, 2**10), "m": (1e6, 2**20), None: (1, 1)}[unit]
             meanings = (value * binary / length, value * decimal / length)
             return round(next((meant for meant in meanings if meant == int(meant) > 0), max(meanings[1], 1)))
@@ -148,11 +148,11 @@ def batch_of(cells: Cells, length: int) -> int:
 
 def accumulation_of(cells: Cells) -> int:
     """Return the number of micro-batches per step that the notes state; 0 if they state none."""
-    found = re.search(
+    match = re.search(
         r"(?:grad(?:ient)?[ -]?accum(?:ulation)?(?: steps)?|\bga)\s*(?:[:=]|of)?\s*(\d+)|no grad\w* accum",
         cells.lower("notes"),
     )
-    return int(found.group(1) or 1) if found else 0
+    return int(match.group(1) or 1) if match else 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Reading:
     schedule: tuple[str, int]
     """Name and chunks per rank."""
     recompute: Recompute
-    offload: dict[str, Any]
+    offload: OffloadLayout
     micro_batch: int
     accumulation: int
 
@@ -253,7 +253,7 @@ def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) ->
             degree=degrees.cp,
             order="zigzag" if stack.ring_balanced else "contiguous",
         ),
-        offload=OffloadLayout(**reading.offload),
+        offload=reading.offload,
         expert=degrees.ep,
         recompute=tuple(policies),
         compile="none" if stack.operators_forward > 20 else "block",

@@ -30,11 +30,11 @@ class Cells:
 
     def number(self, name: str) -> float | None:
         """Return the first positive number of a cell, or None."""
-        found = _NUMBER.search(self.text(name))
-        if not found:
+        match = _NUMBER.search(self.text(name))
+        if not match:
             return None
         try:
-            value = float(found.group().replace(",", ""))
+            value = float(match.group().replace(",", ""))
         except ValueError:
             return None
         return value if 0 < value < 1e18 else None

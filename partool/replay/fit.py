@@ -58,8 +58,8 @@ def fitted(rows: Iterable[PricedRow]) -> list[Fitted]:
 
 def _fitted(accelerator: str, stack: str, rows: list[PricedRow]) -> Fitted:
     sound = [row for row in rows if not row.open]
-    lines, left = ({row.line for row in rows if bool(row.open) is open} for open in (False, True))
-    return Fitted(accelerator, stack, _scalar(sound, "time"), _scalar(sound, "memory"), len(lines), len(left))
+    lines, open_lines = ({row.line for row in rows if bool(row.open) is open} for open in (False, True))
+    return Fitted(accelerator, stack, _scalar(sound, "time"), _scalar(sound, "memory"), len(lines), len(open_lines))
 
 
 def _scalar(rows: list[PricedRow], metric: Metric) -> Scalar | None:
@@ -67,7 +67,7 @@ def _scalar(rows: list[PricedRow], metric: Metric) -> Scalar | None:
     return scalar(ratios) if len(ratios) >= LEAST_ROWS else None
 
 
-def profiles(found: Iterable[Fitted], folder: Path, *, version: str, created: str) -> dict[Path, Profile]:
+def profiles(fits: Iterable[Fitted], folder: Path, *, version: str, created: str) -> dict[Path, Profile]:
     """Return the calibrations with the usable scalars put in, by their path in ``folder``.
 
     The rows were predicted with the catalog's figures. So the scalars of a device go into ``calibration.json`` only if
@@ -76,40 +76,40 @@ def profiles(found: Iterable[Fitted], folder: Path, *, version: str, created: st
     Raises :class:`partool.catalog.profile_file.ProfileError` for a calibration that cannot be read.
     """
     by: dict[str, list[Fitted]] = {}
-    for one in found:
+    for one in fits:
         if one.usable:
             by.setdefault(one.accelerator, []).append(one)
     shared = folder / PROFILE_FILE
-    there = load_profile(shared) if shared.exists() else None
-    return dict(_profile(accelerator, each, shared, there, sole=len(by) == 1, version=version, created=created)
+    profile = load_profile(shared) if shared.exists() else None
+    return dict(_profile(accelerator, each, shared, profile, sole=len(by) == 1, version=version, created=created)
                 for accelerator, each in by.items())  # fmt: skip
 
 
 def _profile(
     accelerator: str,
-    found: list[Fitted],
+    fits: list[Fitted],
     shared: Path,
-    there: Profile | None,
+    shared_profile: Profile | None,
     *,
     sole: bool,
     version: str,
     created: str,
 ) -> tuple[Path, Profile]:
-    if there is None:
-        path = shared if sole else _own(shared, accelerator)
+    if shared_profile is None:
+        path = shared if sole else _device_file(shared, accelerator)
     else:
-        alike = there.machine.accelerator == accelerator and there.figures == MeasuredFigures()
-        path = shared if alike else _own(shared, accelerator)
-    old = there if path == shared else load_profile(path) if path.exists() else None
+        alike = shared_profile.machine.accelerator == accelerator and shared_profile.figures == MeasuredFigures()
+        path = shared if alike else _device_file(shared, accelerator)
+    old = shared_profile if path == shared else load_profile(path) if path.exists() else None
     if old is None:
         machine = MachineId(accelerator=accelerator)
         old = Profile(partool_version=version, created=created, sizes="none", complete=True, machine=machine)
-    new = {one.stack: one for one in found}
+    new = {one.stack: one for one in fits}
     scalars = [_updated(old.scalar(name), new.get(name)) for name in sorted({*new, *(s.stack for s in old.scalars)})]
     return path, old.model_copy(update={"scalars": tuple(scalars), "partool_version": version, "created": created})
 
 
-def _own(shared: Path, accelerator: str) -> Path:
+def _device_file(shared: Path, accelerator: str) -> Path:
     return shared.with_name(f"{shared.stem}-{accelerator}{shared.suffix}")
 
 

@@ -80,16 +80,16 @@ def _resolved(accelerator: str, nodes: int, per_node: int, precision: str, power
 def _figures(cells: Cells, base: Devices, per_node: int) -> dict[str, Any]:
     """Return what a row says otherwise: memory, its bandwidth, and the network's rate."""
     text = cells.lower("gpu")
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if size := re.search(r"(\d+(?:\.\d+)?)\s*gi?b\b", text):
         gib = float(size.group(1))
         if not 0.9 < gib * 2**30 / base.memory_bytes < 1.08:
-            found["memory_bytes"] = int(gib * (1.0 if "gib" in text else 0.985) * 2**30)
+            figures["memory_bytes"] = int(gib * (1.0 if "gib" in text else 0.985) * 2**30)
     if rate := re.search(r"(\d+(?:\.\d+)?)\s*tb/s", text):
-        found["memory_bytes_per_s"] = float(rate.group(1)) * 1e12
+        figures["memory_bytes_per_s"] = float(rate.group(1)) * 1e12
     if network := network_of(cells.text("inter_bw_note"), per_node, base.fabric_bytes_per_s):
-        found["fabric_bytes_per_s"] = network.bytes_per_s
-    return found
+        figures["fabric_bytes_per_s"] = network.bytes_per_s
+    return figures
 
 
 def _power_w(cells: Cells, accelerator: str) -> float | None:

@@ -44,9 +44,9 @@ def counted_flops(cells: Cells, job: TrainingWork) -> float:
     # The Machine Learning Engineering book counts attention causally, and what checkpointing runs again as work.
     causal = causal or "ml-engineering" in text
     forward = matmul_flops_per_token(job.model) + attention * (1.0 if causal else 2.0)
-    again = "ml-engineering" in text or re.search(rf"{AGAIN}|\bhfu\b printed", text)
+    recomputation_counts = "ml-engineering" in text or re.search(rf"{AGAIN}|\bhfu\b printed", text)
     policy = cells.lower("recompute")
-    return (4.0 if again and ("full" in policy or not policy) else 3.0) * tokens * forward
+    return (4.0 if recomputation_counts and ("full" in policy or not policy) else 3.0) * tokens * forward
 
 
 def peak_bytes(cells: Cells) -> float | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from partool.cost.case import FULL, RECOMPUTE
+from partool.plan.layout import OffloadLayout
 from partool.replay.cells import Cells
 from partool.replay.models import hybrid
 from partool.spec.parallel import ZeroStage
@@ -100,17 +100,17 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
     stated = cells.lower("recompute")
     if not stated:
         notes = cells.lower("notes")
-        found = next((match.group(1) for pattern in _STATED if (match := re.search(pattern, notes))), "")
-        stated = "none" if found in ("no", "without", "off", "false", "disabled") else found
-    own = 2 if stack.name.startswith(("fsdp2", "jax")) else 1
-    if policy := _policy(stated, own):
+        word = next((match.group(1) for pattern in _STATED if (match := re.search(pattern, notes))), "")
+        stated = "none" if word in ("no", "without", "off", "false", "disabled") else word
+    selective = 2 if stack.name.startswith(("fsdp2", "jax")) else 1
+    if policy := _policy(stated, selective):
         return [policy]
     if stack.name == "megatron-2021" or re.search(AGAIN, cells.lower("notes")):
         return [Recompute(FULL)]  # before selective recomputation there was no other; "hardware FLOPs" tell of it
-    return [Recompute(0), Recompute(own), Recompute(FULL, 0.25), Recompute(FULL, 0.5), Recompute(FULL)]
+    return [Recompute(0), Recompute(selective), Recompute(FULL, 0.25), Recompute(FULL, 0.5), Recompute(FULL)]
 
 
-def _policy(text: str, own: int) -> Recompute | None:
+def _policy(text: str, selective: int) -> Recompute | None:
     """Return the policy that a cell states; None if it states none."""
     if text in ("attention", "keep_attention"):
         return Recompute(RECOMPUTE.index(text))
@@ -125,7 +125,7 @@ def _policy(text: str, own: int) -> Recompute | None:
     if "full" in text or text in ("yes", "true", "1", "on", "ac"):
         return Recompute(FULL)
     if "select" in text:
-        return Recompute(own)
+        return Recompute(selective)
     if "core_attn" in text or "core attention" in text:
         return Recompute(1)
     return Recompute(0) if re.search(_CHEAP, text) else None
@@ -154,21 +154,22 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)]
 
 
-def offload_of(cells: Cells) -> list[dict[str, Any]]:
-    """Return what lives in host memory, as fields of a layout's offload; DeepCompile offloads only what it must."""
+def offload_of(cells: Cells) -> list[OffloadLayout]:
+    """Return what lives in host memory, by each reading of the row; DeepCompile offloads only what it must."""
     columns = cells.lower("zero_or_fsdp", "offload", "method")
     text = f"{columns}; {cells.lower('notes')}"
     if "offload" not in text and not re.search(r"\bcpu\b", columns):
-        return [{}]  # a processor that notes name is the host's
+        return [OffloadLayout()]  # a processor that notes name is the host's
     if re.search(r"offload[a-z ]*[:=]? *(false|no\b|none|off\b)|(w/o|without|no|not) (cpu[- ]?)?offload", text):
-        return [{}]
-    found: dict[str, Any] = {"optimizer": "cpu", "gpu_fraction": 0.0}
+        return [OffloadLayout()]
+    offload = OffloadLayout(optimizer="cpu", gpu_fraction=0.0)
     if re.search(r"full cpu|param", columns) or re.search(
         r"param\w*[^;,.]{0,20}offload|offload[^;,.]{0,20}param", text
     ):
-        found["parameters"] = "cpu"
+        offload = offload.model_copy(update={"parameters": "cpu"})
     if "activation" in text:
-        found = {**({} if "activation" in text and "optim" not in text else found), "activations": "cpu"}
+        offload = (offload if "optim" in text else OffloadLayout()).model_copy(update={"activations": "cpu"})
     if cells.lower("notes").startswith("deepcompile"):
-        return [{}, *({**found, "gpu_fraction": share} for share in (0.75, 0.5, 0.25, 0.0))]
-    return [found]
+        shares = (0.75, 0.5, 0.25, 0.0)
+        return [OffloadLayout(), *(offload.model_copy(update={"gpu_fraction": share}) for share in shares)]
+    return [offload]

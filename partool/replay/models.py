@@ -80,8 +80,8 @@ def _printed(cells: Cells) -> dict[str, Any]:
         "layers": "n_layers", "hidden": "hidden", "ffn_hidden": "ffn_hidden", "heads": "n_heads",
         "kv_heads": "n_kv_heads", "vocab": "vocab",
     }  # fmt: skip
-    found = {field: cells.count(column) for field, column in names.items()}
-    return {field: value for field, value in found.items() if 0 < value < _LARGE}
+    values = {field: cells.count(column) for field, column in names.items()}
+    return {field: value for field, value in values.items() if 0 < value < _LARGE}
 
 
 def _completed(fields: dict[str, Any], cells: Cells) -> ModelConfig | None:
@@ -117,22 +117,22 @@ def plain(name: str) -> str:
 
 
 @cache
-def _known() -> dict[str, dict[str, Any]]:
+def _models_by_name() -> dict[str, dict[str, Any]]:
     presets = _presets()
-    found: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
     with DIMENSIONS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             # Presets know what the table has no columns for: latent attention, experts in every n-th layer.
             fields = presets.get(plain(_sizeless(row["model_key"]))) or _tabled(row)
             for name in (row["model_key"], *row["aliases"].split("|")):
                 if name and fields:
-                    found[plain(name)] = fields
-    found |= {name: fields for name, fields in presets.items() if name not in found}
-    return found | {name: presets[preset] for name, preset in _ALIASES.items() if preset in presets}
+                    models[plain(name)] = fields
+    models |= {name: fields for name, fields in presets.items() if name not in models}
+    return models | {name: presets[preset] for name, preset in _ALIASES.items() if preset in presets}
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
     for name, entry in table("models").items():
         fields = dict(entry["fields"])
         attention = fields.pop("attention", None)
@@ -140,8 +140,8 @@ def _presets() -> dict[str, dict[str, Any]]:
             fields |= {"window": attention["window"], "layer_types": ("sliding",) * fields["layers"]}
         fields.setdefault("head_dim", fields["hidden"] // fields["heads"])
         fields.setdefault("activation", "swiglu")
-        found[plain(name)] = fields
-    return found
+        models[plain(name)] = fields
+    return models
 
 
 def _sizeless(name: str) -> str:
@@ -173,11 +173,11 @@ def _named(name: str) -> dict[str, Any] | None:
     wanted = plain(name)
     if not wanted:
         return None
-    for whole in (wanted, plain(_sizeless(name))):
-        if whole in _known():
-            return dict(_known()[whole])
-    inside = [known for known in _known() if len(known) > 4 and _contains(wanted, known)]
-    return dict(_known()[max(inside, key=len)]) if inside else None
+    for spelling in (wanted, plain(_sizeless(name))):
+        if spelling in _models_by_name():
+            return dict(_models_by_name()[spelling])
+    inside = [key for key in _models_by_name() if len(key) > 4 and _contains(wanted, key)]
+    return dict(_models_by_name()[max(inside, key=len)]) if inside else None
 
 
 def _contains(text: str, part: str) -> bool:
@@ -205,6 +205,6 @@ def _billions(cells: Cells) -> float | None:
     """Return the billions of parameters that a row states in its column or its model's name."""
     billions = cells.number("params_b")
     if billions is None:
-        found = re.search(r"(\d+(?:\.\d+)?)\s*([mbt])\b", cells.lower("model"))
-        billions = float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2)] if found else None
+        match = re.search(r"(\d+(?:\.\d+)?)\s*([mbt])\b", cells.lower("model"))
+        billions = float(match.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[match.group(2)] if match else None
     return billions if billions is not None and 0.01 < billions < 1e4 else None

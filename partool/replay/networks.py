@@ -59,10 +59,10 @@ def network_of(note: str, per_node: int, usual_bytes_per_s: float) -> Network | 
 
 def _stated(note: str) -> tuple[float, int] | None:
     """Return a note's rate in bytes per second, and the number of adapters beside it (0 if none is stated)."""
-    found, text = _RATE.search(note), note.lower()
-    if found:
-        scale = 1e9 if found.group(2) in "gG" else 1e12
-        return float(found.group(1)) * scale / (1 if found.group(3) else 8), _count(text, found.start(), found.end())
+    match, text = _RATE.search(note), note.lower()
+    if match:
+        scale = 1e9 if match.group(2) in "gG" else 1e12
+        return float(match.group(1)) * scale / (1 if match.group(3) else 8), _count(text, match.start(), match.end())
     for name, gigabits in _GENERATIONS.items():
         if at := re.search(rf"\b{name}\d*\b", text):
             return gigabits * 1e9 / 8, _count(text, at.start(), at.end())
@@ -71,5 +71,5 @@ def _stated(note: str) -> tuple[float, int] | None:
 
 def _count(text: str, start: int, stop: int) -> int:
     before, after = _COUNT_BEFORE.search(text[:start]), _COUNT_AFTER.match(text[stop:])
-    found = before or after
-    return int(next(group for group in found.groups() if group)) if found else 0
+    match = before or after
+    return int(next(group for group in match.groups() if group)) if match else 0

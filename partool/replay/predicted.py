@@ -43,8 +43,8 @@ def time_result(case: RunCase) -> Result | None:
         predicted = predict_time(job, layout, 1).step_time_s
         over = _over(job, layout) if len(case.options) > 1 else 0.0
         # Readings may differ in their batch: compare time per sequence.
-        again = sum(map(RECOMPUTE.index, layout.recompute)) / len(layout.recompute)
-        key = (over, again, predicted / job.global_batch)
+        recomputed = sum(map(RECOMPUTE.index, layout.recompute)) / len(layout.recompute)
+        key = (over, recomputed, predicted / job.global_batch)
         if best is None or key < best[:3]:
             best = (*key, Result(case, job, layout, predicted, seconds))
     return best[3] if best else None
@@ -52,8 +52,8 @@ def time_result(case: RunCase) -> Result | None:
 
 def _over(job: TrainingWork, layout: Layout) -> float:
     """Return by how much a reading lies above what a run that was published can have needed, in capacities."""
-    found = predict_memory(job, layout, 0.0)
-    used = found.total_bytes / max(found.capacity_bytes, 1)
+    prediction = predict_memory(job, layout, 0.0)
+    used = prediction.total_bytes / max(prediction.capacity_bytes, 1)
     return 0.0 if used <= _PLAUSIBLE else used
 
 
@@ -69,10 +69,10 @@ def memory_result(case: RunCase) -> Result | None:
         return None
     least = min(layout.micro_batch for _, layout in case.options)
     options = [(job, layout) for job, layout in case.options if layout.micro_batch == least]
-    found = [(predict_memory(job, layout, 0.0), job, layout) for job, layout in options]
-    smallest = min(found, key=lambda one: one[0].total_bytes)
-    prediction, job, layout = next((one for one in found if one[0].verdict != "red"), smallest)
-    verdicts = {one[0].verdict for one in found}
+    predictions = [(predict_memory(job, layout, 0.0), job, layout) for job, layout in options]
+    smallest = min(predictions, key=lambda one: one[0].total_bytes)
+    prediction, job, layout = next((one for one in predictions if one[0].verdict != "red"), smallest)
+    verdicts = {one[0].verdict for one in predictions}
     verdict = prediction.verdict if len(verdicts) == 1 else "amber"
     worst = max(rank_memories(job, layout), key=lambda memory: float(memory.total_bytes))
     read = float(worst.total_bytes)

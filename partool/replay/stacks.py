@@ -54,7 +54,7 @@ def compiled(cells: Cells) -> bool | None:
 def stack_of(cells: Cells) -> Stack:
     """Return the code base of a run: as the column ``stack`` says, else by names that appear in the row."""
     source, text = cells.lower("source"), cells.everything
-    found = _stated(cells) or _named(
+    stack = _stated(cells) or _named(
         source,
         f"{text} {cells.lower('dtype')}",
         cells.used("zero_or_fsdp"),
@@ -62,30 +62,30 @@ def stack_of(cells: Cells) -> Stack:
         cells.count("pp", 1) > 1,
     )
     if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
-        found = replace(found, sequence_parallel=True)
+        stack = replace(stack, sequence_parallel=True)
     if cells.lower("sequence_parallel").startswith(("n", "false", "0")):
-        found = replace(found, sequence_parallel=False)
+        stack = replace(stack, sequence_parallel=False)
     if cells.lower("notes").startswith("deepcompile"):
-        found = replace(found, elementwise=1.2, derate=1.05)
-    if found.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
-        found = replace(found, attention="unfused")  # flash attention needs Ampere or newer
+        stack = replace(stack, elementwise=1.2, derate=1.05)
+    if stack.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
+        stack = replace(stack, attention="unfused")  # flash attention needs Ampere or newer
     if "async tp" in text:
-        found = replace(found, overlap_tensor=0.5)
+        stack = replace(stack, overlap_tensor=0.5)
     if re.search(r"deep-?ep|hybrid-?ep", text):
-        found = sending_once(found)
+        stack = sending_once(stack)
     if re.search(
         r"(overlap\w*[^;,.]{0,20}(\bep\b|expert|a2a|all-?to-?all|moe))|((\bep|a2a|moe)[ _]\w{0,8}[ _]?overlap)", text
     ):
-        found = replace(found, overlap_expert=0.6)
+        stack = replace(stack, overlap_expert=0.6)
     if re.search(r"cuda[ _-]?graph", text) and not re.search(r"(no|without|w/o) cuda[ _-]?graph", text):
-        found = replace(found, host_slowdown=0.1)  # a graph starts its kernels at once
-    if found.attention == "flash2" and cells.count("year") >= 2025:
-        found = replace(found, attention="flash3")
-    if "liger" in text or (found.name == "deepspeed" and cells.count("seq_len") >= _LONG):
-        found = replace(
-            found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2)
+        stack = replace(stack, host_slowdown=0.1)  # a graph starts its kernels at once
+    if stack.attention == "flash2" and cells.count("year") >= 2025:
+        stack = replace(stack, attention="flash3")
+    if "liger" in text or (stack.name == "deepspeed" and cells.count("seq_len") >= _LONG):
+        stack = replace(
+            stack, name=f"{stack.name}+fused-loss", logit_bytes=8.0, elementwise=min(stack.elementwise, 1.2)
         )
-    return found
+    return stack
 
 
 def _stated(cells: Cells) -> Stack | None:

@@ -134,18 +134,20 @@ def _check_header(path: Path, header: list[str]) -> None:
     missing = [" or ".join(names) for names in _NEEDED if not set(names) & set(header)]
     if missing:
         near = "; ".join(_ignored(header))
-        found = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
-        message = f"{path} lacks columns of a table of runs: {'; '.join(missing)} (its first line reads: {found[:300]})"
+        columns = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
+        message = (
+            f"{path} lacks columns of a table of runs: {'; '.join(missing)} (its first line reads: {columns[:300]})"
+        )
         raise RunTableError(
             "PT287", message, f"unknown columns: {near}" if near else "docs/guide/own-runs.md lists the columns"
         )
 
 
 def _ignored(header: list[str]) -> Iterator[str]:
-    known = (*ALL_COLUMNS, *MORE)
+    valid_names = (*ALL_COLUMNS, *MORE)
     for name in header:
-        if name and name not in known:
-            near = get_close_matches(name.lower().replace(" ", "_"), known, n=1, cutoff=0.7)
+        if name and name not in valid_names:
+            near = get_close_matches(name.lower().replace(" ", "_"), valid_names, n=1, cutoff=0.7)
             yield f"{name} (did you mean {near[0]}?)" if near else name
 
 

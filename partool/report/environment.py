@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -32,14 +32,14 @@ def _reference(secret: Secret) -> str:
     return f"(secret: the key {secret.key} of the Kubernetes Secret {secret.secret})"
 
 
-def site_rows(plan: Plan) -> list[dict[str, Any]]:
+def site_rows(plan: Plan) -> list[dict[str, object]]:
     """Return a row (name, value, origin) for each field of ``launch.slurm`` that the site profile set."""
     slurm, default = plan.launch.slurm, SlurmSpec()
     if slurm.profile is None:
         return []
     written = plan.spec.get("launch", {}).get("slurm", {})
     origin = f"site profile {slurm.profile}"
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for name in SlurmSpec.model_fields:
         value = getattr(slurm, name)
         if name == "options":
@@ -54,7 +54,7 @@ def site_rows(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def as_data(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+def as_data(plan: Plan) -> dict[str, Sequence[Mapping[str, object]]]:
     """Return the tables of variables and of site-profile fields as data."""
     return {"environment": environment_rows(plan), "site_profile": site_rows(plan)}
 
@@ -63,11 +63,11 @@ def render_environment(plan: Plan, console: Console) -> None:
     """Print the variables of every rank, and the fields that came from a site profile."""
     rows = environment_rows(plan)
     _table("Environment of every rank", rows, "nothing is set", console)
-    told = [(row["name"], *row["origin"].partition(": ")[::2]) for row in rows if ": " in row["origin"]]
-    if told:
+    reasons = [(row["name"], *row["origin"].partition(": ")[::2]) for row in rows if ": " in row["origin"]]
+    if reasons:
         console.print()
         console.print(Text("Why", "bold"))
-        for name, origin, why in told:
+        for name, origin, why in reasons:
             source = origin.partition(" (")[2].rstrip(")")
             # An address that wraps cannot be followed.
             console.print(Text(f"{name}: {why}" + (f"; {source}" if source else "")), soft_wrap=True)
@@ -85,7 +85,7 @@ def summary(plan: Plan) -> str:
     return "; ".join(f"{', '.join(names)} ({origin})" for origin, names in groups.items())
 
 
-def _table(title: str, rows: list[dict[str, Any]], nothing: str, console: Console) -> None:
+def _table(title: str, rows: Sequence[Mapping[str, object]], nothing: str, console: Console) -> None:
     console.print(Text(title, "bold"))
     if not rows:
         console.print(nothing)
@@ -95,7 +95,7 @@ def _table(title: str, rows: list[dict[str, Any]], nothing: str, console: Consol
     table.add_column("value", overflow="fold")
     table.add_column("origin", overflow="fold")
     for row in rows:
-        table.add_row(Text(_shown(row["name"])), Text(_shown(row["value"])), Text(_short(_shown(row["origin"]))))
+        table.add_row(Text(_shown(row["name"])), Text(_shown(row["value"])), Text(_short(str(row["origin"]))))
     console.print(table)
 
 
@@ -103,6 +103,6 @@ def _short(origin: str) -> str:
     return origin if origin.startswith("site profile") else origin.partition(": ")[0].partition(" (")[0]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     # Values are the user's: control characters would move the cursor or colour the terminal.
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in str(value))

@@ -73,8 +73,8 @@ def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = Non
     if number not in steps:
         if not steps:
             raise NothingExecutedError(_nothing(run_dir, plan))
-        known = ", ".join(map(str, sorted(steps)))
-        raise NothingExecutedError(f"the timeline of step {number} was not logged; logged: {known}")
+        numbers = ", ".join(map(str, sorted(steps)))
+        raise NothingExecutedError(f"the timeline of step {number} was not logged; logged: {numbers}")
     logged = steps[number]
     its_plan = logged.plan
     schedule = told_schedule(logged.ranks) if its_plan is None else executed_schedule(its_plan, logged.ranks)
@@ -158,11 +158,11 @@ def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
         (gradients if kind == "SEND_G" else ways)[pair].append(max(way_s, 0.0))
     mean = {key: statistics.fmean(each) for key, each in took.items()}
     stages = range(schedule.stages)
-    forward, whole, inputs, weights = ([mean.get((kind, stage), 0.0) for stage in stages] for kind in "FBIW")
+    forward, backward, inputs, weights = ([mean.get((kind, stage), 0.0) for stage in stages] for kind in "FBIW")
     halved = any(kind == "W" for kind, _ in took)
     return StageTimes(
         forward_s=forward,
-        backward_s=[whole[stage] or inputs[stage] + weights[stage] for stage in stages],
+        backward_s=[backward[stage] or inputs[stage] + weights[stage] for stage in stages],
         weight_s=weights if halved else None,
         send_s=_each(schedule, ways),
         input_s=inputs if halved else None,
@@ -238,7 +238,7 @@ def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedSte
 
 def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], str, float]]:
     """Yield ((sending rank, receiving rank), kind of the send, transfer time in seconds) of each message."""
-    there = {
+    arrival_s = {
         (rank, one.action): step.unix_s + one.stop_s
         for rank, step in ranks.items()
         for one in step.actions
@@ -248,8 +248,8 @@ def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], s
         for one in step.actions:
             if one.action.kind.startswith("SEND"):
                 other = peer(schedule, rank, one.action)
-                if other in there:
-                    yield (rank, other[0]), one.action.kind, there[other] - step.unix_s - one.start_s
+                if other in arrival_s:
+                    yield (rank, other[0]), one.action.kind, arrival_s[other] - step.unix_s - one.start_s
 
 
 def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
@@ -258,15 +258,15 @@ def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> di
     The value is the median of the fastest quarter of a pair's messages, because a rank notices an early message only
     when the rank needs it. Pairs without messages get the median of the other pairs.
     """
-    known = {pair: statistics.median(sorted(each)[: max(1, len(each) // 4)]) for pair, each in ways.items()}
-    usual = statistics.median(known.values()) if known else 0.0
+    medians = {pair: statistics.median(sorted(each)[: max(1, len(each) // 4)]) for pair, each in ways.items()}
+    usual = statistics.median(medians.values()) if medians else 0.0
     pairs = {
         (rank, peer(schedule, rank, action)[0])
         for rank, actions in enumerate(schedule.lists)
         for action in actions
         if action.kind.startswith("SEND")
     }
-    return {pair: known.get(pair, usual) for pair in pairs}
+    return {pair: medians.get(pair, usual) for pair in pairs}
 
 
 def _clock_offsets(schedule: Schedule, ranks: Ranks) -> dict[int, float]:
@@ -274,13 +274,13 @@ def _clock_offsets(schedule: Schedule, ranks: Ranks) -> dict[int, float]:
     shortest: dict[tuple[int, int], float] = {}
     for pair, _, way_s in _ways(schedule, ranks):
         shortest[pair] = min(way_s, shortest.get(pair, way_s))
-    ahead_s, known = dict.fromkeys(ranks, 0.0), [min(ranks)]
-    for rank in known:
-        for other in sorted(ranks.keys() - known):
-            there, back = shortest.get((rank, other)), shortest.get((other, rank))
-            if there is None or back is None:
+    ahead_s, reached = dict.fromkeys(ranks, 0.0), [min(ranks)]
+    for rank in reached:
+        for other in sorted(ranks.keys() - reached):
+            onward_s, back = shortest.get((rank, other)), shortest.get((other, rank))
+            if onward_s is None or back is None:
                 continue
-            wrong = min(there, back) < 0.0
-            ahead_s[other] = ahead_s[rank] + (0.5 * (there - back) if wrong else 0.0)
-            known.append(other)
+            wrong = min(onward_s, back) < 0.0
+            ahead_s[other] = ahead_s[rank] + (0.5 * (onward_s - back) if wrong else 0.0)
+            reached.append(other)
     return ahead_s

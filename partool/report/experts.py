@@ -10,21 +10,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from partool.plan.event_log import EVENTS, last_events
+from partool.plan.event_log import EVENTS, ExpertLayer, last_events
 
 
-def expert_loads(run_dir: Path) -> list[dict[str, Any]]:
+class ExpertLoad(ExpertLayer):
+    """The load of a layer's experts, and the step that it was measured in."""
+
+    step: int
+
+
+def expert_loads(run_dir: Path) -> list[ExpertLoad]:
     """Return the latest load of every layer of experts, in the order of the layers; empty for a dense model.
 
-    Each entry has the fields ``step``, ``layer``, ``tokens``, ``imbalance``, ``dropped``, ``entropy`` and ``bias``.
     Raises :class:`partool.plan.record.DamagedRecordError`.
     """
-    newest: dict[int, dict[str, Any]] = {}
-    for event in _events(run_dir):
-        for layer in event["layers"]:
-            known = newest.get(layer["layer"])
-            if known is None or known["step"] <= event["step"]:
-                newest[layer["layer"]] = {"step": event["step"], **layer}
+    newest: dict[int, ExpertLoad] = {}
+    for data in _events(run_dir):
+        layers: list[ExpertLayer] = data["layers"]
+        for layer in layers:
+            latest = newest.get(layer["layer"])
+            if latest is None or latest["step"] <= data["step"]:
+                newest[layer["layer"]] = {"step": data["step"], **layer}
     return [newest[number] for number in sorted(newest)]
 
 
@@ -33,14 +39,14 @@ def _events(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from (event["data"] for event in last_events(log, strict=True) if event["kind"] == "experts")
 
 
-def load_table(layers: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def load_table(layers: Sequence[ExpertLoad]) -> tuple[list[str], list[list[str]]]:
     """Return the headings of the loads' table, and the cells of each layer's row."""
     biased = any(layer["bias"] is not None for layer in layers)
     heads = ["layer", "busiest", "idlest", "unused", "dropped", "entropy", *(["bias"] if biased else [])]
     return heads, [_cells(layer, biased=biased) for layer in layers]
 
 
-def _cells(layer: dict[str, Any], *, biased: bool) -> list[str]:
+def _cells(layer: ExpertLayer, *, biased: bool) -> list[str]:
     cells = [
         str(layer["layer"]), f"{_figure(layer['imbalance'], '.2f')} ×", f"{min(shares(layer)):.2f} ×",
         str(layer["tokens"].count(0)), _figure(layer["dropped"], ".1%"), _figure(layer["entropy"], ".2f"),
@@ -53,18 +59,18 @@ def _figure(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)  # the log has no number in place of one that is not finite
 
 
-def shares(layer: dict[str, Any]) -> list[float]:
+def shares(layer: ExpertLayer) -> list[float]:
     """Return the tokens of each expert of a layer as multiples of the mean expert's."""
     mean = max(sum(layer["tokens"]), 1) / len(layer["tokens"])
     return [tokens / mean for tokens in layer["tokens"]]
 
 
-def load_title(layers: Sequence[dict[str, Any]]) -> str:
+def load_title(layers: Sequence[ExpertLoad]) -> str:
     """Return the title of the loads' table."""
     return f"Experts at step {layers[-1]['step']}: tokens as multiples of the mean expert's"
 
 
-def render_expert_loads(layers: Sequence[dict[str, Any]], console: Console) -> None:
+def render_expert_loads(layers: Sequence[ExpertLoad], console: Console) -> None:
     """Print the loads as a table; nothing if there are none."""
     if not layers:
         return

@@ -99,23 +99,25 @@ def _content(plan: Plan, source: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _verification(plan: Plan) -> dict[str, Any]:
-    found = plan.verification
-    if found is None:
+    verification = plan.verification
+    if verification is None:
         return {}
     return {
-        "verification_summary": summary(plan, found),
-        "verification_correction": correction(plan, found),
-        "verification_terms": terms(found),
-        "verification_memory": memory_over_time(found),
+        "verification_summary": summary(plan, verification),
+        "verification_correction": correction(plan, verification),
+        "verification_terms": terms(verification),
+        "verification_memory": memory_over_time(verification),
     }
 
 
 def _summary(plan: Plan) -> str:
     """Return the layout in one line: the planner's summary, or ZeRO stage and micro-batches if there is none."""
-    own = [row.summary for row in plan.candidates if not row.why_not]
+    summaries = [row.summary for row in plan.candidates if not row.why_not]
     layout = plan.layout
     return (
-        own[0] if own else f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
+        summaries[0]
+        if summaries
+        else f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
     )
 
 
@@ -173,9 +175,9 @@ def _rank_bars(plan: Plan) -> list[RankBar]:
         half = _RANKS // 2
         chosen = {rank.pipeline_rank: rank for rank in (*ranks[:half], fullest, *ranks[-half:])}
         ranks = [chosen[index] for index in sorted(chosen)]
-    whole = max(device, *(rank.total_bytes for rank in ranks)) * 1.02
+    full_width = max(device, *(rank.total_bytes for rank in ranks)) * 1.02
     colours = _classes(list(MEMORY_TERMS))
-    found = []
+    bars = []
     for rank in ranks:
         parts = [
             (colours.get(name, "c0"), size, f"{name} {gib(size)} GiB")
@@ -183,9 +185,9 @@ def _rank_bars(plan: Plan) -> list[RankBar]:
         ]
         name = f"pipeline rank {rank.pipeline_rank}" if plan.layout.mesh.pp > 1 else "every rank"
         lines = [(float(memory.capacity_bytes), "headroom"), (float(device), "device")]
-        svg = bar(f"memory-{rank.pipeline_rank}", f"Memory of {name}", parts, whole, lines)
-        found.append(RankBar(name, svg, gib(rank.total_bytes), f"{rank.total_bytes / device:.0%}"))
-    return found
+        svg = bar(f"memory-{rank.pipeline_rank}", f"Memory of {name}", parts, full_width, lines)
+        bars.append(RankBar(name, svg, gib(rank.total_bytes), f"{rank.total_bytes / device:.0%}"))
+    return bars
 
 
 def _memory_terms(plan: Plan) -> list[TermFigure]:
@@ -226,7 +228,7 @@ def _time_terms(plan: Plan) -> list[TermFigure]:
 def _time_parts(plan: Plan) -> list[TermFigure]:
     time = plan.prediction.time
     parts = {name: value for name, value in time.breakdown_s.items() if value > _TINY * time.step_time_s}
-    whole = max([time.step_time_s, *parts.values()])
+    full_width = max([time.step_time_s, *parts.values()])
     ordered = [name for name in TIME_PARTS if name in parts]
     return [
         TermFigure(
@@ -235,7 +237,7 @@ def _time_parts(plan: Plan) -> list[TermFigure]:
             seconds(parts[name]),
             f"{parts[name] / time.step_time_s:.1%}",
             TIME_PARTS[name],
-            bar(f"part-{name}", name, [("part", parts[name], f"{name} {seconds(parts[name])}")], whole, []),
+            bar(f"part-{name}", name, [("part", parts[name], f"{name} {seconds(parts[name])}")], full_width, []),
         )
         for name in ordered
     ]

@@ -127,13 +127,13 @@ def _importance(row: CandidateRow) -> int:
 
 
 def _point(picture: Picture, row: CandidateRow, x: float, y: float) -> None:
-    own = not row.why_not
+    is_plan = not row.why_not
     run = "" if row.runnable else ", cannot run yet"
     words = (
-        f"{'the plan: ' if own else ''}{row.summary}: {seconds(row.step_time_s)}, {gib(row.memory_bytes)} GiB, "
+        f"{'the plan: ' if is_plan else ''}{row.summary}: {seconds(row.step_time_s)}, {gib(row.memory_bytes)} GiB, "
         f"{row.devices} devices, {row.verdict}{run}"
     )
-    if own:
+    if is_plan:
         angles = [math.pi * (index / 5 - 0.5) for index in range(10)]
         points = [(x + r * math.cos(a), y + r * math.sin(a)) for a, r in zip(angles, (12, 5) * 5, strict=True)]
         shape = tag("polygon", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in points), class_="own")
@@ -148,8 +148,8 @@ def _point(picture: Picture, row: CandidateRow, x: float, y: float) -> None:
 
 def _axis(values: Iterable[float], pixels: tuple[float, float]) -> tuple[Callable[[float], float], list[float]]:
     """Return a function that maps a value to a pixel, and the values of the ticks; wide ranges are logarithmic."""
-    found = [value for value in values if value > 0.0]
-    low, high = min(found, default=1.0), max(found, default=1.0)
+    positive = [value for value in values if value > 0.0]
+    low, high = min(positive, default=1.0), max(positive, default=1.0)
     start, end = pixels
     if high / low > _LOG_FROM:
         low, high = low / (high / low) ** 0.05, high * (high / low) ** 0.05
@@ -176,15 +176,17 @@ def _grid(
     picture.add("text", "memory of the fullest rank, GiB", class_="label", x=8, y=14)
 
 
-def memory_over_time(found: Verification) -> str:
+def memory_over_time(verification: Verification) -> str:
     """Return the SVG of the bytes that the fullest rank's tensors hold during a step, by operators that ran."""
-    peak = max((held for _, held in found.timeline), default=0)
-    last = max((at for at, _ in found.timeline), default=0)
+    peak = max((size_bytes for _, size_bytes in verification.timeline), default=0)
+    last = max((at for at, _ in verification.timeline), default=0)
     if not peak or not last:
         return ""
     described = f"{gib(peak)} GiB at the peak; from left to right, the {last:,} operators of a step"
     picture = Picture(_STEP_WIDTH, _STEP_HEIGHT, "Memory of tensors during a step", described, class_="chart")
-    points = [(_STEP_WIDTH * at / last, _STEP_HEIGHT * (1 - held / peak)) for at, held in found.timeline]
+    points = [
+        (_STEP_WIDTH * at / last, _STEP_HEIGHT * (1 - size_bytes / peak)) for at, size_bytes in verification.timeline
+    ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     picture.add("polygon", class_="c4", points=f"{points[0][0]:.1f},{_STEP_HEIGHT} {line} {_STEP_WIDTH},{_STEP_HEIGHT}")
     return picture.markup("verification-memory")

@@ -9,11 +9,12 @@ from typing import Any
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.executed import Comparison
-from partool.report.experts import load_table, load_title, shares
+from partool.report.experts import ExpertLoad, load_table, load_title, shares
 from partool.report.html import page
 from partool.report.html_svg import Picture, tag, text
 from partool.report.html_timeline import drawing_view, page_windows
 from partool.report.run import (
+    RunSummary,
     headline,
     idle_columns,
     idle_share,
@@ -38,12 +39,12 @@ _EDGED = 64
 def render_run_html(
     plan: Plan,
     run: str,
-    summary: dict[str, Any] | None,
-    found: Comparison | None,
+    summary: RunSummary | None,
+    comparison: Comparison | None,
     note: str,
     *,
     status: RunStatus | None = None,
-    loads: Sequence[dict[str, Any]] = (),
+    loads: Sequence[ExpertLoad] = (),
 ) -> str:
     """Return the page of a run, with the ``loads`` of its experts.
 
@@ -59,12 +60,12 @@ def render_run_html(
         slow_words=slow_words(summary),
         terms=term_rows(summary) if summary is not None else [],
         experts=_experts(loads) if loads else None,
-        pipeline=_pipeline(found) if found is not None else None,
+        pipeline=_pipeline(comparison) if comparison is not None else None,
         note=note,
     )
 
 
-def _experts(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _experts(loads: Sequence[ExpertLoad]) -> dict[str, Any]:
     heads, rows = load_table(loads)
     return {
         "title": load_title(loads),
@@ -74,15 +75,15 @@ def _experts(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _strip(layer: dict[str, Any]) -> str:
+def _strip(layer: ExpertLoad) -> str:
     """Return the SVG of a layer's experts side by side, the busier the darker."""
-    found = shares(layer)
-    width = 1000.0 / len(found)
+    loads = shares(layer)
+    width = 1000.0 / len(loads)
     name = f"layer {layer['layer']}"
-    said = f"{len(found)} experts, {min(found):.2f} to {max(found):.2f} times the mean"
+    said = f"{len(loads)} experts, {min(loads):.2f} to {max(loads):.2f} times the mean"
     picture = Picture(1000, 24, f"Tokens of the experts of {name}", said, preserveAspectRatio="none", class_="bar")
-    edges = {"style": "stroke: none"} if len(found) > _EDGED else {}
-    for at, share in enumerate(found):
+    edges = {"style": "stroke: none"} if len(loads) > _EDGED else {}
+    for at, share in enumerate(loads):
         words = tag("title", text(f"expert {at}: {share:.2f} ×"))
         opacity = min(share / _FULL, 1.0)
         picture.add(
@@ -91,20 +92,20 @@ def _strip(layer: dict[str, Any]) -> str:
     return picture.markup(f"experts-{layer['layer']}")
 
 
-def _pipeline(found: Comparison) -> dict[str, Any]:
-    parts = page_windows(found.executed)
+def _pipeline(comparison: Comparison) -> dict[str, Any]:
+    parts = page_windows(comparison.executed)
     if len(parts) == 1:
-        longest_s = max(drawing.span_s for _, drawing, _ in span_rows(found))
+        longest_s = max(drawing.span_s for _, drawing, _ in span_rows(comparison))
         parts = [replace(parts[0], to_s=longest_s)]
     views = [
         (name, drawing_view(drawing, f"timeline-{name.split()[0]}", parts))
-        for name, drawing, _ in reversed(span_rows(found))
+        for name, drawing, _ in reversed(span_rows(comparison))
     ]
-    idle = idle_columns(found)
+    idle = idle_columns(comparison)
     return {
-        "headline": headline(found),
-        "note": not_simulated(found),
-        "spans": [(name, drawing.span_s, drawing.bubble, ratio) for name, drawing, ratio in span_rows(found)],
+        "headline": headline(comparison),
+        "note": not_simulated(comparison),
+        "spans": [(name, drawing.span_s, drawing.bubble, ratio) for name, drawing, ratio in span_rows(comparison)],
         "view": views[0][1],
         "parts": [
             (part.title, [(name, view.parts[index].svg) for name, view in views]) for index, part in enumerate(parts)
@@ -113,16 +114,18 @@ def _pipeline(found: Comparison) -> dict[str, Any]:
         "ranks": [
             (
                 rank,
-                ", ".join(map(str, found.schedule.on_rank(rank))),
+                ", ".join(map(str, comparison.schedule.on_rank(rank))),
                 times,
                 [idle_share(drawing, rank) for _, drawing in idle],
             )
-            for rank, times in enumerate(found.ranks)
+            for rank, times in enumerate(comparison.ranks)
         ],
         "stage_columns": [
             title
-            for _, name in passes(found)
-            for title in (name.capitalize(), *(("Predicted", "Ratio") if found.planned is not None else ()))
+            for _, name in passes(comparison)
+            for title in (name.capitalize(), *(("Predicted", "Ratio") if comparison.planned is not None else ()))
         ],
-        "stages": [(stage, found.schedule.placement[stage], stage_cells(times)) for stage, times in stage_rows(found)],
+        "stages": [
+            (stage, comparison.schedule.placement[stage], stage_cells(times)) for stage, times in stage_rows(comparison)
+        ],
     }

@@ -60,9 +60,9 @@ class Picture:
 
 
 def bar(
-    identifier: str, title: str, parts: list[tuple[str, float, str]], whole: float, lines: list[tuple[float, str]]
+    identifier: str, title: str, parts: list[tuple[str, float, str]], full_width: float, lines: list[tuple[float, str]]
 ) -> str:
-    """Return the SVG of a stacked bar of ``parts`` (class, value, words); the full width stands for ``whole``.
+    """Return the SVG of a stacked bar of ``parts`` (class, value, words); the full width stands for ``full_width``.
 
     ``lines`` are (value, class) of vertical lines that mark values.
     """
@@ -70,11 +70,11 @@ def bar(
     picture = Picture(1000, 24, title, described, preserveAspectRatio="none", class_="bar")
     at = 0.0
     for class_, value, words in parts:
-        width = 1000.0 * value / whole
+        width = 1000.0 * value / full_width
         picture.add("rect", tag("title", text(words)), class_=class_, x=at, y=0, width=width, height=24)
         at += width
     for value, class_ in lines:
-        x = min(1000.0 * value / whole, 998.0)
+        x = min(1000.0 * value / full_width, 998.0)
         picture.add("line", class_=class_, x1=x, x2=x, y1=0, y2=24)
     return picture.markup(identifier)
 
@@ -98,8 +98,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     """
     factors = (1, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 1000 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [factor * 10.0**power for power in powers for factor in factors]
-    return [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+    candidates = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in candidates if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
 def tick_label(value: float) -> str:

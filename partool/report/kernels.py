@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,45 +25,45 @@ _STYLES: dict[State, str] = {"tuned": "green", "nearest": "yellow", "untuned": "
 
 def render_kernels(plan: Plan, console: Console, source: str) -> None:
     """Print which kernels compute a plan's matrix products; ``source`` is the spec or plan file that commands name."""
-    found = coverage(plan)
+    kernels = coverage(plan)
     devices = plan.devices
     what = f"{devices.architecture or devices.backend}{f', {devices.units} units' if devices.units else ''}"
     console.print(Text(f"Kernels on {devices.accelerator} ({what}), {plan.training.precision}", "bold"))
-    console.print(_summary(found))
-    products = sorted((line for line in found.lines if line.asked.product), key=_order)
+    console.print(_summary(kernels))
+    products = sorted((line for line in kernels.lines if line.asked.product), key=_order)
     for kernel, lines in groupby(products, key=lambda line: line.asked.kernel):
         table = list(lines)
         console.print(Text(f"\n{kernel}", "bold"), Text(_beside(table)), sep="")
         console.print(_table(table))
-    if rest := [line for line in found.lines if not line.asked.product]:
+    if rest := [line for line in kernels.lines if not line.asked.product]:
         console.print(Text("\nOther kernels, which only move data", "bold"))
         console.print(_moving_table(rest))
     console.print()
-    for text in _notes(plan, found, source):
+    for text in _notes(plan, kernels, source):
         # A command is not wrapped, so that it can be copied.
         console.print(text, markup=False, highlight=False, soft_wrap=text.startswith("  "))
 
 
-def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
+def kernel_data(plan: Plan, source: str) -> dict[str, object]:
     """Return data on the kernels that compute a plan's matrix products."""
-    found = coverage(plan)
+    kernels = coverage(plan)
     return {
         "accelerator": plan.devices.accelerator,
-        "architecture": found.architecture,
-        "step_time_s": found.step_s,
-        "measured_step_time_s": found.measured_step_s,
-        "worst": found.worst,
-        "share": found.share,
-        "lost_s": found.lost_s,
-        "tune": tune_command(found, source),
-        "lines": [_line_data(line) for line in found.lines],
+        "architecture": kernels.architecture,
+        "step_time_s": kernels.step_s,
+        "measured_step_time_s": kernels.measured_step_s,
+        "worst": kernels.worst,
+        "share": kernels.share,
+        "lost_s": kernels.lost_s,
+        "tune": tune_command(kernels, source),
+        "lines": [_line_data(line) for line in kernels.lines],
     }
 
 
-def tune_command(found: Coverage, source: str) -> str:
+def tune_command(kernels: Coverage, source: str) -> str:
     """Return the command that tunes the untuned kernels; empty if all kernels are tuned."""
-    names = found.untuned
-    everything = {line.asked.kernel for line in found.lines if line.tabled} <= set(names)
+    names = kernels.untuned
+    everything = {line.asked.kernel for line in kernels.lines if line.tabled} <= set(names)
     chosen = "" if everything else "".join(f" --kernel {name}" for name in names)
     return f"partool tune {source}{chosen} --out tuned" if names else ""
 
@@ -93,7 +92,7 @@ def _tool(line: KernelLine) -> str:
     return line.choice.implementation.partition(" ")[0] if line.choice else ""
 
 
-def _line_data(line: KernelLine) -> dict[str, Any]:
+def _line_data(line: KernelLine) -> dict[str, object]:
     asked, choice = line.asked, line.choice
     m, n, k = asked.sides
     return {
@@ -119,17 +118,17 @@ def _line_data(line: KernelLine) -> dict[str, Any]:
     }
 
 
-def _summary(found: Coverage) -> Table:
+def _summary(kernels: Coverage) -> Table:
     table = _columns("state", "shapes", "of the step", "may lose", "")
     table.columns[-1].justify = "left"
     table.columns[-1].no_wrap = False
     for state in STATES:
-        lines = [line for line in found.lines if line.state == state]
+        lines = [line for line in kernels.lines if line.state == state]
         if not lines:
             continue
         lost = sum(line.total_lost_s for line in lines)
-        cost = f"{seconds(lost)}, {lost / found.step_s:.1%}" if lost else "-"
-        table.add_row(Text(state, _STYLES[state]), str(len(lines)), f"{found.share[state]:.1%}", cost, _WORDS[state])
+        cost = f"{seconds(lost)}, {lost / kernels.step_s:.1%}" if lost else "-"
+        table.add_row(Text(state, _STYLES[state]), str(len(lines)), f"{kernels.share[state]:.1%}", cost, _WORDS[state])
     return table
 
 
@@ -173,24 +172,24 @@ def _columns(*names: str) -> Table:
     return table
 
 
-def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
+def _notes(plan: Plan, kernels: Coverage, source: str) -> list[str]:
     notes = []
-    if count := sum(line.measured for line in found.lines):
-        new, old = seconds(found.measured_step_s), seconds(found.step_s)
+    if count := sum(line.measured for line in kernels.lines):
+        new, old = seconds(kernels.measured_step_s), seconds(kernels.step_s)
         effect = "as long as predicted" if new == old else f"{new} instead of {old}"
         notes.append(f"With the measured times of {counted(count, 'shape')}, a step takes {effect}.")
-    others = sorted({_tool(line) for line in found.lines if line.state in ("tuned", "nearest")} - {"triton"})
+    others = sorted({_tool(line) for line in kernels.lines if line.state in ("tuned", "nearest")} - {"triton"})
     if others:
         notes.append(f"Entries of {' and '.join(others)} count as tuned; those without times are unchecked.")
-    if found.lost_s:
+    if kernels.lost_s:
         notes.append(
-            f"Configurations that are not tuned may lose {seconds(found.lost_s)} in a step, beyond the predicted "
-            f"{seconds(found.step_s)}, which assume good tiles. That is an estimate from the gains of measured "
+            f"Configurations that are not tuned may lose {seconds(kernels.lost_s)} in a step, beyond the predicted "
+            f"{seconds(kernels.step_s)}, which assume good tiles. That is an estimate from the gains of measured "
             "entries of a table if there are any, else from how the tiles fill the device."
         )
-    elif not any(line.tabled for line in found.lines):
+    elif not any(line.tabled for line in kernels.lines):
         notes.append("No kernel of this plan has tables of configurations: there is nothing to tune.")
-    if command := tune_command(found, source):
+    if command := tune_command(kernels, source):
         notes.append("To measure them on such a device:")
         notes.append(f"  {command}")
         named = list(plan.spec.get("kernels", {}).get("tuned", ()))

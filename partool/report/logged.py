@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from partool.plan.event_log import event_log, read_events
-from partool.plan.pipeline_log import ExecutedStep, read_pipeline
+from partool.plan.pipeline_log import ExecutedStep, PipelineData, read_pipeline
 from partool.plan.record import DamagedRecordError
 from partool.plan.run import PLAN_FILE
 from partool.plan.schedule import schedule_of
@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
     attempt: int
     plan_hash: str
     world_size: int
-    done: ExecutedStep
+    executed: ExecutedStep
 
 
 def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logged]:
@@ -62,31 +62,31 @@ def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logg
         count = shapes[plan.hash][2]
         raise NothingExecutedError(f"there is no pipeline {pipeline}: the run has {count}, counted from 0")
     steps: dict[int, Logged] = {}
-    for plan_hash, (known, pp, count) in shapes.items():
+    for plan_hash, (its_plan, pp, count) in shapes.items():
         if pp == 1 or pipeline >= count:
             continue
-        found: dict[tuple[int, int], dict[int, ExecutedStep]] = defaultdict(dict)
-        schedule = schedule_of(known.layout) if known is not None else None
+        executed: dict[tuple[int, int], dict[int, ExecutedStep]] = defaultdict(dict)
+        schedule = schedule_of(its_plan.layout) if its_plan is not None else None
         for rank in range(pp):
             for entry in _entries(run_dir, rank * count + pipeline, plan):
                 if entry.plan_hash == plan_hash:
-                    _check(event_log(run_dir, rank * count + pipeline), entry.done, schedule)
-                    found[entry.attempt, entry.done.step][rank] = entry.done
-        for (attempt, step), ranks in sorted(found.items()):
+                    _check(event_log(run_dir, rank * count + pipeline), entry.executed, schedule)
+                    executed[entry.attempt, entry.executed.step][rank] = entry.executed
+        for (attempt, step), ranks in sorted(executed.items()):
             if len(ranks) == pp and (step not in steps or steps[step].attempt <= attempt):
-                steps[step] = Logged(ranks, attempt, known, plan_hash != plan.hash)
+                steps[step] = Logged(ranks, attempt, its_plan, plan_hash != plan.hash)
     return steps
 
 
-def _check(log: Path, done: ExecutedStep, schedule: Schedule | None) -> None:
+def _check(log: Path, executed: ExecutedStep, schedule: Schedule | None) -> None:
     """Raise DamagedRecordError for a step with an action that its schedule, or any schedule, cannot have."""
     stages, micro_batches = (schedule.stages, schedule.micro_batches) if schedule is not None else (_STAGES, _BATCHES)
-    for number, one in enumerate(done.actions):
+    for number, one in enumerate(executed.actions):
         # transfers of weights are numbered by the turns of a circle, of which there are more
         most = micro_batches if one.action.kind in COMPUTE else _BATCHES
         if one.action.stage >= stages or one.action.micro_batch >= most:
             limits = f"the schedule has {stages:,} stages and {micro_batches:,} micro-batches"
-            place = f"{log}, step {done.step}: `data.actions[{number}]`"
+            place = f"{log}, step {executed.step}: `data.actions[{number}]`"
             raise DamagedRecordError(f"{place} is {cell(one.action)}, and {limits}")
 
 
@@ -127,17 +127,17 @@ def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
             world_size = int(data.get("world_size", world_size))
         elif event["kind"] == "pipeline":
             try:
-                yield _Entry(attempt, plan_hash, world_size, read_pipeline(data))
+                yield _Entry(attempt, plan_hash, world_size, read_pipeline(cast(PipelineData, data)))
             except ValueError:  # written by another version
                 continue
 
 
 def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[Plan | None, int, int]:
     """Return the plan with this hash (None if it is not kept), its number of pipeline ranks and number of pipelines."""
-    known = plan if plan_hash == plan.hash else _kept(run_dir, plan_hash)
-    if known is not None:
-        pp = known.layout.mesh.pp
-        return known, pp, known.layout.mesh.world_size // pp
+    its_plan = plan if plan_hash == plan.hash else _kept(run_dir, plan_hash)
+    if its_plan is not None:
+        pp = its_plan.layout.mesh.pp
+        return its_plan, pp, its_plan.layout.mesh.world_size // pp
     if not all(event_log(run_dir, rank).is_file() for rank in (0, world_size - 1)):
         return None, 1, 1  # logs are missing, so no step is known whole
     # Ranks that do the same work are the same pipeline rank of different replicas.
@@ -148,8 +148,8 @@ def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[
 
 def _work(run_dir: Path, plan: Plan, plan_hash: str, rank: int) -> frozenset[tuple[int, int]]:
     """Return (stage, micro-batch) of each forward pass in the first step that a rank logged under a plan."""
-    done = next((entry.done for entry in _entries(run_dir, rank, plan) if entry.plan_hash == plan_hash), None)
-    actions = [one.action for one in done.actions] if done else []
+    executed = next((entry.executed for entry in _entries(run_dir, rank, plan) if entry.plan_hash == plan_hash), None)
+    actions = [one.action for one in executed.actions] if executed else []
     return frozenset((action.stage, action.micro_batch) for action in actions if action.kind == "F")
 
 
@@ -158,9 +158,9 @@ def _kept(run_dir: Path, plan_hash: str) -> Plan | None:
     stem, suffix = PLAN_FILE.rsplit(".", 1)
     for file in sorted(run_dir.glob(f"{stem}-*.{suffix}")):
         try:
-            found = Plan.from_json(file.read_text(encoding="utf-8"))
+            plan = Plan.from_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # of another version, or no plan
             continue
-        if found.hash == plan_hash:
-            return found
+        if plan.hash == plan_hash:
+            return plan
     return None

@@ -47,12 +47,12 @@ class LongestWhatIf(WhatIf):
 
 def longest_rows(rows: Rows) -> list[LongestWhatIf]:
     """Return per row the what-if, its method and the tokens of the longest sequence that fits (0 if none fits)."""
-    found = varied_rows(
+    what_ifs = varied_rows(
         [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
     )
     return [
         {**row, "method": one.method, "longest_tokens": one.tokens}
-        for row, (_, one, _) in zip(found, rows, strict=True)
+        for row, (_, one, _) in zip(what_ifs, rows, strict=True)
     ]
 
 

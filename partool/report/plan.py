@@ -38,35 +38,40 @@ class View:
     """All reasons for the layout."""
     table: bool = False
     """Memory and time by term, and the layouts that were not chosen."""
-    whole: bool = False
+    everything: bool = False
     """Everything: the screen, the tables, all reasons and all warnings."""
 
 
 def render_plan(
-    plan: Plan, console: Console, *, source: Sequence[str] | None = None, told: bool = False, view: View | None = None
+    plan: Plan,
+    console: Console,
+    *,
+    source: Sequence[str] | None = None,
+    findings_shown: bool = False,
+    view: View | None = None,
 ) -> None:
     """Print a plan; ``source`` are the words by which a command line names the plan: a file, and options.
 
-    ``told`` means that the reader has just seen the plan's findings, so that they are left out.
+    ``findings_shown`` means that the reader has just seen the plan's findings, so that they are left out.
     """
     view = view or View()
-    warnings = [] if told else [f"{finding.code} {finding.message}" for finding in plan.findings]
+    warnings = [] if findings_shown else [f"{finding.code} {finding.message}" for finding in plan.findings]
     console.print(_head(plan, console.width))
-    if view.whole or not (view.why or view.table):
+    if view.everything or not (view.why or view.table):
         for rows in (job_rows(plan), layout_rows(plan)):
             console.print()
             console.print(_labelled(rows, console.width))
-    if view.whole or view.table:
+    if view.everything or view.table:
         console.print()
         render_terms(plan, console)
         if plan.alternatives:
             console.print()
             console.print(alternatives(plan))
-    if plan.verification is not None and (view.whole or not (view.why or view.table)):
+    if plan.verification is not None and (view.everything or not (view.why or view.table)):
         render_verification(plan, console)
-    if view.whole or view.why:
+    if view.everything or view.why:
         _list(console, "Why", _reasons(plan))
-    if view.whole:
+    if view.everything:
         _list(console, "Warnings", warnings)
         _print_next(console, plan, source)
     elif not (view.why or view.table):
@@ -147,13 +152,13 @@ def _lines(console: Console, *renderables: RenderableType) -> int:
 
 def _fitting(console: Console, items: Sequence[str], most: int) -> tuple[list[str], int]:
     """Return the first items that take at most ``most`` lines together, at least one, and the number of the others."""
-    used, found = 0, list[str]()
+    used, shown = 0, list[str]()
     for item in items:
         used += _lines(console, _item(item, console.width))
-        if found and used > most:
+        if shown and used > most:
             break
-        found.append(item)
-    return found, len(items) - len(found)
+        shown.append(item)
+    return shown, len(items) - len(shown)
 
 
 def next_commands(plan: Plan, source: Sequence[str] | None, width: int) -> list[str]:

@@ -192,8 +192,8 @@ def _memory(plan: Plan) -> str:
 def _host(plan: Plan) -> str:
     """Return the host memory that all ranks of a node take; empty if there is none, or no figure of it."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
-    own = [row.host_bytes for row in plan.candidates if not row.why_not]
-    total = memory.host_bytes or (own[0] if own else 0)
+    sizes = [row.host_bytes for row in plan.candidates if not row.why_not]
+    total = memory.host_bytes or (sizes[0] if sizes else 0)
     if not total or not host:
         return ""
     parts = _largest(in_order(memory.host_terms_bytes, ()), gib)

@@ -61,8 +61,8 @@ def _memory(plan: Plan) -> Table:
 def _host_rows(table: Table, plan: Plan) -> None:
     """Add rows on host memory: a rank's terms, and the sum over a node's ranks as a share of the node's memory."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
-    own = [row.host_bytes for row in plan.candidates if not row.why_not]
-    total = memory.host_bytes or (own[0] if own else 0)
+    sizes = [row.host_bytes for row in plan.candidates if not row.why_not]
+    total = memory.host_bytes or (sizes[0] if sizes else 0)
     if not total or not host:
         return
     for name, size in memory.host_terms_bytes.items():
@@ -90,8 +90,8 @@ def _time(plan: Plan) -> Table:
     error = f"± {plan.prediction.relative_error:.0%}"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
-    whole = f"{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
-    table.add_row(Text("training", "bold"), Text(duration(time.total_s), "bold"), whole)
+    totals = f"{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
+    table.add_row(Text("training", "bold"), Text(duration(time.total_s), "bold"), totals)
     return table
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from partool.catalog.profile_file import Profile, Scalar
 from partool.cost.evidence import WORDS
@@ -21,29 +20,29 @@ _GROUPS: tuple[Group, ...] = ("source", "stack", "mechanism")
 _WIDEST, _MOST_LINES = 48, 20
 
 
-def audit_data(found: Audit, off: list[Off], fits: list[Fitted], written: Mapping[Path, Profile]) -> dict[str, Any]:
+def audit_data(audit: Audit, off: list[Off], fits: list[Fitted], written: Mapping[Path, Profile]) -> dict[str, object]:
     """Return everything as data: tables, what is off, scalars, and every row with its prediction or its reason."""
-    tables: dict[str, Any] = {
-        metric: {group: [asdict(one) for one in summaries(found.of(metric), group)] for group in _GROUPS}
+    tables: dict[str, object] = {
+        metric: {group: [asdict(one) for one in summaries(audit.of(metric), group)] for group in _GROUPS}
         for metric in _METRICS
     }
     return {
-        "file": found.file,
-        "rows": found.rows,
-        "priced": len({row.line for row in found.priced}),
-        "unread": [asdict(row) for row in found.unread],
-        "ignored_columns": list(found.ignored),
+        "file": audit.file,
+        "rows": audit.rows,
+        "priced": len({row.line for row in audit.priced}),
+        "unread": [asdict(row) for row in audit.unread],
+        "ignored_columns": list(audit.ignored),
         **tables,
-        "out_of_memory": [asdict(row) for row in found.out_of_memory],
+        "out_of_memory": [asdict(row) for row in audit.out_of_memory],
         "off": [{**asdict(one), "text": one.words} for one in off],
         "scalars": [_fit_data(one) for one in fits],
         "calibrations": {str(path): profile.model_dump(mode="json") for path, profile in written.items()},
-        "results": [_row_data(row) for row in found.priced],
+        "results": [_row_data(row) for row in audit.priced],
     }
 
 
-def _fit_data(one: Fitted) -> dict[str, Any]:
-    scalars: dict[str, Any] = {name: None if each is None else each.model_dump() for name, each in _scalars(one)}
+def _fit_data(one: Fitted) -> dict[str, object]:
+    scalars: dict[str, object] = {name: None if each is None else each.model_dump() for name, each in _scalars(one)}
     keys = {"accelerator": one.accelerator, "stack": one.stack, "engines": list(one.engines)}
     return {**keys, **scalars, "rows": one.rows, "open_rows": one.open_rows}
 
@@ -52,7 +51,7 @@ def _scalars(one: Fitted) -> tuple[tuple[Metric, Scalar | None], ...]:
     return ("time", one.time), ("memory", one.memory)
 
 
-def _row_data(row: PricedRow) -> dict[str, Any]:
+def _row_data(row: PricedRow) -> dict[str, object]:
     unit = "s" if row.metric == "time" else "bytes"
     return {
         "line": row.line, "metric": row.metric, "source": row.source, "stack": row.stack,
@@ -62,21 +61,21 @@ def _row_data(row: PricedRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def audit_lines(found: Audit, off: list[Off], fits: list[Fitted], *, every: bool) -> Iterator[str]:
+def audit_lines(audit: Audit, off: list[Off], fits: list[Fitted], *, every: bool) -> Iterator[str]:
     """Yield everything as text; ``every`` lists all rows, predicted or not."""
-    priced = len({row.line for row in found.priced})
-    yield f"{found.file}: {_rows(found.rows)}, {priced} compared with predictions, {len(found.unread)} left out"
-    for name in found.ignored:
+    priced = len({row.line for row in audit.priced})
+    yield f"{audit.file}: {_rows(audit.rows)}, {priced} compared with predictions, {len(audit.unread)} left out"
+    for name in audit.ignored:
         yield f"  a column that nothing reads: {_short(name)}"
     for metric, title in _METRICS.items():
-        if rows := found.of(metric):
+        if rows := audit.of(metric):
             yield ""
             yield from _tables(title, rows)
             if every:
                 yield from _listed(metric, rows)
-    yield from _left_out(found, every=every)
+    yield from _left_out(audit, every=every)
     yield ""
-    yield from _off(off, found)
+    yield from _off(off, audit)
     yield ""
     yield from _fits(fits)
 
@@ -108,19 +107,19 @@ def _listed(metric: Metric, rows: list[PricedRow]) -> Iterator[str]:
         yield f"    line {row.line:<6} {figures}  {row.stack} on {row.accelerator}: {', '.join(row.mechanisms)}{left}"
 
 
-def _left_out(found: Audit, *, every: bool) -> Iterator[str]:
-    if found.out_of_memory:
-        verdicts = Counter(row.verdict for row in found.out_of_memory)
+def _left_out(audit: Audit, *, every: bool) -> Iterator[str]:
+    if audit.out_of_memory:
+        verdicts = Counter(row.verdict for row in audit.out_of_memory)
         yield ""
-        yield f"Ran out of memory: {_rows(len(found.out_of_memory))}, predicted " + ", ".join(
+        yield f"Ran out of memory: {_rows(len(audit.out_of_memory))}, predicted " + ", ".join(
             f"{name} {count}" for name, count in verdicts.most_common()
         )
-    if not found.unread:
+    if not audit.unread:
         return
     yield ""
-    yield f"Left out: {_rows(len(found.unread))}"
+    yield f"Left out: {_rows(len(audit.unread))}"
     lines: dict[str, list[int]] = {}
-    for row in found.unread:
+    for row in audit.unread:
         lines.setdefault(row.reason, []).append(row.line)
     for reason, numbers in sorted(lines.items(), key=lambda each: (-len(each[1]), each[1])):
         shown = numbers if every else numbers[:_MOST_LINES]
@@ -128,9 +127,9 @@ def _left_out(found: Audit, *, every: bool) -> Iterator[str]:
         yield f"  line{'s' * (len(numbers) > 1)} {', '.join(map(str, shown))}{more}: {' '.join(reason.split())}"
 
 
-def _off(off: list[Off], found: Audit) -> Iterator[str]:
+def _off(off: list[Off], audit: Audit) -> Iterator[str]:
     yield "Off beyond the stated error"
-    if not found.priced:
+    if not audit.priced:
         yield "  nothing can be said: no row was compared"
     elif not off:
         yield f"  nothing: no mechanism with {LEAST_ROWS} rows or more errs beyond its stated error"
@@ -158,9 +157,9 @@ def written_lines(profiles: Mapping[Path, Profile], *, written: bool) -> Iterato
     """Yield what was written, or what would be."""
     for path, profile in profiles.items():
         stacks = ", ".join(scalars.stack for scalars in profile.scalars)
-        done = "wrote" if written else "--calibrate would write"
+        verb = "wrote" if written else "--calibrate would write"
         use = "" if path.name == "calibration.json" else f"; hardware: {{profile: {path}}} in a spec uses it"
-        yield f"partool: {done} {path}: scalars of {stacks} on {profile.machine.accelerator}{use}"
+        yield f"partool: {verb} {path}: scalars of {stacks} on {profile.machine.accelerator}{use}"
 
 
 def _rows(count: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +15,7 @@ from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
-from partool.report.experts import render_expert_loads
+from partool.report.experts import ExpertLoad, render_expert_loads
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
 from partool.report.units import counted, seconds, size
@@ -42,7 +41,9 @@ class Term:
     measure: str
 
 
-class _SummaryTerm(Noted):
+class SummaryTerm(Noted):
+    """Predicted and measured values of one term, in its unit."""
+
     section: str
     term: str
     predicted: Number | None
@@ -52,25 +53,25 @@ class _SummaryTerm(Noted):
     ratio: Number | None
 
 
-class _Summary(Noted):
+class RunSummary(Noted):
     """Contents of ``summary.json``, which the runtime writes at the end of an attempt."""
 
     world_size: Count | None = None
     ranks: Count | None = None
-    terms: list[_SummaryTerm]
+    terms: list[SummaryTerm]
     mfu: Number | None = None
     predicted_mfu: Number | None = None
     slow: str | None = None
 
 
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
+def read_summary(run_dir: Path) -> RunSummary | None:
     """Return the summary that the run's last attempt wrote at its end; None if it is missing.
 
     Raises :class:`DamagedRecordError` if it holds something else.
     """
     file = run_dir / SUMMARY_FILE
     try:
-        return _Summary.model_validate(parse_json(file.read_bytes())).model_dump()
+        return RunSummary.model_validate(parse_json(file.read_bytes()))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -79,18 +80,18 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         raise DamagedRecordError(f"{file}: {damage(error)}") from None
 
 
-def term_rows(summary: dict[str, Any]) -> list[Term]:
+def term_rows(summary: RunSummary) -> list[Term]:
     """Return a row for each term of a summary whose predicted or measured value is not zero."""
-    found = []
-    for term in summary["terms"]:
-        if not term["predicted"] and not term["measured"]:
+    rows = []
+    for term in summary.terms:
+        if not term.predicted and not term.measured:
             continue
-        show = seconds if term["unit"] == "s" else size
-        values = ["–" if term[key] is None else show(term[key]) for key in ("predicted", "measured")]
-        ratio = "" if term["ratio"] is None else f"{term['ratio']:.2f}"
-        section = _SECTIONS.get(term["section"], term["section"])
-        found.append(Term(section, term["term"], values[0], values[1], ratio, term["measure"]))
-    return found
+        show = seconds if term.unit == "s" else size
+        values = ["–" if value is None else show(value) for value in (term.predicted, term.measured)]
+        ratio = "" if term.ratio is None else f"{term.ratio:.2f}"
+        section = _SECTIONS.get(term.section, term.section)
+        rows.append(Term(section, term.term, values[0], values[1], ratio, term.measure))
+    return rows
 
 
 def state_words(status: RunStatus | None) -> str:
@@ -113,21 +114,20 @@ def stale_terms(status: RunStatus | None) -> str:
     return "Terms are those of an earlier attempt: the run is still running." if status and status.active else ""
 
 
-def slow_words(summary: dict[str, Any] | None) -> str:
+def slow_words(summary: RunSummary | None) -> str:
     """Return a note with the reason why the run was slower than its plan; empty if it was not slower."""
-    said = summary.get("slow") if summary is not None else None
-    return f"Slower than planned: {said}." if isinstance(said, str) and said else ""
+    return f"Slower than planned: {summary.slow}." if summary is not None and summary.slow else ""
 
 
 def render_run(
     title: str,
-    summary: dict[str, Any] | None,
-    found: Comparison | None,
+    summary: RunSummary | None,
+    comparison: Comparison | None,
     note: str,
     console: Console,
     *,
     status: RunStatus | None = None,
-    loads: Sequence[dict[str, Any]] = (),
+    loads: Sequence[ExpertLoad] = (),
 ) -> None:
     """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline.
 
@@ -146,117 +146,123 @@ def render_run(
         console.print(_terms(summary))
     console.print()
     render_expert_loads(loads, console)
-    if found is None:
+    if comparison is None:
         console.print(Text(f"No timeline: {note}."))
         return
-    render_comparison(found, console)
+    render_comparison(comparison, console)
 
 
-def render_comparison(found: Comparison, console: Console) -> None:
+def render_comparison(comparison: Comparison, console: Console) -> None:
     """Print an executed step next to its simulations."""
-    console.print(Text(headline(found), "bold"))
-    if words := not_simulated(found):
+    console.print(Text(headline(comparison), "bold"))
+    if words := not_simulated(comparison):
         console.print(Text(words))
-    console.print(_spans(found))
-    parts = console_windows(found.executed, console, found.simulated.span_s if found.simulated else 0.0)
-    for title, drawing in (("executed", found.executed), ("simulated from measured times", found.simulated)):
+    console.print(_spans(comparison))
+    parts = console_windows(comparison.executed, console, comparison.simulated.span_s if comparison.simulated else 0.0)
+    for title, drawing in (("executed", comparison.executed), ("simulated from measured times", comparison.simulated)):
         if drawing is not None:
             console.print()
             console.print(Text(title, "bold"))
             render_timeline(drawing, console, parts=parts)
     console.print()
-    console.print(_ranks(found))
+    console.print(_ranks(comparison))
     console.print()
-    console.print(_stages(found))
+    console.print(_stages(comparison))
 
 
-def headline(found: Comparison) -> str:
+def headline(comparison: Comparison) -> str:
     """Return a title that names the compared step."""
-    schedule = found.schedule
-    logged = counted(len(found.steps), "logged step")
-    of = f"step {found.step}" if found.picked else f"step {found.step}, of usual length among {logged}"
-    if found.earlier:
-        of += f", done in attempt {found.attempt} under an earlier plan"
+    schedule = comparison.schedule
+    logged = counted(len(comparison.steps), "logged step")
+    of = f"step {comparison.step}" if comparison.picked else f"step {comparison.step}, of usual length among {logged}"
+    if comparison.earlier:
+        of += f", done in attempt {comparison.attempt} under an earlier plan"
     sizes = f"{counted(schedule.ranks, 'rank')}, {counted(schedule.micro_batches, 'micro-batch')}"
     return f"{schedule.name}, {sizes}: {of}"
 
 
-def not_simulated(found: Comparison) -> str:
+def not_simulated(comparison: Comparison) -> str:
     """Return the reason why a step is not compared with simulations; empty if the step is compared."""
-    if found.plan is not None:
+    if comparison.plan is not None:
         return ""
-    return f"The plan of attempt {found.attempt} is not kept any more, so nothing is simulated: only what was executed."
+    return (
+        f"The plan of attempt {comparison.attempt} is not kept any more, so nothing is simulated: "
+        "only what was executed."
+    )
 
 
-def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
+def span_rows(comparison: Comparison) -> list[tuple[str, Drawing, float]]:
     """Return (name, timeline, executed span divided by the timeline's span) for each known timeline."""
-    executed_s = found.executed.span_s
+    executed_s = comparison.executed.span_s
     rows = (
-        ("predicted", found.predicted),
-        ("simulated from measured times", found.simulated),
-        ("executed", found.executed),
+        ("predicted", comparison.predicted),
+        ("simulated from measured times", comparison.simulated),
+        ("executed", comparison.executed),
     )
     return [
         (name, drawing, executed_s / drawing.span_s if drawing.span_s else 0.0) for name, drawing in rows if drawing
     ]
 
 
-def comparison_data(found: Comparison) -> dict[str, Any]:
+def comparison_data(comparison: Comparison) -> dict[str, object]:
     """Return a comparison as data; times are in seconds, and None stands for values that could not be simulated."""
     return {
-        "schedule": found.schedule.name,
-        "step": found.step,
-        "steps": list(found.steps),
-        "attempt": found.attempt,
-        "earlier_plan": found.earlier,
-        "plan_hash": found.plan.hash if found.plan is not None else None,
-        "micro_batches": found.schedule.micro_batches,
+        "schedule": comparison.schedule.name,
+        "step": comparison.step,
+        "steps": list(comparison.steps),
+        "attempt": comparison.attempt,
+        "earlier_plan": comparison.earlier,
+        "plan_hash": comparison.plan.hash if comparison.plan is not None else None,
+        "micro_batches": comparison.schedule.micro_batches,
         **{
             name: {"span_s": drawing.span_s, "bubble": drawing.bubble} if drawing is not None else None
             for name, drawing in (
-                ("predicted", found.predicted),
-                ("simulated", found.simulated),
-                ("executed", found.executed),
+                ("predicted", comparison.predicted),
+                ("simulated", comparison.simulated),
+                ("executed", comparison.executed),
             )
         },
-        "ranks": [asdict(rank) for rank in found.ranks],
+        "ranks": [asdict(rank) for rank in comparison.ranks],
         "stages": [
-            {"stage": stage, "rank": found.schedule.placement[stage], **times} for stage, times in stage_rows(found)
+            {"stage": stage, "rank": comparison.schedule.placement[stage], **times}
+            for stage, times in stage_rows(comparison)
         ],
     }
 
 
-def passes(found: Comparison) -> tuple[tuple[str, str], ...]:
+def passes(comparison: Comparison) -> tuple[tuple[str, str], ...]:
     """Return (key, name) of each kind of pass that ran; a split backward pass counts as two kinds."""
-    kinds = {box.action.kind for box in found.executed.boxes}
+    kinds = {box.action.kind for box in comparison.executed.boxes}
     names = (("F", "forward"), ("B", "backward"), ("I", "input gradients"), ("W", "weight gradients"))
     return tuple((kind, name) for kind, name in names if kind in kinds)
 
 
-def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
+def stage_rows(comparison: Comparison) -> list[tuple[int, dict[str, float | None]]]:
     """Return (stage, times) per stage; ``times`` has measured and predicted seconds per micro-batch by kind of pass.
 
     Predicted values are None if the plan of the step is not kept.
     """
     rows = []
-    for stage in range(found.schedule.stages):
+    for stage in range(comparison.schedule.stages):
         times: dict[str, float | None] = {}
-        for kind, name in passes(found):
+        for kind, name in passes(comparison):
             key, action = name.replace(" ", "_"), Action(kind, stage, 0)  # type: ignore[arg-type]
-            times[f"{key}_s"] = found.measured.of(action)
-            times[f"{key}_predicted_s"] = found.planned.of(action) if found.planned is not None else None
+            times[f"{key}_s"] = comparison.measured.of(action)
+            times[f"{key}_predicted_s"] = comparison.planned.of(action) if comparison.planned is not None else None
         rows.append((stage, times))
     return rows
 
 
-def comparison_trace(plan: Plan, found: Comparison) -> Trace:
+def comparison_trace(plan: Plan, comparison: Comparison) -> Trace:
     """Return the executed and simulated timelines of a step as a Chrome trace; ``plan`` is the run's current plan."""
-    its = found.plan or plan
+    its = comparison.plan or plan
     events: list[Trace] = []
-    for number, (name, drawing, _) in enumerate(reversed(span_rows(found))):
-        events += process(drawing, f"{its.name}: {name} ({drawing.name}, step {found.step})", number)
-    plan_hash = found.plan.hash if found.plan is not None else None
-    return trace(events, {"plan": its.name, "plan_hash": plan_hash, "attempt": found.attempt, "step": found.step})
+    for number, (name, drawing, _) in enumerate(reversed(span_rows(comparison))):
+        events += process(drawing, f"{its.name}: {name} ({drawing.name}, step {comparison.step})", number)
+    plan_hash = comparison.plan.hash if comparison.plan is not None else None
+    return trace(
+        events, {"plan": its.name, "plan_hash": plan_hash, "attempt": comparison.attempt, "step": comparison.step}
+    )
 
 
 def _table(*columns: str) -> Table:
@@ -266,7 +272,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _terms(summary: dict[str, Any]) -> Table:
+def _terms(summary: RunSummary) -> Table:
     table = _table("term", "predicted", "measured", "ratio")
     table.add_column("measure", header_style="dim")
     section = ""
@@ -278,27 +284,31 @@ def _terms(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _spans(found: Comparison) -> Table:
+def _spans(comparison: Comparison) -> Table:
     table = _table("", "first to last action", "ranks idle", "executed / this")
-    for name, drawing, ratio in span_rows(found):
+    for name, drawing, ratio in span_rows(comparison):
         table.add_row(name, seconds(drawing.span_s), f"{drawing.bubble:.1%}", f"{ratio:.2f}")
     return table
 
 
-def idle_columns(found: Comparison) -> list[tuple[str, Drawing]]:
+def idle_columns(comparison: Comparison) -> list[tuple[str, Drawing]]:
     """Return (name, timeline) of each timeline whose idle shares are printed in a column."""
-    drawings = (("executed", found.executed), ("simulated", found.simulated), ("predicted", found.predicted))
+    drawings = (
+        ("executed", comparison.executed),
+        ("simulated", comparison.simulated),
+        ("predicted", comparison.predicted),
+    )
     return [(name, drawing) for name, drawing in drawings if drawing is not None]
 
 
-def _ranks(found: Comparison) -> Table:
-    stages = "owns" if found.schedule.moves == "weights" else "stages"
-    columns = idle_columns(found)
+def _ranks(comparison: Comparison) -> Table:
+    stages = "owns" if comparison.schedule.moves == "weights" else "stages"
+    columns = idle_columns(comparison)
     names = ["idle: executed", *(name for name, _ in columns[1:])]
     table = _table("rank", stages, "compute", "waiting", "between", *names)
-    for rank, times in enumerate(found.ranks):
+    for rank, times in enumerate(comparison.ranks):
         idle = [idle_share(drawing, rank) for _, drawing in columns]
-        mine = ", ".join(map(str, found.schedule.on_rank(rank)))
+        mine = ", ".join(map(str, comparison.schedule.on_rank(rank)))
         table.add_row(
             str(rank), mine, seconds(times.compute_s), seconds(times.waiting_s), seconds(times.other_s), *idle
         )
@@ -322,18 +332,20 @@ def stage_cells(times: Mapping[str, float | None]) -> list[tuple[str, float]]:
     return cells
 
 
-def _stages(found: Comparison) -> Table:
-    beside = ("predicted", "ratio") if found.planned is not None else ()
-    table = _table("stage", "rank", *(title for _, name in passes(found) for title in (name, *beside)))
-    for stage, times in _shown(stage_rows(found)):
-        table.add_row(str(stage), str(found.schedule.placement[stage]), *(words for words, _ in stage_cells(times)))
+def _stages(comparison: Comparison) -> Table:
+    beside = ("predicted", "ratio") if comparison.planned is not None else ()
+    table = _table("stage", "rank", *(title for _, name in passes(comparison) for title in (name, *beside)))
+    for stage, times in _shown(stage_rows(comparison)):
+        table.add_row(
+            str(stage), str(comparison.schedule.placement[stage]), *(words for words, _ in stage_cells(times))
+        )
     return table
 
 
 def _shown(rows: Sequence[tuple[int, dict[str, float | None]]]) -> list[tuple[int, dict[str, float | None]]]:
     def off(row: tuple[int, dict[str, float | None]]) -> float:
-        whole = sum(value or 0.0 for key, value in row[1].items() if key.endswith("_predicted_s"))
+        predicted = sum(value or 0.0 for key, value in row[1].items() if key.endswith("_predicted_s"))
         took = sum(value or 0.0 for key, value in row[1].items() if not key.endswith("_predicted_s"))
-        return -abs(took / whole - 1.0) if whole else 0.0
+        return -abs(took / predicted - 1.0) if predicted else 0.0
 
     return sorted(sorted(rows, key=off)[:_STAGES], key=lambda row: row[0])

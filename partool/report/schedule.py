@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,8 +34,8 @@ def render_known(console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("schedule", "stages per rank", "micro-batches", "what it does"):
         table.add_column(heading, no_wrap=heading == "schedule", header_style="bold")
-    for name, known in SCHEDULES.items():
-        table.add_row(name, known.stages, known.micro_batches, known.words)
+    for name, record in SCHEDULES.items():
+        table.add_row(name, record.stages, record.micro_batches, record.words)
     console.print(table)
 
 
@@ -50,7 +49,7 @@ def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> N
     )
 
 
-def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
+def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, object]:
     """Return a schedule as data. Times are in units of a rank's forward pass."""
     return {
         "name": schedule.name,
@@ -62,7 +61,7 @@ def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
         "hash": schedule_hash(schedule),
         "makespan": drawing.span_s,
         "bubble": drawing.bubble,
-        "activations": [held / drawing.stages_per_pass for held in drawing.in_flight],
+        "activations": [passes / drawing.stages_per_pass for passes in drawing.in_flight],
         "messages": messages(schedule),
         "receive_depth": receive_depth(schedule),
         "lists": [[cell(action) for action in actions] for actions in schedule.lists],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +14,7 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.diff import differences, moved_inputs, predictions, verified_change
 from partool.plan.schedule import placement_of
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
-from partool.plan.types import Plan
+from partool.plan.types import Plan, RankMemory
 from partool.report.units import amount, gib, probability, seconds
 from partool.spec.runs import in_runs
 
@@ -102,7 +102,7 @@ def render_breakdown(plan: Plan, console: Console) -> None:
         _show(console, "Host memory of the rank that takes most of it", host)
 
 
-def _shown_ranks(plan: Plan) -> list[Any]:
+def _shown_ranks(plan: Plan) -> list[RankMemory]:
     ranks = plan.prediction.memory.ranks
     if len(ranks) <= _RANKS:
         return list(ranks)
@@ -121,7 +121,7 @@ def plan_gemms(plan: Plan) -> list[Gemm]:
     return gemms(plan.model, **sizes, shares=tensor.sequence_norms)
 
 
-def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
+def gemm_rows(plan: Plan) -> list[dict[str, object]]:
     """Return the matrix products of a rank as data."""
     return [asdict(gemm) for gemm in plan_gemms(plan)]
 
@@ -157,11 +157,11 @@ def comparison(old: Plan, new: Plan) -> PlanComparison:
     rows: list[PredictedPair] = [
         {"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)
     ]
-    found = differences(old, new)
+    lines = differences(old, new)
     return {
-        "same": not found,
+        "same": not lines,
         "moved": moved_inputs(old, new),
-        "differences": found,
+        "differences": lines,
         "verified": verified_change(old, new),
         "predictions": rows,
     }
@@ -169,9 +169,9 @@ def comparison(old: Plan, new: Plan) -> PlanComparison:
 
 def render_comparison(old: Plan, new: Plan, console: Console) -> None:
     """Print the differences in what two plans run, and both predictions side by side."""
-    found = differences(old, new)
+    lines = differences(old, new)
     console.print(Text("What would run differently", "bold"))
-    for line in found or ["nothing"]:
+    for line in lines or ["nothing"]:
         console.print(f" • {line}", markup=False, highlight=False)
     if change := verified_change(old, new):
         console.print(f"{change[:1].upper()}{change[1:]}.", markup=False, highlight=False)
@@ -210,13 +210,13 @@ def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Conso
 
 def plan_summary(plan: Plan) -> str:
     """Return a plan's layout in one line."""
-    own = [row.summary for row in plan.candidates if not row.why_not]
-    return own[0] if own else ""
+    summaries = [row.summary for row in plan.candidates if not row.why_not]
+    return summaries[0] if summaries else ""
 
 
 def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[WhatIf]:
     """Return what-ifs as data, one dictionary per (overrides, plan or None, error)."""
-    found = []
+    what_ifs = []
     for overrides, plan, wrong in rows:
         row: WhatIf = {"with": overrides, "plan": None, "problem": wrong or None}
         if plan is not None:
@@ -234,5 +234,5 @@ def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[WhatIf]:
                 "runnable": plan.runnable,
                 "hash": plan.hash,
             }
-        found.append(row)
-    return found
+        what_ifs.append(row)
+    return what_ifs

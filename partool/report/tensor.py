@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from math import prod
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,7 @@ _SHARES = (0.5, 0.36)
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
-def tensor_data(plan: Plan) -> dict[str, Any]:
+def tensor_data(plan: Plan) -> dict[str, object]:
     """Return the partition as data: a row per parameter name, and the number of elements on each rank.
 
     A row describes one parameter, or the parameters of one name in all layers.
@@ -45,7 +44,7 @@ def tensor_data(plan: Plan) -> dict[str, Any]:
             }
             for row in plan.partition
         ],
-        "elements": [held(plan.partition, rank) for rank in range(ranks)],
+        "elements": [rank_elements(plan.partition, rank) for rank in range(ranks)],
     }
 
 
@@ -53,7 +52,7 @@ def _others(row: Partition, rank: int, ranks: int) -> list[int]:
     return [other for other in row.holders(rank, ranks) if other != rank]
 
 
-def held(rows: tuple[Partition, ...], rank: int) -> int:
+def rank_elements(rows: tuple[Partition, ...], rank: int) -> int:
     """Return the number of elements of the whole model that a tensor rank holds."""
     return sum(prod(row.local_shape(rank)) * row.count for row in rows)
 
@@ -71,11 +70,12 @@ def render_tensor(plan: Plan, console: Console) -> None:
     console.print()
     _whys(plan.partition, console)
     console.print()
-    whole = sum(prod(row.shape) * row.count for row in plan.partition)
+    elements = sum(prod(row.shape) * row.count for row in plan.partition)
     shares = [
-        f"{amount(held(plan.partition, rank))} ({held(plan.partition, rank) / whole:.1%})" for rank in range(ranks)
+        f"{amount(rank_elements(plan.partition, rank))} ({rank_elements(plan.partition, rank) / elements:.1%})"
+        for rank in range(ranks)
     ]
-    console.print(f"Elements of {amount(whole)} by rank: {', '.join(_few(shares))}", highlight=False)
+    console.print(f"Elements of {amount(elements)} by rank: {', '.join(_few(shares))}", highlight=False)
 
 
 def _table(plan: Plan, width: int) -> Table:

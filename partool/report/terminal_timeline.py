@@ -90,11 +90,11 @@ def _has_colour(console: Console) -> bool:
 
 def _sides(drawing: Drawing) -> list[str]:
     """Return for each rank the text to the right of its line: idle share, and peak of micro-batches held."""
-    found = []
-    for busy_s, held in zip(drawing.busy_s, drawing.in_flight, strict=True):
+    sides = []
+    for busy_s, in_flight in zip(drawing.busy_s, drawing.in_flight, strict=True):
         idle = max(0.0, 1.0 - busy_s / drawing.span_s) if drawing.span_s else 0.0
-        found.append(f"{idle:>4.0%} idle" + (f", holds {held / drawing.stages_per_pass:.3g}" if held else ""))
-    return found
+        sides.append(f"{idle:>4.0%} idle" + (f", holds {in_flight / drawing.stages_per_pass:.3g}" if in_flight else ""))
+    return sides
 
 
 def console_windows(drawing: Drawing, console: Console, span_s: float = 0.0) -> list[Window]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from partool.plan.terms import TIME_TERMS
 from partool.plan.types import Plan
@@ -15,7 +14,7 @@ TRACE_ACTIONS = 200_000
 """Maximum number of actions in a trace, as viewers grow slow; a longer step lacks its repetitive middle."""
 _ARROWS = 20_000
 """Maximum number of transfers that are drawn as arrows; if there are more, all are left out."""
-Trace = dict[str, Any]
+Trace = dict[str, object]
 
 
 def plan_trace(plan: Plan) -> Trace:
@@ -25,9 +24,9 @@ def plan_trace(plan: Plan) -> Trace:
     Raises ``ValueError`` if the plan's schedule cannot be made.
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
-    found = planned(plan, TRACE_ACTIONS)
-    title = "forward and backward passes" if plan.layout.mesh.pp == 1 else f"pipeline ({found.name})"
-    events = process(found, f"{plan.name}: {title}", 0)
+    drawing = planned(plan, TRACE_ACTIONS)
+    title = "forward and backward passes" if plan.layout.mesh.pp == 1 else f"pipeline ({drawing.name})"
+    events = process(drawing, f"{plan.name}: {title}", 0)
     events += [_named("process_name", 1, 0, f"{plan.name}: step by term"), _named("thread_name", 1, 0, "terms")]
     at_s, terms_s = 0.0, plan.prediction.time.terms_s
     for name in TIME_TERMS:
@@ -35,13 +34,13 @@ def plan_trace(plan: Plan) -> Trace:
             events.append({"name": name, "ph": "X", "pid": 1, "tid": 0, **_span(at_s, at_s + value_s)})
             at_s += value_s
     about = {"plan": plan.name, "plan_hash": plan.hash, "partool_version": plan.partool_version}
-    if found.left_out:
-        skipped = found.left_out.micro_batches
+    if drawing.left_out:
+        skipped = drawing.left_out.micro_batches
         about["left_out"] = f"{skipped} micro-batches in the middle of the step, which repeat the same pattern"
     return trace(events, about)
 
 
-def trace(events: list[Trace], about: dict[str, Any]) -> Trace:
+def trace(events: list[Trace], about: Mapping[str, object]) -> Trace:
     """Return the content of a trace file with these events; viewers show ``about`` as metadata."""
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
@@ -74,15 +73,15 @@ def _arrows(drawing: Drawing, number: int) -> list[Trace]:
     for box in drawing.boxes:
         kind, stage, batch = box.action
         boxes["B" if kind == "I" else kind, stage, batch] = box
-    found: list[Trace] = []
+    arrows: list[Trace] = []
     for index, send in enumerate(drawing.transfers):
         kind, stage, batch = send.action
         if kind in ("SEND_F", "SEND_B"):
-            what, there = ("F", stage + 1) if kind == "SEND_F" else ("B", stage - 1)
-            tail, head = boxes.get((what, stage, batch)), boxes.get((what, there, batch))
+            what, neighbour = ("F", stage + 1) if kind == "SEND_F" else ("B", stage - 1)
+            tail, head = boxes.get((what, stage, batch)), boxes.get((what, neighbour, batch))
             if tail is not None and head is not None:
-                found += _arrow(tail, head, number, f"{number}.{index}")
-    return found
+                arrows += _arrow(tail, head, number, f"{number}.{index}")
+    return arrows
 
 
 def _arrow(tail: TimedAction, head: TimedAction, number: int, identifier: str) -> Sequence[Trace]:

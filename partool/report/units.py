@@ -63,5 +63,5 @@ def probability(value: float, *, counted: bool = False) -> str:
 
 def in_order(terms: Mapping[str, float], order: Iterable[str]) -> list[tuple[str, float]]:
     """Return (name, value) of the terms above zero, in the order of ``order``; plans read from files are unordered."""
-    known = {name: terms[name] for name in order if terms.get(name, 0.0) > 0.0}
-    return [*known.items(), *((name, value) for name, value in terms.items() if name not in known and value > 0.0)]
+    ordered = {name: terms[name] for name in order if terms.get(name, 0.0) > 0.0}
+    return [*ordered.items(), *((name, value) for name, value in terms.items() if name not in ordered and value > 0.0)]

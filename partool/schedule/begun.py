@@ -25,7 +25,7 @@ class Begun(NamedTuple):
 
     stages: int
     activations: int
-    own: int
+    local_inputs: int
     """Activations whose inputs are no messages: those of the first stage, and of stages after another of the rank."""
     ending: int
     """Activations of the pipeline's last stage."""
@@ -39,17 +39,17 @@ def moments_of(actions: Sequence[Action], first_inputs: Collection[int], last: i
     """
     split = {(stage, batch) for kind, stage, batch in actions if kind == "W"}
     live: Counter[int] = Counter()
-    activations = of_own = 0
+    activations = local_inputs = 0
     begun: set[int] = set()
     peaks: dict[int, Begun] = {}
     for kind, stage, batch in actions:
         ends = kind == "W" or (kind == "B" and (stage, batch) not in split)
         change = 1 if kind == "F" else -1 if ends else 0
         live[stage] += change
-        activations, of_own = activations + change, of_own + change * (stage in first_inputs)
+        activations, local_inputs = activations + change, local_inputs + change * (stage in first_inputs)
         if ends:
             begun.add(stage)
-        now = Begun(len(begun), activations, of_own, live[last])
+        now = Begun(len(begun), activations, local_inputs, live[last])
         before = peaks.setdefault(now.stages, now)
         if (now.activations, now.ending) > (before.activations, before.ending):
             peaks[now.stages] = now

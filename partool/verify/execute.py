@@ -49,7 +49,7 @@ class DryProgress:
 
     ranks: int = 0
     """Number of ranks to execute; 0 before the first one is started."""
-    done: int = 0
+    finished: int = 0
     running: list[int] = field(default_factory=list)
     """Ranks that are being executed."""
 
@@ -125,7 +125,7 @@ def _wait_for(jobs: Sequence[_Job], progress: DryProgress, limit_s: float) -> No
                     waiting.unregister(key.fileobj)
                     key.data.check()
             running = [key.data for key in waiting.get_map().values()]
-            progress.done = sum(len(job.traces) for job in jobs)
+            progress.finished = sum(len(job.traces) for job in jobs)
             progress.running = sorted(job.rank for job in running)
             for job in running:
                 job.keep_to(limit_s)

@@ -86,16 +86,16 @@ def refresh(
     )
     command = python_command("partool_runtime.trace", "-")
     try:
-        done = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        process = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TraceError(f"the runtime could not trace the model: {error}") from error
-    if done.returncode:
-        raise TraceError(f"the runtime could not trace the model: {_last_message(done.stderr)}")
+    if process.returncode:
+        raise TraceError(f"the runtime could not trace the model: {_last_message(process.stderr)}")
     try:
-        found = parse(done.stdout)
+        trace = parse(process.stdout)
     except (ValueError, KeyError) as error:
         raise TraceError(f"the runtime's trace cannot be read: {error}") from error
-    return Trace(found.torch, found.date, shipped().families | found.families, found.sha256)
+    return Trace(trace.torch, trace.date, shipped().families | trace.families, trace.sha256)
 
 
 def _last_message(stderr: str) -> str:

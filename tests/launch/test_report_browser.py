@@ -24,6 +24,7 @@ from partool.planner import make_plan
 from partool.report.executed import compare
 from partool.report.html import render_html
 from partool.report.html_run import render_run_html
+from partool.report.run import RunSummary
 from partool.report.timeline import planned
 from partool.spec import load_text
 
@@ -219,7 +220,7 @@ def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Pa
         "measure": "timer",
     }
     found = compare(tmp_path, few)
-    source = render_run_html(few, "run-<b>", {"terms": [{**term, "unit": "s"}]}, found, "")
+    source = render_run_html(few, "run-<b>", RunSummary.model_validate({"terms": [{**term, "unit": "s"}]}), found, "")
     seen = probe(source, tmp_path, width=1280, script=RUN_PROBE)
     assert [title.split(" ")[0] for title in seen["titles"][1:]] == ["Executed", "Simulated", "Predicted"]
     assert seen["rows"] == [8, 8, 8]

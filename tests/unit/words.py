@@ -13,13 +13,20 @@ VAGUE = frozenset({
 DIVIDED = ("partool.cost", "partool.planner", "partool_runtime.parallel")
 """Packages whose parts are counted one by one."""
 PLAIN = {
-    "left": {"partool.report": "the left side of a line or table"},
+    "left": {
+        "partool.report": "the left side of a line or table",
+        "partool.engines": "the left side of a comparison in a shell script",
+        "partool.plan": "what a step leaves in memory: a field of the JSON that a dry run prints",
+    },
     "done": {
         "partool.plan": "the state of a run that has ended well, as in status.json",
         "partool_runtime.offload": "whether a copy is done, as concurrent.futures.Future.done()",
         "partool_runtime.dry": "whether a copy is done, as concurrent.futures.Future.done()",
     },
-    "again": {"partool.launch": "the option --again of partool tune"},
+    "again": {
+        "partool.launch": "the option --again of partool tune",
+        "partool.cli": "the options --again of partool launch and partool tune",
+    },
 }
 """Names in their plain sense, with the packages where they are not counted, each with the reason."""
 

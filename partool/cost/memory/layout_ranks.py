@@ -62,7 +62,7 @@ def _folded(layout: Layout) -> dict[str, Any]:
             )
         )
     return {
-        "local_inputs": np.array([float(moment.own) for moment in most]),
+        "local_inputs": np.array([float(moment.local_inputs) for moment in most]),
         "ending": np.array([float(moment.ending) for moment in most]),
         "begun": tuple(begun),
     }

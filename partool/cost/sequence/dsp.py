@@ -17,7 +17,7 @@ from partool.cost.sequence.types import (
     SequencePass,
     SequenceTeams,
 )
-from partool.layout.grid import Turn, common, held
+from partool.layout.grid import Turn, common, tokens_by_rank
 from partool.layout.sequence import Spans, tokens
 
 
@@ -31,7 +31,7 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
     1 - 1/ranks of the elements that a rank holds.
     """
     ways = [way for way in turn if way is not None]
-    columns, rows = (held(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))
+    columns, rows = (tokens_by_rank(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))
     stays = common(columns, rows)
     given = {"row": tokens(columns) - stays, "column": tokens(rows) - stays}
     return Sent(

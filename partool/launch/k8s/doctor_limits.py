@@ -125,9 +125,9 @@ def _ranges(client: Client, plan: Plan) -> Iterator[Check]:
                     problems.append(_beyond(document, item, name, pod["limits"][name], f"at most {text}"))
                     fields.append(_FIELDS.get(name, "hardware.per_node"))
             for name, text in (item.get("min") or {}).items():
-                least, given = _amount(text), _amount(pod["requests"].get(name, pod["limits"].get(name)))
+                requested = (pod["limits"] | pod["requests"]).get(name, "")
+                least, given = _amount(text), _amount(requested)
                 if least is not None and given is not None and given < least:
-                    requested = pod["requests"].get(name, pod["limits"].get(name))
                     problems.append(_beyond(document, item, name, requested, f"at least {text}"))
                     fields.append(_FIELDS.get(name, "hardware.per_node"))
     if problems:

@@ -86,7 +86,7 @@ class K8sTarget:
         spec = job.plan.launch.k8s
         client = self._client_for(job.plan)
         documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-        transaction = Transaction(client, run, [*agents_key(job), *documents], spec.kind)
+        transaction = Transaction(client, run, [*(dict(each) for each in agents_key(job)), *documents], spec.kind)
         created = transaction.submit(float(job.plan.launch.window_s))
         (run.path / CANCEL_FILE).unlink(missing_ok=True)
         (run.path / ERRORS_FILE).unlink(missing_ok=True)

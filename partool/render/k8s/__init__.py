@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from partool.plan.run import PLAN_FILE
 from partool.render.job import FOLDER, Job, Rendered
-from partool.render.k8s.manifest import text
-from partool.render.k8s.objects import Object, agents_key, config_map, key_remark, network_policy
+from partool.render.k8s.manifest import Object, text
+from partool.render.k8s.objects import agents_key, config_map, key_remark, network_policy
 from partool.render.k8s.rules import findings
 
 MANIFEST = "manifest.yaml"
@@ -27,10 +27,13 @@ __all__ = ["KINDS", "MANIFEST", "agents_key", "findings", "objects", "render"]
 def render(job: Job) -> Rendered:
     """Return ``manifest.yaml``, to be submitted, and the plan's file; requires that :func:`findings` has no errors."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
-    found, plan = objects(job), job.plan.to_json()
+    documents, plan = objects(job), job.plan.to_json()
     return Rendered(
         MANIFEST,
-        {MANIFEST: text(found, (*remarks, *_ownership([*agents_key(job), *found]), *key_remark(job))), PLAN_FILE: plan},
+        {
+            MANIFEST: text(documents, (*remarks, *_ownership([*agents_key(job), *documents]), *key_remark(job))),
+            PLAN_FILE: plan,
+        },
         f"kubectl apply -f {FOLDER}/{MANIFEST}",
     )
 
@@ -42,9 +45,9 @@ def objects(job: Job) -> list[Object]:
     return [config_map(job), *policy, *kind.objects(job)]
 
 
-def _ownership(found: Sequence[Object]) -> tuple[str, ...]:
+def _ownership(documents: Sequence[Object]) -> tuple[str, ...]:
     """Return remarks on how to make the job the owner of the other objects, which needs the created job's uid."""
-    *others, job = found
+    *others, job = documents
     kind, name, space = job["kind"], job["metadata"]["name"], job["metadata"].get("namespace")
     kubectl = f"kubectl -n {space}" if space else "kubectl"
     resource = f"{kind.lower()}.{job['apiVersion'].partition('/')[0]}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.plan.types import Plan, Variable
+from partool.render.k8s.manifest import Fields
 from partool.render.shell import variables
 from partool.spec.targets.k8s.rules import POD_SCRATCH
 
@@ -24,27 +23,27 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def environment(plan: Plan) -> list[dict[str, Any]]:
+def environment(plan: Plan) -> list[Fields]:
     """Return the container's variables: first variables with literal values, then references to Secrets."""
-    found: list[dict[str, Any]] = [{"name": each.name, "value": literal(each.value)} for each in _written(plan)]
+    variables: list[Fields] = [{"name": each.name, "value": literal(each.value)} for each in _written(plan)]
     for name, secret in sorted(plan.launch.secrets.items()):
         reference = {"name": secret.secret, "key": secret.key}
-        found.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
-    return found
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    return variables
 
 
 def origins(plan: Plan) -> dict[str, str]:
     """Return the origin of each variable, by name."""
-    found = {each.name: each.origin for each in _written(plan)}
+    sources = {each.name: each.origin for each in _written(plan)}
     for name, secret in sorted(plan.launch.secrets.items()):
-        found[name] = f"launch.secrets: Secret {secret.secret}, key {secret.key}"
-    return found
+        sources[name] = f"launch.secrets: Secret {secret.secret}, key {secret.key}"
+    return sources
 
 
 def _written(plan: Plan) -> list[Variable]:
-    own = variables(plan)
-    set_already = {each.name for each in own} | set(plan.launch.secrets)
+    planned = variables(plan)
+    set_already = {each.name for each in planned} | set(plan.launch.secrets)
     k8s = plan.launch.k8s
     more = (_HOME, *_USER) if k8s.user else () if k8s.writable_root else (_HOME,)  # the image has a home for root
-    found = [each for each in more if each.name not in set_already]
-    return found + [each for each in own if each.name not in plan.launch.secrets]
+    added = [each for each in more if each.name not in set_already]
+    return added + [each for each in planned if each.name not in plan.launch.secrets]

@@ -9,13 +9,11 @@ would be used up N times faster. A pod keeps its index and name, so the new agen
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.render.job import Job
+from partool.render.k8s.manifest import Fields, Object
 from partool.render.k8s.objects import (
     EXIT_CONFIGURATION,
     EXIT_PREEMPTED,
-    Object,
     disruption_rule,
     exit_code_rule,
     headless_service,
@@ -41,14 +39,14 @@ def objects(job: Job) -> list[Object]:
     ]
 
 
-def _spec(job: Job) -> dict[str, Any]:
+def _spec(job: Job) -> Fields:
     nodes, k8s = job.plan.devices.nodes, job.plan.launch.k8s
     rules = [
         exit_code_rule("FailJob", EXIT_CONFIGURATION),
         exit_code_rule("Ignore", EXIT_PREEMPTED),
         disruption_rule("Ignore"),
     ]
-    found: dict[str, Any] = {
+    spec: Fields = {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
@@ -59,5 +57,5 @@ def _spec(job: Job) -> dict[str, Any]:
         "ttlSecondsAfterFinished": int32(k8s.keep_finished_s),
     }
     if k8s.deadline_s is not None:
-        found["activeDeadlineSeconds"] = k8s.deadline_s
-    return found | {"template": template(job, place(job), subdomain=job.run_id if nodes > 1 else None)}
+        spec["activeDeadlineSeconds"] = k8s.deadline_s
+    return spec | {"template": template(job, place(job), subdomain=job.run_id if nodes > 1 else None)}

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.render.job import Job
+from partool.render.k8s.manifest import Fields, Object
 from partool.render.k8s.objects import (
     EXIT_CONFIGURATION,
     EXIT_PREEMPTED,
     NODE,
-    Object,
     disruption_rule,
     exit_code_rule,
     int32,
@@ -30,7 +28,7 @@ def place(job: Job) -> PodPlace:
 
 def objects(job: Job) -> list[Object]:
     """Return the JobSet; its controller makes the headless Service."""
-    spec = {
+    spec: Fields = {
         "ttlSecondsAfterFinished": int32(job.plan.launch.k8s.keep_finished_s),
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": _failure_policy(job.plan.launch.restarts),
@@ -46,7 +44,7 @@ def objects(job: Job) -> list[Object]:
     ]
 
 
-def _failure_policy(restarts: int) -> dict[str, Any]:
+def _failure_policy(restarts: int) -> Fields:
     """Return the rules for a failed Job. If no rule fits, a failure counts against ``maxRestarts``.
 
     BlockingRecreate waits until the old pods are gone, so that old and new agents never meet. If a Job fails
@@ -72,14 +70,14 @@ def _failure_policy(restarts: int) -> dict[str, Any]:
     }
 
 
-def _job(job: Job) -> dict[str, Any]:
+def _job(job: Job) -> Fields:
     nodes, deadline_s = job.plan.devices.nodes, job.plan.launch.k8s.deadline_s
     rules = [
         exit_code_rule("FailJob", EXIT_CONFIGURATION),
         exit_code_rule("FailJob", EXIT_PREEMPTED),
         disruption_rule("FailJob"),
     ]
-    found: dict[str, Any] = {
+    spec: Fields = {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
@@ -88,5 +86,5 @@ def _job(job: Job) -> dict[str, Any]:
         "podFailurePolicy": {"rules": rules},
     }
     if deadline_s is not None:
-        found["activeDeadlineSeconds"] = deadline_s
-    return found | {"template": template(job, place(job))}
+        spec["activeDeadlineSeconds"] = deadline_s
+    return spec | {"template": template(job, place(job))}

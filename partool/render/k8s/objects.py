@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any
 
 from partool.plan.run import KEY_VARIABLE, PLAN_FILE
 from partool.render.job import Job
 from partool.render.k8s.environment import origins
+from partool.render.k8s.manifest import Fields, Metadata, Object
 from partool.spec.targets.k8s.section import LABEL_DOMAIN
-
-Object = dict[str, Any]
 
 PORT = 29500
 """Port of the store at which the agents of the nodes meet."""
@@ -48,36 +46,36 @@ def labels(job: Job) -> dict[str, str]:
         "app.kubernetes.io/version": re.sub(r"[^A-Za-z0-9.]", "-", job.plan.partool_version),
         "app.kubernetes.io/component": "training",
     }
-    own = {"app.kubernetes.io/managed-by": "partool", RUN_LABEL: job.run_id}
-    return {**described, **job.plan.launch.k8s.labels, **own}
+    fixed = {"app.kubernetes.io/managed-by": "partool", RUN_LABEL: job.run_id}
+    return {**described, **job.plan.launch.k8s.labels, **fixed}
 
 
-def metadata(job: Job, name: str | None = None) -> Object:
+def metadata(job: Job, name: str | None = None) -> Metadata:
     """Return the metadata of an object of the run; ``name`` defaults to the run's id."""
-    found: Object = {"name": name or job.run_id}
+    fields: Metadata = {"name": name or job.run_id}
     if job.plan.launch.k8s.namespace is not None:
-        found["namespace"] = job.plan.launch.k8s.namespace
-    found["labels"] = labels(job)
-    found["annotations"] = {**job.plan.launch.k8s.annotations, HASH_ANNOTATION: job.plan.hash}
-    return found
+        fields["namespace"] = job.plan.launch.k8s.namespace
+    fields["labels"] = labels(job)
+    fields["annotations"] = {**job.plan.launch.k8s.annotations, HASH_ANNOTATION: job.plan.hash}
+    return fields
 
 
-def workload_metadata(job: Job) -> Object:
+def workload_metadata(job: Job) -> Metadata:
     """Return the metadata of the object that runs the pods, with Kueue's labels and the origin of each variable.
 
     ``suspend`` is left to Kueue, which sets it when the object is created.
     """
-    found = metadata(job)
+    fields = metadata(job)
     k8s = job.plan.launch.k8s
     if k8s.queue is not None and k8s.kind != "volcano":
-        found["labels"]["kueue.x-k8s.io/queue-name"] = k8s.queue
+        fields["labels"]["kueue.x-k8s.io/queue-name"] = k8s.queue
         if k8s.priority is not None:
-            found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
+            fields["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
         if k8s.deadline_s is not None:  # this deadline covers all restarts, unlike a Job's
-            found["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
-    named = origins(job.plan) | {each["name"]: _KEY_ORIGIN for each in key_variable(job)}
-    found["annotations"][ORIGINS_ANNOTATION] = json.dumps(named, ensure_ascii=False)
-    return found
+            fields["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
+    named = origins(job.plan) | ({KEY_VARIABLE: _KEY_ORIGIN} if _has_key(job) else {})
+    fields["annotations"][ORIGINS_ANNOTATION] = json.dumps(named, ensure_ascii=False)
+    return fields
 
 
 def config_map(job: Job) -> Object:
@@ -96,12 +94,16 @@ def network_policy(job: Job) -> Object:
 
     The policy names no ports: the ranks' connections use any free port. Outgoing traffic is not restricted.
     """
-    own = {"matchLabels": {RUN_LABEL: job.run_id}}
+    selector = {"matchLabels": {RUN_LABEL: job.run_id}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": metadata(job),
-        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
+        "spec": {
+            "podSelector": selector,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": selector}]}],
+        },
     }
 
 
@@ -114,7 +116,7 @@ def _has_key(job: Job) -> bool:
     return job.plan.devices.nodes > 1 and job.program is None
 
 
-def key_variable(job: Job) -> list[Object]:
+def key_variable(job: Job) -> list[Fields]:
     """Return the variable that passes the agents their key; empty for a single agent, which has no peers."""
     if not _has_key(job):
         return []
@@ -126,8 +128,16 @@ def agents_key(job: Job) -> list[Object]:
     """Return a Secret with a new key; the Secret is created on the cluster and never written elsewhere."""
     if not _has_key(job):
         return []
-    made = {"type": "Opaque", "immutable": True, "stringData": {KEY_NAME: secrets.token_hex(32)}}
-    return [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata(job, key_secret(job)), **made}]
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": metadata(job, key_secret(job)),
+            "type": "Opaque",
+            "immutable": True,
+            "stringData": {KEY_NAME: secrets.token_hex(32)},
+        }
+    ]
 
 
 def key_remark(job: Job) -> tuple[str, ...]:
@@ -161,11 +171,11 @@ EXIT_CONFIGURATION = 78
 """Exit codes with the same values as in :mod:`partool_runtime.errors`, which this package does not import."""
 
 
-def exit_code_rule(action: str, code: int) -> dict[str, Any]:
+def exit_code_rule(action: str, code: int) -> Fields:
     """Return a rule for a pod whose agent exited with ``code``."""
     return {"action": action, "onExitCodes": {"containerName": NODE, "operator": "In", "values": [code]}}
 
 
-def disruption_rule(action: str) -> dict[str, Any]:
+def disruption_rule(action: str) -> Fields:
     """Return a rule for a pod that the cluster has preempted or evicted."""
     return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}

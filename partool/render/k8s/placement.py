@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.catalog.lookup import table
 from partool.plan.types import Plan
+from partool.render.k8s.manifest import Fields
 from partool.render.k8s.resources import DEVICES, device_resource
 
 _ARCHITECTURE = "kubernetes.io/arch"
@@ -24,19 +23,19 @@ def node_selector(plan: Plan) -> dict[str, str]:
 
 def tolerations(plan: Plan) -> list[dict[str, str]]:
     """Return the tolerations for taints of nodes with devices and of arm64 nodes, and the user's tolerations."""
-    found = []
+    items = []
     device = device_resource(plan)
     if plan.devices.slice and plan.launch.k8s.device_resource is None:
         device = DEVICES[plan.devices.backend]  # nodes are tainted alike, whether their devices are sliced or not
     if device is not None:
-        found.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
+        items.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
     if node_selector(plan)[_ARCHITECTURE] == "arm64":  # GKE taints such nodes
-        found.append({"key": _ARCHITECTURE, "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
+        items.append({"key": _ARCHITECTURE, "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
     for each in plan.launch.k8s.tolerations:
         item = {"key": each.key, "operator": "Exists" if each.value is None else "Equal"}
         item |= {} if each.value is None else {"value": each.value}
-        found.append(item | ({"effect": each.effect} if each.effect else {}))
-    return found
+        items.append(item | ({"effect": each.effect} if each.effect else {}))
+    return items
 
 
 def topology_annotations(plan: Plan) -> dict[str, str]:
@@ -48,7 +47,7 @@ def topology_annotations(plan: Plan) -> dict[str, str]:
     return {f"kueue.x-k8s.io/podset-{how}-topology": topology.level}
 
 
-def priority_class(plan: Plan) -> dict[str, Any]:
+def priority_class(plan: Plan) -> Fields:
     """Return the pods' priority class; empty if the plan sets a queue, because Kueue then handles priority."""
     k8s = plan.launch.k8s
     return {} if k8s.priority is None or k8s.queue is not None else {"priorityClassName": k8s.priority}

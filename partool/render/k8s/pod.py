@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from partool.plan.run import PLAN_FILE, agent_command
 from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.k8s import placement
 from partool.render.k8s.environment import environment, literal
+from partool.render.k8s.manifest import Fields
 from partool.render.k8s.objects import NODE, PORT, key_variable, labels
 from partool.render.k8s.resources import resources
 from partool.render.k8s.volumes import PLAN_FOLDER, volumes
@@ -50,8 +50,8 @@ def command(job: Job, place: PodPlace) -> list[str]:
     several = job.plan.devices.nodes > 1
     if job.program is not None:
         meet = {"NODE_RANK": f"$({place.node_rank})", "MASTER_ADDR": place.host, "MASTER_PORT": PORT} if several else {}
-        told = [f"{name}={value}" for name, value in meet.items()]
-        return ["env", *told, "bash", f"{PLAN_FOLDER}/{job.program.script}"]
+        assignments = [f"{name}={value}" for name, value in meet.items()]
+        return ["env", *assignments, "bash", f"{PLAN_FOLDER}/{job.program.script}"]
     return agent_command(
         literal(job.plan.launch.python or "python"),
         Path(PLAN_FOLDER, PLAN_FILE),
@@ -66,17 +66,19 @@ def command(job: Job, place: PodPlace) -> list[str]:
     )
 
 
-def template(job: Job, place: PodPlace, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
+def template(
+    job: Job, place: PodPlace, *, restart_policy: str | None = "Never", subdomain: str | None = None
+) -> Fields:
     """Return the pod template; ``restart_policy`` is None if the policy is a field of the job instead of the pod."""
     return {"metadata": pod_metadata(job), "spec": _spec(job, place, restart_policy, subdomain)}
 
 
-def pod_metadata(job: Job) -> dict[str, Any]:
+def pod_metadata(job: Job) -> Fields:
     """Return labels and annotations of the pods; a label refuses Istio's sidecar, which would outlive the agent."""
-    found: dict[str, Any] = {"labels": {"sidecar.istio.io/inject": "false", **labels(job)}}
+    fields: Fields = {"labels": {"sidecar.istio.io/inject": "false", **labels(job)}}
     k8s = job.plan.launch.k8s
-    own = {**({} if k8s.evictable else _UNMOVED), **k8s.annotations, **placement.topology_annotations(job.plan)}
-    return found | ({"annotations": own} if own else {})
+    annotations = {**({} if k8s.evictable else _UNMOVED), **k8s.annotations, **placement.topology_annotations(job.plan)}
+    return fields | ({"annotations": annotations} if annotations else {})
 
 
 def grace_s(plan: Plan) -> int:
@@ -84,9 +86,9 @@ def grace_s(plan: Plan) -> int:
     return plan.launch.window_s + _LINGER_S
 
 
-def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str | None) -> dict[str, Any]:
+def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str | None) -> Fields:
     plan, k8s = job.plan, job.plan.launch.k8s
-    found: dict[str, Any] = {
+    spec: Fields = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_s(plan),
@@ -94,53 +96,53 @@ def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str 
         "securityContext": pod_security(plan),
     }
     if restart_policy is not None:
-        found["restartPolicy"] = restart_policy
+        spec["restartPolicy"] = restart_policy
     if subdomain is not None:
-        found["subdomain"] = subdomain
+        spec["subdomain"] = subdomain
     if k8s.kind != "volcano":  # Volcano's job has this field
-        found |= placement.priority_class(plan)
+        spec |= placement.priority_class(plan)
     if k8s.host_network:
         # This policy keeps the names of the cluster's services resolvable with hostNetwork.
-        found |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    found |= pod_options(plan)
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    spec |= pod_options(plan)
     if tolerations := placement.tolerations(plan):
-        found["tolerations"] = tolerations
-    found["containers"] = [container(job, place)]
-    found["volumes"] = volumes(job)[0]
-    return found
+        spec["tolerations"] = tolerations
+    spec["containers"] = [container(job, place)]
+    spec["volumes"] = volumes(job)[0]
+    return spec
 
 
-def pod_options(plan: Plan) -> dict[str, Any]:
+def pod_options(plan: Plan) -> Fields:
     """Return optional fields of the pod, set only if the user asks for them."""
     k8s = plan.launch.k8s
-    found: dict[str, Any] = {}
+    options: Fields = {}
     if k8s.service_account is not None:
-        found["serviceAccountName"] = k8s.service_account
+        options["serviceAccountName"] = k8s.service_account
     if k8s.image_pull_secrets:
-        found["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(k8s.image_pull_secrets)]
-    return found
+        options["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(k8s.image_pull_secrets)]
+    return options
 
 
-def container(job: Job, place: PodPlace) -> dict[str, Any]:
+def container(job: Job, place: PodPlace) -> Fields:
     """Return the container that runs the agent."""
     plan = job.plan
-    found: dict[str, Any] = {"name": place.container, "image": plan.launch.image, "command": command(job, place)}
+    fields: Fields = {"name": place.container, "image": plan.launch.image, "command": command(job, place)}
     if plan.launch.k8s.image_pull_policy is not None:
-        found["imagePullPolicy"] = plan.launch.k8s.image_pull_policy
+        fields["imagePullPolicy"] = plan.launch.k8s.image_pull_policy
     if variables := environment(plan) + key_variable(job):
-        found["env"] = variables
+        fields["env"] = variables
     if plan.devices.nodes > 1:
-        port = {"name": place.port, "containerPort": PORT, "protocol": "TCP"}
-        found["ports"] = [port | ({"hostPort": PORT} if plan.launch.k8s.host_network else {})]
-    found["resources"] = resources(plan)
-    found["securityContext"] = container_security(plan)
-    found["volumeMounts"] = volumes(job)[1]
-    found["terminationMessagePath"] = _TERMINATION_LOG
-    found["terminationMessagePolicy"] = "FallbackToLogsOnError"
-    return found
+        port: Fields = {"name": place.port, "containerPort": PORT, "protocol": "TCP"}
+        fields["ports"] = [port | ({"hostPort": PORT} if plan.launch.k8s.host_network else {})]
+    fields["resources"] = resources(plan)
+    fields["securityContext"] = container_security(plan)
+    fields["volumeMounts"] = volumes(job)[1]
+    fields["terminationMessagePath"] = _TERMINATION_LOG
+    fields["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    return fields
 
 
-def pod_security(plan: Plan) -> dict[str, Any]:
+def pod_security(plan: Plan) -> Fields:
     """Return the settings that the pod security standard "restricted" requires of a pod, unless the user chose root."""
     user = plan.launch.k8s.user
     return {
@@ -153,12 +155,12 @@ def pod_security(plan: Plan) -> dict[str, Any]:
     }
 
 
-def container_security(plan: Plan) -> dict[str, Any]:
+def container_security(plan: Plan) -> Fields:
     """Return the settings that "restricted" requires of a container; IPC_LOCK is added, as RDMA needs pinned memory.
 
     Beyond the standard, the root file system is read-only.
     """
-    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    capabilities: Fields = {"drop": ["ALL"]}
     if plan.launch.k8s.rdma is not None:
         capabilities["add"] = ["IPC_LOCK"]
     read_only = {} if plan.launch.k8s.writable_root else {"readOnlyRootFilesystem": True}

@@ -6,10 +6,9 @@ pod; since all agents of a run end with the same code, all of them restart.
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.render.job import Job
-from partool.render.k8s.objects import Object, int32, workload_metadata
+from partool.render.k8s.manifest import Fields, Object
+from partool.render.k8s.objects import int32, workload_metadata
 from partool.render.k8s.pod import PodPlace, template
 
 REMARKS = (
@@ -32,7 +31,7 @@ def objects(job: Job) -> list[Object]:
     replicas = {"Master": _replicas(job, 1)}
     if nodes > 1:
         replicas["Worker"] = _replicas(job, nodes - 1)
-    spec = {
+    spec: Fields = {
         "nprocPerNode": str(job.plan.devices.per_node),
         "runPolicy": _run_policy(job),
         "pytorchReplicaSpecs": replicas,
@@ -42,23 +41,23 @@ def objects(job: Job) -> list[Object]:
     ]
 
 
-def _run_policy(job: Job) -> dict[str, Any]:
+def _run_policy(job: Job) -> Fields:
     """Return the field ``runPolicy`` of the job: limits on restarts and time, and what is deleted at the end.
 
     The operator sums the restarts of all pods, and ends the job at ``backoffLimit``.
     """
     nodes, launch = job.plan.devices.nodes, job.plan.launch
-    found: dict[str, Any] = {
+    policy: Fields = {
         "cleanPodPolicy": "Running",
         "ttlSecondsAfterFinished": int32(launch.k8s.keep_finished_s),
     }
     if launch.restarts:
-        found["backoffLimit"] = int32(launch.restarts * nodes + 1)
+        policy["backoffLimit"] = int32(launch.restarts * nodes + 1)
     if launch.k8s.deadline_s is not None:
-        found["activeDeadlineSeconds"] = launch.k8s.deadline_s
-    return found
+        policy["activeDeadlineSeconds"] = launch.k8s.deadline_s
+    return policy
 
 
-def _replicas(job: Job, count: int) -> dict[str, Any]:
+def _replicas(job: Job, count: int) -> Fields:
     policy = "OnFailure" if job.plan.launch.restarts else "Never"
     return {"replicas": count, "restartPolicy": policy, "template": template(job, place(job), restart_policy=None)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from partool.plan.host_memory import ranks_bytes
 from partool.plan.types import Plan
@@ -52,7 +51,7 @@ def _on_disk(plan: Plan, path: str) -> bool:
     return within(path, POD_SCRATCH) or (within(path, POD_STORAGE) and plan.launch.k8s.storage is None)
 
 
-def resources(plan: Plan) -> dict[str, Any]:
+def resources(plan: Plan) -> dict[str, dict[str, str]]:
     """Return the container's resources. Requests of cores and memory equal the limits, so that pods are evicted last.
 
     Devices and adapters are written as limits only: Kubernetes uses the same values as requests.

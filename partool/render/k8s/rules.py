@@ -150,8 +150,8 @@ def _script(job: Job) -> Iterator[Diagnostic]:
 
 
 def _annotations(job: Job) -> Iterator[Diagnostic]:
-    found: dict[str, str] = workload_metadata(job)["annotations"]
-    size = sum(len(key.encode()) + len(value.encode()) for key, value in found.items())
+    annotations = workload_metadata(job)["annotations"]
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in annotations.items())
     if size > _MOST_ANNOTATION_BYTES:
         message = f"the annotations have {size:,} bytes; an object has room for {_MOST_ANNOTATION_BYTES:,}"
         yield Diagnostic("PT567", message, path=(*_PATH, "annotations"), help="shorten them")

@@ -6,12 +6,11 @@ a patch cannot change. The container of the runtime's replicated job ``node`` is
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.render.job import Job
 from partool.render.k8s import placement
 from partool.render.k8s.environment import environment
-from partool.render.k8s.objects import NODE, Object, key_variable, workload_metadata
+from partool.render.k8s.manifest import Fields, Object
+from partool.render.k8s.objects import NODE, key_variable, workload_metadata
 from partool.render.k8s.pod import (
     PodPlace,
     command,
@@ -38,7 +37,7 @@ def place(job: Job) -> PodPlace:
 def objects(job: Job) -> list[Object]:
     """Return the TrainJob."""
     k8s = job.plan.launch.k8s
-    spec: dict[str, Any] = {
+    spec: Fields = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": k8s.runtime},
         "trainer": _trainer(job),
         "runtimePatches": [{"manager": "partool", "trainingRuntimeSpec": {"template": {"spec": _patch(job)}}}],
@@ -55,9 +54,9 @@ def objects(job: Job) -> list[Object]:
     ]
 
 
-def _trainer(job: Job) -> dict[str, Any]:
+def _trainer(job: Job) -> Fields:
     plan = job.plan
-    found: dict[str, Any] = {
+    trainer: Fields = {
         "image": plan.launch.image,
         "command": command(job, place(job)),
         "numNodes": plan.devices.nodes,
@@ -65,14 +64,14 @@ def _trainer(job: Job) -> dict[str, Any]:
         "resourcesPerNode": resources(plan),
     }
     if variables := environment(plan) + key_variable(job):
-        found["env"] = variables
-    return found
+        trainer["env"] = variables
+    return trainer
 
 
-def _patch(job: Job) -> dict[str, Any]:
+def _patch(job: Job) -> Fields:
     plan = job.plan
     pod_volumes, mounts = volumes(job)
-    spec: dict[str, Any] = {
+    spec: Fields = {
         "terminationGracePeriodSeconds": grace_s(plan),
         "nodeSelector": placement.node_selector(plan),
         "securityContext": pod_security(plan),

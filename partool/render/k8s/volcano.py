@@ -6,15 +6,13 @@ after failures are requested; otherwise failures and preemptions both count agai
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.render.job import Job
+from partool.render.k8s.manifest import Fields, Object
 from partool.render.k8s.objects import (
     EXIT_CONFIGURATION,
     EXIT_PREEMPTED,
     MOST_INT32,
     NODE,
-    Object,
     int32,
     workload_metadata,
 )
@@ -31,7 +29,7 @@ def place(job: Job) -> PodPlace:
 def objects(job: Job) -> list[Object]:
     """Return the Job; Volcano makes the headless Service."""
     nodes, launch = job.plan.devices.nodes, job.plan.launch
-    spec: dict[str, Any] = {
+    spec: Fields = {
         "schedulerName": "volcano",
         "minAvailable": nodes,
         "maxRetry": int32(launch.restarts + 1) if launch.restarts else MOST_INT32,
@@ -54,7 +52,7 @@ def objects(job: Job) -> list[Object]:
     ]
 
 
-def _policies(restarts: int) -> list[dict[str, Any]]:
+def _policies(restarts: int) -> list[Fields]:
     """Return the actions for a pod that ends; the first matching policy applies."""
     return [
         {"exitCode": EXIT_CONFIGURATION, "action": "TerminateJob"},

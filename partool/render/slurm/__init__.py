@@ -105,8 +105,8 @@ def _header(job: Job) -> list[str]:
     options += [("chdir", job.run_dir), ("output", _literal(logs)), ("open-mode", "append")]
     if lead:
         options.append(("signal", f"B:USR2@{lead}"))
-    again = job.program is None and (job.plan.launch.requeues or job.plan.launch.restarts)
-    options.append(("requeue" if again else "no-requeue", ""))
+    may_requeue = job.program is None and (job.plan.launch.requeues or job.plan.launch.restarts)
+    options.append(("requeue" if may_requeue else "no-requeue", ""))
     options += slurm.options.items()
     return [f"--{header_value(name, 'option')}" + _equals(name, value) for name, value in options]
 

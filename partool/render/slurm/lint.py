@@ -27,9 +27,9 @@ _GPU_COUNTS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 def lint(text: str, file: str = "job.sbatch") -> list[Diagnostic]:
     """Return the findings about a batch script, in the order of its lines; ``file`` is the name that findings show."""
     script = parse(text)
-    found = [finding for rule in RULES for finding in rule(script)]
-    found.sort(key=lambda finding: (finding.span.line if finding.span else 0, finding.code))
-    return [_placed(finding, script, file) for finding in found]
+    findings = [finding for rule in RULES for finding in rule(script)]
+    findings.sort(key=lambda finding: (finding.span.line if finding.span else 0, finding.code))
+    return [_placed(finding, script, file) for finding in findings]
 
 
 def _placed(finding: Diagnostic, script: Script, file: str) -> Diagnostic:
@@ -55,15 +55,15 @@ def _number(text: str | None) -> int | None:
 def _launchers(script: Script) -> list[Command]:
     """Return the commands that start ranks; variables that hold parts of a command are replaced by their values."""
     parts: dict[str, str] = {}
-    found: list[Command] = []
+    launchers: list[Command] = []
     for command in script.commands:
         text = _NAME.sub(lambda match: parts.get(match[1] or match[2], match[0]), command.text)
         assignment = _ASSIGNMENT.match(text)
         if assignment:
             parts[assignment[1]] = assignment[2].strip("\"'() ")
         elif _LAUNCHER.search(text):
-            found.append(Command(command.line, text, command.expanded))
-    return found
+            launchers.append(Command(command.line, text, command.expanded))
+    return launchers
 
 
 def _step_options(command: Command) -> list[Option]:

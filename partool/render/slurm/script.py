@@ -55,8 +55,8 @@ class Script:
 
     def value(self, name: str) -> str | None:
         """Return the value that Slurm uses for an option: the last value given."""
-        found = self.find(name)
-        return found[-1].value if found else None
+        options = self.find(name)
+        return options[-1].value if options else None
 
     @property
     def most_nodes(self) -> int:
@@ -79,7 +79,7 @@ def parse(text: str) -> Script:
 
 def options_of(words: list[str], line: int = 0) -> list[Option]:
     """Return the options among the words of a command or of a header line, up to the first word that is no option."""
-    found: list[Option] = []
+    options: list[Option] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
@@ -89,8 +89,8 @@ def options_of(words: list[str], line: int = 0) -> list[Option]:
             equals = value
         if not equals and name not in _FLAGS and rest and not rest[0].startswith("-"):
             value = rest.pop(0)
-        found.append(Option(line, name, value))
-    return found
+        options.append(Option(line, name, value))
+    return options
 
 
 def words_of(text: str) -> list[str]:
@@ -106,7 +106,7 @@ def _options(number: int, text: str) -> list[Option]:
 
 
 def _commands(lines: tuple[str, ...], first: int) -> tuple[list[Command], set[int]]:
-    found: list[Command] = []
+    commands: list[Command] = []
     inner: set[int] = set()
     index = 0
     while index < len(lines):
@@ -119,11 +119,11 @@ def _commands(lines: tuple[str, ...], first: int) -> tuple[list[Command], set[in
                 break
         text, expanded = "".join(reader.text), "".join(reader.expanded)
         if text.strip():
-            found.append(Command(first + start, text, expanded))
+            commands.append(Command(first + start, text, expanded))
         for match in _HEREDOC.finditer(text.replace("<<<", "   ")):
             index = _after_heredoc(lines, index, next(word for word in match.groups() if word))
         inner.update(range(first + start + 1, first + index))
-    return found, inner
+    return commands, inner
 
 
 def _after_heredoc(lines: tuple[str, ...], index: int, marker: str) -> int:

@@ -11,7 +11,7 @@ from _expected_traffic import sent_by_stages
 from partool.cost.sequence.dsp import sent
 from partool.cost.sequence.types import AttentionSizes
 from partool.cost.sequence.ulysses import sent as sent_by_ulysses
-from partool.layout.grid import Axis, Turn, common, exchanges, held, turns
+from partool.layout.grid import Axis, Turn, common, exchanges, tokens_by_rank, turns
 from partool.layout.sequence import contiguous, index, shares, tokens
 from partool.planner import make_plan
 from partool.spec import load_text
@@ -51,7 +51,7 @@ def test_pairs_of_layers_cost_two_exchanges(pattern: list[Axis]) -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3), (5, 4)])
 def test_every_token_lies_on_one_rank_in_order(grid: tuple[int, int], ranks: int, tensor: int) -> None:
-    rows, columns = (held(grid, ranks, axis, tensor) for axis in ("row", "column"))
+    rows, columns = (tokens_by_rank(grid, ranks, axis, tensor) for axis in ("row", "column"))
     for cut in (rows, columns):
         assert len(cut) == ranks * tensor
         assert sorted(place for spans in cut for place in index(spans)) == list(range(grid[0] * grid[1]))
@@ -66,7 +66,9 @@ def test_every_token_lies_on_one_rank_in_order(grid: tuple[int, int], ranks: int
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 def test_what_is_sent_is_what_others_hold_afterwards(grid: tuple[int, int], ranks: int, tensor: int) -> None:
     """Counted token by token, both ways; all ranks together send as much as they receive."""
-    rows, columns = ([set(index(spans)) for spans in held(grid, ranks, axis, tensor)] for axis in ("row", "column"))
+    rows, columns = (
+        [set(index(spans)) for spans in tokens_by_rank(grid, ranks, axis, tensor)] for axis in ("row", "column")
+    )
     totals = []
     for rank in range(ranks * tensor):
         to_rows, to_columns = len(columns[rank] - rows[rank]), len(rows[rank] - columns[rank])
@@ -91,7 +93,7 @@ def test_a_quarter_of_what_ulysses_sends_in_both_axes() -> None:
     assert pair.forward == pair.backward == 2 * share * (ranks - 1) // ranks
     one_layer = sent_by_ulysses(contiguous(length, ranks), heads, 1)
     assert (one_layer.forward, one_layer.backward) == (2 * pair.forward, 2 * pair.backward)
-    assert tokens(held(grid, ranks, "row")[1]) * hidden == share
+    assert tokens(tokens_by_rank(grid, ranks, "row")[1]) * hidden == share
 
 
 def codes(text: str) -> set[str]:
@@ -115,7 +117,7 @@ def test_a_plan_of_a_grid_model() -> None:
     assert plan is not None
     assert (plan.layout.sequence.method, plan.layout.sequence.order) == ("dsp", "grid")
     assert plan.model.grid == (24, 40)
-    assert plan.shares == held((24, 40), 4, "column")
+    assert plan.shares == tokens_by_rank((24, 40), 4, "column")
     width = plan.layout.micro_batch * plan.layout.derived.accumulation * 64
     expected = max(sum(sent_by_stages((24, 40), 4, rank, [["row", "column"] * 2], width).bytes(2)) for rank in range(4))
     assert plan.prediction.time.traffic_bytes["sequence"] == expected > 0

@@ -9,19 +9,7 @@ from words import VAGUE, assigned, package_of, vague_names
 
 ROOT = Path(__file__).parents[3]
 LEFT: dict[str, int] = {
-    "partool.api": 1,
-    "partool.cli": 57,
-    "partool.diagnostics": 8,
-    "partool.engines": 141,
-    "partool.launch": 4,
-    "partool.layout": 1,
-    "partool.plan": 24,
-    "partool.render": 38,
-    "partool.replay": 52,
-    "partool.report": 84,
-    "partool.schedule": 1,
-    "partool.verify": 2,
-    "partool.work": 2,
+    "partool.plan": 3,
     "partool_runtime.jobs": 7,
 }
 """How often packages that were not renamed yet assign vague names. A number only becomes smaller, down to no entry."""

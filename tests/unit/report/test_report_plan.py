@@ -71,7 +71,7 @@ def test_screen(width: int) -> None:
 
 
 def test_the_verdict_comes_first_and_the_rest_on_demand() -> None:
-    texts = [screen(80), *(screen(80, view=view) for view in (View(why=True), View(table=True), View(whole=True)))]
+    texts = [screen(80), *(screen(80, view=view) for view in (View(why=True), View(table=True), View(everything=True)))]
     (first,) = {text.splitlines()[0] for text in texts}
     assert re.fullmatch(r"example: [\d.]+ s per step ± 25%, \d+ h \d+ min in all, fits \(.* sure\)", first)
     short, why, table, whole = texts
@@ -107,7 +107,7 @@ def test_a_large_plan_takes_one_screen_and_says_what_is_left_out() -> None:
     crowded = plan.model_copy(update={"findings": many})
     assert len(printed(crowded, 80).splitlines()) <= SCREEN_LINES
     assert re.search(r"^ {3}2\d more: --all$", printed(crowded, 80), re.MULTILINE)
-    assert printed(crowded, 80, view=View(whole=True)).count("PT302 warning") == 30
+    assert printed(crowded, 80, view=View(everything=True)).count("PT302 warning") == 30
 
 
 def test_the_rows_say_the_sizes_that_the_spec_leads_to(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_figures_are_never_cut() -> None:
     beside = {}
     for width in (60, 80, 110, 120, 160):
         out = io.StringIO()
-        render_plan(plan, Console(file=out, width=width, color_system=None), view=View(whole=True))
+        render_plan(plan, Console(file=out, width=width, color_system=None), view=View(everything=True))
         assert "…" not in out.getvalue(), width
         beside[width] = re.search("peak +Time per step", out.getvalue()) is not None
     assert (beside[80], beside[120], beside[160]) == (False, False, True)

@@ -21,7 +21,7 @@ from partool.planner.make import make_plan
 from partool.planner.resolve import resolve
 from partool.planner.rules.tensor_cuts import check_tensor, cuttable, without_tensor
 from partool.planner.search.enumeration import build
-from partool.report.tensor import held, render_tensor, tensor_data
+from partool.report.tensor import rank_elements, render_tensor, tensor_data
 
 TEXT = """\
 model: {layers: 3, hidden: 64, heads: 7, head_dim: 8, vocab: 257, qk_norm: true}
@@ -71,7 +71,7 @@ def test_as_data() -> None:
     assert (key["count"], key["style"], key["gradients"], key["rule"]) == (3, "column", "summed", "preset partool")
     assert [one["shared_with"] for one in key["local"]] == [[1], [0], [3], [2]]
     assert key["local"][2] == {"shape": [8, 64], "ranges": [[[8, 16]], [[0, 64]]], "shared_with": [3]}
-    assert data["elements"] == [held(plan.partition, rank) for rank in range(4)]
+    assert data["elements"] == [rank_elements(plan.partition, rank) for rank in range(4)]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from partool.launch.k8s.validate.crd_schemas import CrdSource, custom, why_not
 from partool.launch.k8s.validate.findings import FieldFault
@@ -116,12 +116,19 @@ def level(manifest: Manifest, crd_source: CrdSource) -> Level:
     return Level(NAME, True, f"{crd_source.words}: {tally.words()}", tuple(each.diagnostic("PT572") for each in faults))
 
 
-def rules_of(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
+class CelRule(TypedDict, total=False):
+    """A CEL rule of a definition, as ``x-kubernetes-validations`` has it."""
+
+    rule: Required[str]
+    message: str
+
+
+def rules_of(schema: Schema) -> Iterator[tuple[str, CelRule]]:
     """Yield (place in the schema, rule) for every CEL rule of a schema."""
     yield from _rules_of(schema, "")
 
 
-def _rules_of(schema: Schema, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rules_of(schema: Schema, place: str) -> Iterator[tuple[str, CelRule]]:
     for rule in schema.get(_RULES) or ():
         yield place, rule
     for name, sub in schema.get("properties", {}).items():
@@ -131,7 +138,7 @@ def _rules_of(schema: Schema, place: str) -> Iterator[tuple[str, dict[str, Any]]
             yield from _rules_of(schema[key], f"{place}.*")
 
 
-def of_a_change(rule: dict[str, Any]) -> bool:
+def of_a_change(rule: CelRule) -> bool:
     """Return True for a rule that compares an object with its earlier state."""
     return _OLD.search(rule["rule"]) is not None
 
@@ -179,7 +186,7 @@ def _walk(schema: Schema, value: Any, owner: str, path: Path, tally: Tally) -> I
             yield from _walk(child(schema, 0), item, owner, (*path, index), tally)
 
 
-def _evaluate(rule: dict[str, Any], schema: Schema, value: Any, tally: Tally) -> str | None:
+def _evaluate(rule: CelRule, schema: Schema, value: Any, tally: Tally) -> str | None:
     """Return the reason why a rule refuses a value; None if the rule holds or could not be evaluated."""
     text = rule["rule"]
     try:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from partool.layout.grid import Axis, Turn, held, turns, whole_rows
+from partool.layout.grid import Axis, Turn, tokens_by_rank, turns, whole_rows
 from partool.layout.sequence import Spans, index, tokens
 from partool.plan.layout import Layout
 from partool.strategies.sequence import ON_GRIDS
@@ -96,7 +96,7 @@ class Turner:
 
     def _way(self, grid: tuple[int, int], device: torch.device) -> Turning:
         """Return the exchange from whole columns to whole rows."""
-        columns, rows = (held(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
+        columns, rows = (tokens_by_rank(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
         with without_modes():  # the host reads the numbers of tokens
             leaving_S, sent = _matched(columns[self._rank], rows)
             arriving_S, received = _matched(rows[self._rank], columns)
