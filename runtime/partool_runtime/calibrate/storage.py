@@ -31,11 +31,11 @@ def storage_line(folder: Path, writers: int, most_bytes: int, seconds: float) ->
     node do with a checkpoint. A repeat of slow storage writes less than ``most_bytes``, so that it takes about
     ``seconds``. Raises OSError if the folder cannot be written, or if it has little space.
     """
-    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-    if (free := shutil.disk_usage(place).free) < _FREE_TIMES * most_bytes:
-        raise OSError(errno.ENOSPC, f"only {free >> 20} MiB are free", str(place))
+    existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    if (free := shutil.disk_usage(existing).free) < _FREE_TIMES * most_bytes:
+        raise OSError(errno.ENOSPC, f"only {free >> 20} MiB are free", str(existing))
     with (
-        tempfile.TemporaryDirectory(dir=place, prefix=".partool-calibrate-") as scratch,
+        tempfile.TemporaryDirectory(dir=existing, prefix=".partool-calibrate-") as scratch,
         ThreadPoolExecutor(writers) as pool,
     ):
         piece = os.urandom(_PIECE_BYTES)  # a file system that compresses gains nothing
@@ -63,9 +63,9 @@ def storage_line(folder: Path, writers: int, most_bytes: int, seconds: float) ->
 
 
 def _write(file: Path, piece: bytes, size: int) -> None:
+    content = memoryview(piece)
     with file.open("wb", buffering=0) as stream:
-        left = memoryview(piece)[: min(len(piece), size)]
         written = 0
         while written < size:
-            written += stream.write(left[: size - written])
+            written += stream.write(content[: size - written])
         os.fsync(stream.fileno())
