@@ -121,6 +121,7 @@ _GIVEN = {
     "link_latency_s": ("link_latency_us",),
     "host_link_bytes_per_s": ("host_link_gb_per_s",),
     "host_memory_bytes_per_s": ("host_memory_gb_per_s",),
+    "storage_bytes_per_s": ("storage_gb_per_s",),
 }
 """Measured field of :class:`Devices` → fields of the spec's ``hardware``, any of which overrides the measurement."""
 _HELP = "partool calibrate measures this machine anew"
@@ -188,8 +189,15 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
         measured["host_link_bytes_per_s"] = figures.host_link_bytes_per_s.value / _HOST_LINK_SHARE
     if figures.adam_parameters_per_s:
         measured["host_memory_bytes_per_s"] = ranks * figures.adam_parameters_per_s.value * _ADAM_BYTES / _ADAM_SHARE
+    if figures.storage_bytes_per_s:
+        measured["storage_bytes_per_s"] = _storage(figures.storage_bytes_per_s.value, devices)
     given = {name for name, fields in _GIVEN.items() if any(getattr(spec, field) is not None for field in fields)}
     return devices.model_copy(update={name: value for name, value in measured.items() if name not in given})
+
+
+def _storage(bytes_per_s: float, devices: Devices) -> float:
+    """Return the bytes per second that each node writes while all nodes write, given the measured rate of one alone."""
+    return bytes_per_s if devices.nodes == 1 else min(bytes_per_s, devices.storage_bytes_per_s)
 
 
 def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, float]:

@@ -97,12 +97,15 @@ class MeasuredFigures(_Part):
     """Bytes per second of copies between device and pinned host memory, in the slower direction."""
     adam_parameters_per_s: Figure | None = None
     """Parameters that a fused AdamW on the host updates per second."""
+    storage_bytes_per_s: Figure | None = None
+    """Bytes per second that all ranks together write to the file system of runs; None in calibrations before the figure
+    existed."""
 
     @model_serializer(mode="wrap")
     def _only_measured(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out figures of a CPU that were not measured, so that older calibrations keep their hash."""
+        """Leave out newer figures that were not measured, so that older calibrations keep their hash."""
         fields: dict[str, Any] = dump(self)
-        for name in ("products", "attention_by_length", "fresh_bytes_per_s"):
+        for name in ("products", "attention_by_length", "fresh_bytes_per_s", "storage_bytes_per_s"):
             if not getattr(self, name):
                 fields.pop(name, None)
         return fields

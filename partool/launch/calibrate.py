@@ -11,7 +11,7 @@ from typing import Any
 
 from partool.catalog.lookup import table
 from partool.catalog.machine import available_cores, processor, this_machine
-from partool.catalog.profile_file import MachineId, MeasuredFigures, Measurement, Profile
+from partool.catalog.profile_file import MachineId, MeasuredFigures, Measurement, Profile, home
 from partool.process import python_command
 from partool.version import __version__
 
@@ -27,7 +27,7 @@ def measure(sizes: str, ranks: int | None) -> Profile:
 
     An interrupt ends the measurement; the profile then holds the results so far, and its ``complete`` is False.
     """
-    command = python_command("partool_runtime.calibrate", "--sizes", sizes)
+    command = python_command("partool_runtime.calibrate", "--sizes", sizes, "--folder", str(home() / "runs"))
     command += [] if ranks is None else ["--ranks", str(ranks)]
     environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also sends SIGINT to the measuring process

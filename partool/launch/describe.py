@@ -31,7 +31,7 @@ def as_json(run: Run, status: RunStatus) -> dict[str, object]:
         **status.model_dump(mode="json"),
         "submission": _submission(run),
         "progress": last_step(run),
-        "last_step": _last_step(run),
+        "last_step": _last_step(run, status),
     }
 
 
@@ -60,8 +60,13 @@ def as_text(run: Run, status: RunStatus) -> str:
 def step_age(run: Run, status: RunStatus) -> str:
     """Return a text such as ``last step 3 min 5 s ago``, with what the ranks do now if that is no step.
 
-    Empty for a run that does not run, or whose agent has noted nothing that this machine can read.
+    Of a run elsewhere it is the last logged step, or why that is not known. Empty for a run that does not run, or whose
+    agent has noted nothing yet.
     """
+    if status.logged_step is not None:
+        return f"step {status.logged_step.step} logged {duration(seconds_since(status.logged_step.at))} ago"
+    if status.unknown_step:
+        return status.unknown_step
     progress = read_progress(run.path) if status.state == "running" else None
     if progress is None or progress.attempt < status.attempt:
         return ""
@@ -157,7 +162,9 @@ def _submission(run: Run) -> dict[str, Any] | None:
     return submission.model_dump(mode="json") if submission else None
 
 
-def _last_step(run: Run) -> dict[str, Any] | None:
+def _last_step(run: Run, status: RunStatus) -> dict[str, Any] | None:
+    if status.logged_step is not None:
+        return {"attempt": status.attempt, "step": status.logged_step.step, "step_at": status.logged_step.at}
     progress = read_progress(run.path)
     return None if progress is None else progress.model_dump(mode="json")
 

@@ -25,6 +25,14 @@ class RunProgress(Record):
     """Unix time at which the agent first saw this phase."""
 
 
+class LoggedStep(Record):
+    """A step as rank 0's output names it, of a run whose ``progress.json`` cannot be read from here."""
+
+    step: int
+    at: float
+    """Unix time at which the line was written."""
+
+
 def write_progress(run_dir: Path, progress: RunProgress) -> None:
     """Replace the file; a reader sees the old or the new content. Raises OSError."""
     temporary = run_dir / f".{PROGRESS_FILE}.{os.getpid()}"

@@ -64,10 +64,10 @@ class MemoryTrace(Record):
     """Whose tensors hold most at the peak, largest first."""
     timeline: tuple[tuple[int, int], ...]
     """(operators that ran since the step began, bytes held), at most some hundred points, the peak among them."""
-    left_bytes: int = 0
+    leaked_bytes: int = 0
     """Bytes held at the end of the step beyond those held at its begin: each further step would add as many."""
-    left: tuple[MemoryOwner, ...] = ()
-    """Whose tensors hold more at the end of the step than at its begin, largest first; empty if ``left_bytes`` is 0."""
+    leaked: tuple[MemoryOwner, ...] = ()
+    """Whose tensors hold more at the end of the step than at its begin, largest first; empty if there are none."""
     reserved_bytes: int
     """Most bytes that torch's caching allocator would reserve for these tensors, modelled; more than the device has if
     they do not fit, and 0 on CPUs, which have no such allocator."""

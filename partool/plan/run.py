@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from partool.catalog.machine import available_cores
+from partool.plan.progress import LoggedStep
 from partool.plan.record import Record, UnixTime
 from partool.plan.types import Plan
 from partool.process import python_command
@@ -71,6 +72,10 @@ class RunStatus(Record):
     exit_code: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     reason: str = ""
     """Reason why the run ended, in one line."""
+    logged_step: LoggedStep | None = Field(default=None, exclude=True)
+    """Last step, as a target found it in the log of a run that it runs elsewhere; not in the file."""
+    unknown_step: str = Field(default="", exclude=True)
+    """Reason why such a target does not know the last step; empty if it does, and not in the file."""
 
     @property
     def active(self) -> bool:

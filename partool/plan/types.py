@@ -319,9 +319,9 @@ class Plan(Record):
     @property
     def contradiction(self) -> str:
         """The first contradiction of an edited plan, in words; empty where there is none."""
-        ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
-        if ranks != there:
-            return f"the degrees of layout make {ranks} ranks, devices are {there}"
+        ranks, devices = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
+        if ranks != devices:
+            return f"the degrees of layout make {ranks} ranks, devices are {devices}"
         layout, wanted = self.layout, self.training.global_batch
         batch = layout.micro_batch * layout.derived.accumulation * layout.mesh.dp
         if batch != wanted:
@@ -335,8 +335,8 @@ class Plan(Record):
         except ValidationError as error:
             item = error.errors(include_url=False)[0]
             return f"{'.'.join(map(str, ('spec.parallel', *item['loc'])))}: {item['msg']}"
-        if found := self.layout.contradiction:
-            return found
+        if contradiction := self.layout.contradiction:
+            return contradiction
         if why := refuses(self.layout, self.layout.derived.accumulation):
             return f"layout.pipeline: {why}"
         if self.runnable == bool(self.not_runnable):
@@ -375,7 +375,7 @@ class Plan(Record):
     def shares(self) -> tuple[Spans, ...]:
         """For each sequence-parallel rank, the spans of tokens of a sequence that the rank holds."""
         sequence, grid = self.layout.sequence, self.model.grid
-        found = shares(
+        spans = shares(
             self.training.sequence_length,
             sequence.degree,
             sequence.order,
@@ -383,8 +383,8 @@ class Plan(Record):
             columns=grid[1] if grid else 0,
         )
         if METHODS[sequence.method].keys == "teams" and sequence.degree > 1:
-            return Trails(sequence.degree, sequence.teams, sequence.inside).by_rank(found)
-        return found
+            return Trails(sequence.degree, sequence.teams, sequence.inside).by_rank(spans)
+        return spans
 
     @property
     def tokens(self) -> int:

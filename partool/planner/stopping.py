@@ -7,6 +7,7 @@ from typing import Any
 
 from partool.plan.stopping import Stopping
 from partool.plan.types import Plan
+from partool.spec.hardware import Devices
 from partool.spec.launch import SHORTEST_WINDOW_S, LaunchSpec
 from partool.spec.numbers import GIB, MIB
 from partool.spec.targets.rules import Forecast, rules_of
@@ -98,10 +99,18 @@ def forecast(plan: Plan) -> Forecast:
 def in_words(plan: Plan, stopping: Stopping) -> str:
     """Return the parts of the time that a stop needs: ``a step 97 s, a checkpoint of 107 GiB per node 2 × 115 s``..."""
     steps = "a step" if stopping.steps == 1 else f"{stopping.steps} steps"
-    rate = plan.devices.storage_bytes_per_s / 1e9
+    rate = f"{plan.devices.storage_bytes_per_s / 1e9:.3g} GB/s{_origin(plan)}"
     size = f"{_size(stopping.checkpoint_bytes)} per node"
     times = "" if stopping.writes == 1 else f"{stopping.writes} × "  # one may be in the background
-    return f"{steps} {_s(stopping.step_s)}, a checkpoint of {size} {times}{_s(stopping.write_s)} at {rate:g} GB/s"
+    return f"{steps} {_s(stopping.step_s)}, a checkpoint of {size} {times}{_s(stopping.write_s)} at {rate}"
+
+
+def _origin(plan: Plan) -> str:
+    """Return words after the rate of the storage if a calibration measured it; a plan's spec has a rate of its own."""
+    if _asked(plan, "hardware", "storage_gb_per_s") != "auto":
+        return ""
+    assumed = Devices.model_fields["storage_bytes_per_s"].default
+    return "" if plan.devices.storage_bytes_per_s == assumed else " (partool calibrate)"
 
 
 def worst_loss(every: int | str) -> str:

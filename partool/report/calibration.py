@@ -60,6 +60,7 @@ def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
         ("start of an operator", figures.operator_s),
         ("host link", figures.host_link_bytes_per_s),
         ("AdamW on the CPU", figures.adam_parameters_per_s),
+        ("writes to the storage of runs", figures.storage_bytes_per_s),
     )
     for name, figure_or_none in single:
         if figure_or_none is not None:

@@ -78,7 +78,8 @@ class HardwareSpec(Section):
     nvme_gb_per_s: Figure | None = None
     """Rate of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
     storage_gb_per_s: Figure | None = None
-    """Rate at which each node writes checkpoints, while all nodes write; default: 1."""
+    """Rate at which each node writes checkpoints, while all nodes write; default: what ``partool calibrate`` measured,
+    or 1."""
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
     price_per_device_hour: Figure | None = None

@@ -52,10 +52,10 @@ def excesses(plan: Plan, traces: Sequence[RankTrace]) -> list[VerifiedFinding]:
 def kept(traces: Sequence[RankTrace]) -> Iterator[VerifiedFinding]:
     """Yield a finding PT696 for each rank that holds more after a step than before it."""
     for trace in traces:
-        if trace.memory is not None and trace.memory.left_bytes > 0:
-            size = f"{trace.memory.left_bytes:,} bytes"
-            message = f"rank {trace.rank} holds {size} more after a step than before it{_most(trace.memory.left)}"
-            yield _owners_finding("PT696", message, trace.rank, trace.memory.left)
+        if trace.memory is not None and trace.memory.leaked_bytes > 0:
+            size = f"{trace.memory.leaked_bytes:,} bytes"
+            message = f"rank {trace.rank} holds {size} more after a step than before it{_most(trace.memory.leaked)}"
+            yield _owners_finding("PT696", message, trace.rank, trace.memory.leaked)
 
 
 def predicted_bytes(plan: Plan, trace: RankTrace) -> Mapping[str, int]:

@@ -334,7 +334,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return None
 
     def _log_lines(self, pod: str, log: Log, query: dict[str, str]) -> bool:
-        sent = 0
+        sent = max(0, len(log.lines) - int(query.get("tailLines", len(log.lines))))
         while True:
             with self.cluster.changed:
                 if sent == len(log.lines) and query.get("follow") == "true" and not log.ended:

@@ -200,6 +200,15 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
+def rank_pid(run_dir: Path, rank: int) -> int:
+    """Return the process of a rank, found by its environment; fails the test if there is none."""
+    for pid in processes_of(run_dir):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment:
+            return pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 45) -> None:
     """Wait for a condition; fails the test if it never holds."""
     end = time.monotonic() + timeout_s * PATIENCE

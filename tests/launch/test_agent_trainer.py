@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch_helpers import processes_of, trainable_plan, wait_until
+from launch_helpers import processes_of, rank_pid, trainable_plan, wait_until
 from patience import PATIENCE
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -84,7 +84,7 @@ def _kill_when(
     """Call ``first`` and kill rank 1 of an attempt, once the condition holds and the attempt has done a step."""
     wait_until(lambda: condition() and _step(folder, attempt) > 0, f"the moment to kill attempt {attempt}")
     first()
-    os.kill(_rank_pid(folder, 1), signal.SIGKILL)
+    os.kill(rank_pid(folder, 1), signal.SIGKILL)
 
 
 def _damage(checkpoint: Path) -> None:
@@ -127,12 +127,3 @@ def _step(folder: Path, attempt: int = 1) -> int:
 
 def _start_event(folder: Path, attempt: int) -> dict[str, int]:
     return _events(folder, attempt)[0]["data"]  # type: ignore[return-value]
-
-
-def _rank_pid(folder: Path, rank: int) -> int:
-    """Return the process of a rank, found by its log file."""
-    for pid in processes_of(folder):
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            return pid
-    raise AssertionError(f"no process of rank {rank}")

@@ -555,7 +555,7 @@ def test_many_runs_are_asked_for_at_once(here: Case) -> None:
     here.cluster.requests.clear()
     found = here.target.statuses(runs[:4])
     assert [found[run.id].state for run in runs[:4]] == ["running"] * 3 + ["done"]
-    assert len(methods(here, "GET")) == 3 + 3  # pages of five jobs and of six pods
+    assert len(methods(here, "GET")) == 3 + 3 + 3  # pages of five jobs and of six pods, logs of three running runs
 
 
 def test_a_cluster_that_is_away_does_not_hide_the_others(here: Case) -> None:

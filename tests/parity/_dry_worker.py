@@ -122,7 +122,7 @@ def check_case(name: str, library: str) -> None:
     # Two ranks of startrail hold one result more, and those of a pipeline one message; the reason is not known.
     within = 0.02 if name == "startrail" or plan.layout.mesh.pp > 1 else 0.01
     assert peak_bytes == pytest.approx(held.peak_bytes, rel=within), (peak_bytes / held.peak_bytes, terms_bytes)
-    assert dry.memory.left_bytes == 0
+    assert dry.memory.leaked_bytes == 0
     if not plan.layout.offload.active:
         more_bytes = _LOADS_BYTES if name.startswith("experts") else 0
         for term, held_bytes in (("parameters", held.parameter_bytes), ("optimizer", held.optimizer_bytes)):

@@ -60,8 +60,8 @@ class StreamReader:
         self._count = 0
         """Number of lines already yielded whose time is ``_last_ns``."""
 
-    def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
-        """Open one connection, and yield the lines that were not yielded before.
+    def lines(self, *, follow: bool, previous: bool, tail: int | None = None) -> Iterator[StreamLine]:
+        """Open one connection, and yield the lines that were not yielded before, of the last ``tail`` if it is given.
 
         Set ``previous`` if the container has been restarted since it wrote the lines. Raises BrokenOffError, and
         ApiError: 400 before the container has started, 404 once the pod is gone.
@@ -70,6 +70,7 @@ class StreamReader:
         query |= {"follow": "true"} if follow else {}
         query |= {"previous": "true"} if previous else {}
         query |= {"sinceTime": _stamp(self._last_ns)} if self._last_ns else {}
+        query |= {"tailLines": str(tail)} if tail is not None else {}
         path = PODS.path(self._client.namespace, self.stream.pod, "log")
         until_ns, skip = self._last_ns, self._count
         with closing(self._client.stream("get", path, query)) as lines:

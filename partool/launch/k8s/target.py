@@ -17,6 +17,7 @@ from partool.launch.k8s import logs as k8s_logs
 from partool.launch.k8s import waiting as k8s_waiting
 from partool.launch.k8s.client import Client, Document
 from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.last_step import with_last_step
 from partool.launch.k8s.resources import PODS, RESOURCES, resource_of
 from partool.launch.k8s.status import KINDS, current, endings, judge
 from partool.launch.k8s.submit import Transaction, remove
@@ -33,6 +34,8 @@ from partool.render.k8s.objects import RUN_LABEL
 ERRORS_FILE = "errors.txt"
 """File that keeps the error records of an ended run, because the cluster deletes the originals with the pods."""
 _DRY_RUN = "server-side dry run"
+_MOST_LOGS = 20
+"""Number of runs whose logs one command reads for their last step."""
 
 
 class ObjectPlace(NamedTuple):
@@ -118,8 +121,13 @@ class K8sTarget:
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
         """Return the status of each run, by run id; each namespace gets one request per kind of job and one for pods.
 
-        Runs in a cluster or namespace that does not answer are ``unknown``.
+        The log of each running run gets one more, for its last step; of many runs only the first ones. Runs in a
+        cluster or namespace that does not answer are ``unknown``.
         """
+        return self._states(runs, logs=_MOST_LOGS)
+
+    def _states(self, runs: Sequence[Run], *, logs: int = 0) -> dict[str, RunStatus]:
+        """Return the status of each run; at most ``logs`` of them with the last step."""
         groups: dict[tuple[str, str], list[tuple[Run, ObjectPlace]]] = {}
         for run in runs:
             place = _place(run)
@@ -127,7 +135,9 @@ class K8sTarget:
         by_run: dict[str, RunStatus] = {}
         for (context, namespace), some in groups.items():
             try:
-                by_run |= _statuses(self._client(context, namespace), some)
+                states = _statuses(self._client(context, namespace), some, logs)
+                logs -= sum(one.state == "running" for one in states.values())
+                by_run |= states
             except LaunchError as error:
                 if len(groups) == 1:
                     raise
@@ -139,7 +149,7 @@ class K8sTarget:
         """Delete the pods, then the job; unless ``now`` is set, the pods get time to write a checkpoint."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
-        if run.submission() is not None and not self.status(run).active:
+        if run.submission() is not None and not self._states([run])[run.id].active:
             return False
         mark = run.path / CANCEL_FILE
         mark.touch()  # before deleting: a missing job counts as cancelled even if this process dies here
@@ -156,7 +166,7 @@ class K8sTarget:
         """Yield lines of the ranks' output; raises NoLogsError, and LaunchError if the cluster does not answer."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
-        return k8s_logs.read(client, run, query, lambda: self.status(run))
+        return k8s_logs.read(client, run, query, lambda: self._states([run])[run.id])
 
     def errors(self, run: Run) -> str:
         """Return the last messages of failed agents whose pods still exist, including agents of earlier attempts."""
@@ -251,8 +261,8 @@ def _recorded(details: dict[str, str], run: Run) -> ObjectPlace:
     )
 
 
-def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[str, RunStatus]:
-    """Return the status of the runs in one namespace; raises LaunchError."""
+def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]], logs: int) -> dict[str, RunStatus]:
+    """Return the status of the runs in one namespace, ``logs`` of them with the last step; raises LaunchError."""
     selector = f"{RUN_LABEL}={runs[0][0].id}" if len(runs) == 1 else RUN_LABEL
     jobs = {
         (kind, job["metadata"]["name"]): job
@@ -263,9 +273,13 @@ def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[s
     pods: dict[str, list[Document]] = {}
     for pod in client.select(PODS, labelSelector=selector):
         pods.setdefault(pod["metadata"]["labels"][RUN_LABEL], []).append(pod)
-    return {
+    states = {
         run.id: _status(client, run, place, jobs.get((place.kind, place.name)), pods.get(run.id, []))
         for run, place in runs
+    }
+    running = [run_id for run_id, state in states.items() if state.state == "running"]
+    return states | {
+        run_id: with_last_step(client, states[run_id], pods.get(run_id, [])) for run_id in running[: max(logs, 0)]
     }
 
 

@@ -1,5 +1,7 @@
 """``python -m partool_runtime.calibrate [--sizes full|quick] [--ranks N]`` measures this machine; JSON on stdout.
 
+With ``--folder DIR`` it also measures how fast the file system of this folder is written.
+
 Progress goes to standard error. After SIGINT or SIGTERM the measurements made so far are written, with
 ``"complete": false``, and the exit code is 130. The exit code is 1 if a rank failed or did not end in time.
 """
@@ -23,6 +25,7 @@ from typing import IO, Any
 from partool.process import python_command
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.calibrate.fit import figures
+from partool_runtime.calibrate.storage import MOST_BYTES, storage_line
 from partool_runtime.private import keep_compiled_code_private
 
 _SECONDS = {"full": 1.5, "quick": 0.25, "tiny": 0.005}
@@ -39,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.calibrate", description="Measures this machine.")
     parser.add_argument("--sizes", choices=sorted(_SECONDS), default="full")
     parser.add_argument("--ranks", type=int, default=0, help="ranks that work at once; 0: one per accelerator, or 2")
+    parser.add_argument("--folder", type=Path, help="folder of runs, whose file system is measured")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which it is given up")
     arguments = parser.parse_args(argv)
     keep_compiled_code_private(os.environ)
@@ -54,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             assert output is not None
             _collect(output, lines)
             code = int(any(process.wait() for process in processes))
+            if arguments.folder is not None and not code:
+                _add_storage(lines, arguments.folder.absolute(), ranks, arguments.sizes)
         except _StopError as stop:
             print(f"partool: {stop}", file=sys.stderr)
             code = _INTERRUPTED
@@ -106,6 +112,18 @@ def _collect(output: IO[str], lines: list[dict[str, Any]]) -> None:
         if len(lines) > 1:
             place = f"[{len(lines) - 1:>{len(str(lines[0]['items']))}}/{lines[0]['items']}]"
             print(f"{place} {time.monotonic() - begun:4.0f} s  {_shown(lines[-1])}", file=sys.stderr, flush=True)
+
+
+def _add_storage(lines: list[dict[str, Any]], folder: Path, ranks: int, sizes: str) -> None:
+    """Measure the storage of runs after everything else; report if it cannot be measured."""
+    try:
+        line = storage_line(folder, ranks, MOST_BYTES[sizes], _SECONDS[sizes])
+    except OSError as error:
+        print(f"partool: writes to {error.filename or folder} are not measured: {error.strerror}", file=sys.stderr)
+        return
+    lines.append(line)
+    lines[0]["items"] += 1
+    print(f"[{len(lines) - 1}/{lines[0]['items']}] {_shown(line)}", file=sys.stderr, flush=True)
 
 
 def _shown(line: dict[str, Any]) -> str:

@@ -77,9 +77,10 @@ def product_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, f
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
     """Return the figures that plans use, computed from ``measurements``; a figure is left out if it was not measured.
 
-    Rates are measured on one rank while all ranks work. On accelerators the rate of matrix products and of attention is
-    the rate of the best shape, because the cost model predicts how much slower smaller shapes are. On the CPU the rate
-    is the median over shapes; where a line fits the products' times, plans use that line.
+    Rates are measured on one rank while all ranks work; the rate of the storage is that of all ranks together. On
+    accelerators the rate of matrix products and of attention is the rate of the best shape, because the cost model
+    predicts how much slower smaller shapes are. On the CPU the rate is the median over shapes; where a line fits the
+    products' times, plans use that line.
     """
     best = backend != "cpu"
     fitted: Json = {}
@@ -92,7 +93,12 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
         fitted["products"] = lines
     if not best and (rates_by_length := _by_length(_of(measurements, "attention"))):
         fitted["attention_by_length"] = rates_by_length
-    rates = (("stream_bytes_per_s", "memory"), ("fresh_bytes_per_s", "fresh"), ("adam_parameters_per_s", "adam"))
+    rates = (
+        ("stream_bytes_per_s", "memory"),
+        ("fresh_bytes_per_s", "fresh"),
+        ("adam_parameters_per_s", "adam"),
+        ("storage_bytes_per_s", "storage"),
+    )
     for name, kind in rates:
         if of_kind := _of(measurements, kind):
             fitted[name] = _rate(of_kind, best=False)

@@ -213,8 +213,8 @@ class MemoryRecord:
             terms_bytes={term: terms[term] for term in sorted(terms) if terms[term]},
             owners=_largest(at_peak),
             timeline=tuple(_thinned(timeline, peak)),
-            left_bytes=live_bytes - before,
-            left=self._grown() if live_bytes > before else (),
+            leaked_bytes=live_bytes - before,
+            leaked=self._grown() if live_bytes > before else (),
             reserved_bytes=0 if allocator is None else self._reserved(allocator),
         )
 

@@ -27,6 +27,7 @@ from partool.catalog.profile_file import (
 from partool.cost import collective
 from partool.diagnostics.record import Diagnostic
 from partool.planner.make import PlanResult
+from partool.report.stopping import stop_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
 from partool.work.training import TrainingWork
@@ -137,6 +138,38 @@ def test_what_the_spec_gives_wins(tmp_path: Path) -> None:
     for name in ("achievable_flops", "attention_flops", "memory_bytes_per_s", "link_bytes_per_s"):
         assert getattr(found.devices, name) == getattr(devices, name)
     assert found.devices.operator_s == 3e-6
+
+
+def test_calibrations_before_storage_was_measured_keep_their_hash() -> None:
+    assert "storage_bytes_per_s" not in made(**ALL).model_dump(mode="json")["figures"]
+    assert made(**ALL, storage_bytes_per_s=figure(2e8)).figures_hash != made(**ALL).figures_hash
+
+
+@pytest.mark.parametrize(
+    ("measured", "nodes", "expected"), [(3e8, 1, 3e8), (5e9, 1, 5e9), (3e8, 4, 3e8), (5e9, 4, 1e9)]
+)
+def test_one_node_alone_says_only_how_slow_storage_is_for_all(
+    tmp_path: Path, measured: float, nodes: int, expected: float
+) -> None:
+    profile = made("h100-sxm", storage_bytes_per_s=figure(measured, "byte/s"))
+    found, _ = applied(tmp_path, profile, "bf16", accelerator="h100-sxm", nodes=nodes)
+    assert found.devices.storage_bytes_per_s == expected
+
+
+def test_a_plan_takes_the_measured_rate_of_checkpoints_and_says_so(tmp_path: Path) -> None:
+    assumed = planned(tmp_path).plan
+    save_profile(made(storage_bytes_per_s=figure(1e4, "byte/s")), tmp_path / "calibration.json")
+    measured, written = planned(tmp_path).plan, planned(tmp_path, "hardware.storage_gb_per_s=2").plan
+    assert assumed is not None
+    assert measured is not None
+    assert written is not None
+    assert assumed.stopping is not None
+    assert measured.stopping is not None
+    assert measured.stopping.write_s == pytest.approx(measured.stopping.checkpoint_bytes / 1e4)
+    assert measured.launch.window_s > assumed.launch.window_s == 60
+    assert " at 1 GB/s;" in stop_text(assumed)
+    assert " at 1e-05 GB/s (partool calibrate);" in stop_text(measured)
+    assert " at 2 GB/s;" in stop_text(written)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "h100-sxm"])

@@ -295,12 +295,18 @@ def calls(path: Path, names: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("names", "makers"),
     [
-        ({"Thread", "ThreadPoolExecutor", "Timer"}, {"threads.py", "agent/lifeline.py", "agent/meeting.py"}),
+        (
+            {"Thread", "ThreadPoolExecutor", "Timer"},
+            {"threads.py", "agent/lifeline.py", "agent/meeting.py", "calibrate/storage.py"},
+        ),
         ({"new_group", "split_group"}, {"groups.py", "checkpoint/_agreement.py"}),
     ],
 )
 def test_threads_and_groups_have_the_makers_that_the_page_names(names: set[str], makers: set[str]) -> None:
-    """``agent/meeting.py`` runs in agents, not in ranks; the ``Timer`` of telemetry is another class."""
+    """``agent/meeting.py`` and ``calibrate/storage.py`` run in processes that start ranks, not in ranks.
+
+    The ``Timer`` of telemetry is another class.
+    """
     runtime = ROOT / "runtime/partool_runtime"
     files = [path for path in sorted(runtime.rglob("*.py")) if path.parent.name != "telemetry"]
     assert {path.relative_to(runtime).as_posix() for path in files if calls(path, names)} == makers

@@ -142,7 +142,7 @@ def test_memory_is_corrected_by_the_fullest_rank_of_each_position() -> None:
 def leaking(rank: int) -> RankTrace:
     found = trace(rank)
     assert found.memory is not None
-    return found.model_copy(update={"memory": found.memory.model_copy(update={"left_bytes": 7 * (rank == 2)})})
+    return found.model_copy(update={"memory": found.memory.model_copy(update={"leaked_bytes": 7 * (rank == 2)})})
 
 
 @pytest.mark.parametrize(

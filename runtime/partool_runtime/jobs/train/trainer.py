@@ -69,7 +69,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         if first >= plan.training.steps and ranks.rank == 0:
             print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
         pulse.enter("training")
-        done = _Run(plan, stepper, data, saver, recorder, stop, pulse, _reports_loads(plan, ranks)).steps(first)
+        steps_done = _Run(plan, stepper, data, saver, recorder, stop, pulse, _reports_loads(plan, ranks)).steps(first)
         data.close()
         with pulse.during("saving"):
             saver.close()
@@ -79,11 +79,11 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         prepared.passes.close()
         prepared.memory.close()
         _report_write(saver, recorder)
-        stopped = done < plan.training.steps
+        stopped = steps_done < plan.training.steps
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all steps done")
     close_ranks(ranks)
     if stopped:
-        raise Preempted(f"stopped by {stop.reason} after step {done}")
+        raise Preempted(f"stopped by {stop.reason} after step {steps_done}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,63 +107,63 @@ class _Run:
             with recorder.timer("data"), self.pulse.during("fetching"):
                 batch = self.data.step(step)
             result = self.stepper.step(step, batch, recorder.timer, self._flags)
-            done = step + 1
+            steps_done = step + 1
             with recorder.timer("overhead"):
                 # In a local step ranks agree on nothing: stop requests and checkpoints wait for the next exchange.
                 asked, passed = result.flags[: len(STOP_SIGNALS)], result.flags[len(STOP_SIGNALS) :]
-                stopping = not result.local and self.stop.heard(asked, done)
-                due = not result.local and self.saver.due(done, passed)
-                if stopping or done == steps or due:
-                    self._save(done, wait=stopping)
+                stopping = not result.local and self.stop.heard(asked, steps_done)
+                due = not result.local and self.saver.due(steps_done, passed)
+                if stopping or steps_done == steps or due:
+                    self._save(steps_done, wait=stopping)
             with self.pulse.during("logging"):
-                self._record(done, result)
-            if stopping and done < steps:
+                self._record(steps_done, result)
+            if stopping and steps_done < steps:
                 recorder.event("signal", name=self.stop.reason)
-                return done
-            if self._validates(done) and not self._validate(done):
-                self._save(done, wait=True)
-                return done
+                return steps_done
+            if self._validates(steps_done) and not self._validate(steps_done):
+                self._save(steps_done, wait=True)
+                return steps_done
         return steps
 
-    def _save(self, done: int, *, wait: bool) -> None:
+    def _save(self, steps_done: int, *, wait: bool) -> None:
         with self.pulse.during("saving"):
-            self.saver.save(done, wait=wait)
+            self.saver.save(steps_done, wait=wait)
 
     def _flags(self) -> list[float]:
         """Return what this rank adds to the sums of a step: its stop request, and whether a checkpoint is due."""
         return [*self.stop.flags(), *self.saver.flags()]
 
-    def _validate(self, done: int) -> bool:
+    def _validate(self, steps_done: int) -> bool:
         """Report the loss on held-out data; return False on all ranks if a stop request ended the validation early."""
 
         def stopping() -> bool:
             self.pulse.beat()
-            return self.stop.agree(done)
+            return self.stop.agree(steps_done)
 
         with self.pulse.during("validating"):
             result = self.stepper.validate(self.data.validation(), stopping)
         if result is None:
             self.recorder.event("signal", name=self.stop.reason)
             return False
-        self.recorder.validation(done, *result)
+        self.recorder.validation(steps_done, *result)
         return True
 
-    def _record(self, done: int, result: StepResult) -> None:
+    def _record(self, steps_done: int, result: StepResult) -> None:
         recorder = self.recorder
-        recorder.step(done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
+        recorder.step(steps_done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
         if result.skipped:
-            recorder.event("nonfinite", step=done, consecutive=self.stepper.nonfinite_in_row)
-        if done == 1 and (problem := first_step_problem(self.plan, result)):
+            recorder.event("nonfinite", step=steps_done, consecutive=self.stepper.nonfinite_in_row)
+        if steps_done == 1 and (problem := first_step_problem(self.plan, result)):
             recorder.warning(problem)
         _report_write(self.saver, recorder)
-        if self.reports_loads and recorder.is_log_step(done):
-            _report_loads(done, self.stepper.loads, recorder)
+        if self.reports_loads and recorder.is_log_step(steps_done):
+            _report_loads(steps_done, self.stepper.loads, recorder)
 
-    def _validates(self, done: int) -> bool:
+    def _validates(self, steps_done: int) -> bool:
         if self.plan.data.validation == 0:
             return False
         every = self.plan.training.validation.every
-        return done == self.plan.training.steps or (every > 0 and done % every == 0)
+        return steps_done == self.plan.training.steps or (every > 0 and steps_done % every == 0)
 
 
 def _reports_loads(plan: Plan, ranks: Ranks) -> bool:

@@ -19,7 +19,9 @@ from partool.cli import calibrate as cli
 from partool.cli.main import run
 from partool.plan.run_fit import fit_scalars, scalar
 from partool.plan.run_rows import append_row
+from partool_runtime.calibrate.__main__ import _add_storage
 from partool_runtime.calibrate.fit import alpha_beta, figures, summary
+from partool_runtime.calibrate.storage import storage_line
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +85,7 @@ def test_figures_by_hand() -> None:
         item("fresh", "", 8.0, 4.0, unit="byte"),
         item("host_link", "up", 8.0, 1.0, unit="byte"),
         item("host_link", "down", 6.0, 1.0, unit="byte"),
+        item("storage", "", 9.0, 3.0, unit="byte"),
     ]
     on_cpu, on_cuda = figures(measured, "cpu", 4), figures(measured, "cuda", 4)
     assert on_cpu["achievable_flops"]["fp32"] == {"value": 20.0, "unit": "flop/s", "n": 21, "mad": 10.0}
@@ -90,6 +93,7 @@ def test_figures_by_hand() -> None:
     assert on_cpu["operator_s"]["value"] == pytest.approx(5e-6)
     assert on_cpu["fresh_bytes_per_s"]["value"] == 2.0
     assert on_cpu["host_link_bytes_per_s"]["value"] == 6.0
+    assert on_cpu["storage_bytes_per_s"] == {"value": 3.0, "unit": "byte/s", "n": 7, "mad": pytest.approx(0.3)}
     assert on_cpu["collectives"].keys() == {"all_gather"}
     assert on_cpu["collectives"]["all_gather"]["latency_s"]["value"] == pytest.approx(1e-3)
     assert on_cpu["collectives"]["all_gather"]["bytes_per_s"]["value"] == pytest.approx(1e9)
@@ -109,10 +113,29 @@ def test_a_real_measurement_of_two_ranks(capfd: pytest.CaptureFixture[str], tmp_
     assert profile.figures.operator_s is not None
     assert 1e-7 < profile.figures.operator_s.value < 1e-3
     kinds = {m.kind for m in profile.measurements}
-    assert kinds == {"gemm", "attention", "memory", "fresh", "operator", "collective", "adam"}
+    assert kinds == {"gemm", "attention", "memory", "fresh", "operator", "collective", "adam", "storage"}
+    assert profile.figures.storage_bytes_per_s is not None
+    assert 1e4 < profile.figures.storage_bytes_per_s.value < 1e12
+    assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
     assert {m.kind for m in profile.measurements if m.elements} == {"gemm"}
     assert {(m.kind, m.length) for m in profile.measurements if m.length} == {("attention", 64)}
     assert f"[{len(profile.measurements)}/{len(profile.measurements)}]" in err
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(3600.0, 3 << 20), (0.0, 3 << 16)])
+def test_writes_to_the_storage_of_runs(tmp_path: Path, seconds: float, written: int) -> None:
+    """A folder that does not exist yet is on its parent's file system; slow storage gets less to write."""
+    line = storage_line(tmp_path / "new" / "runs", 3, 3 << 20, seconds)
+    assert (line["kind"], line["n"], line["work"]) == ("storage", 3, written)
+    assert 0.0 < line["seconds"] < 60.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_storage_that_cannot_be_measured_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[dict[str, Any]] = [{"machine": {}, "items": 4}]
+    _add_storage(lines, Path("/proc/runs"), 2, "tiny")
+    assert lines == [{"machine": {}, "items": 4}]
+    assert capsys.readouterr().err == "partool: writes to /proc are not measured: only 0 MiB are free\n"
 
 
 @pytest.mark.timeout(60)

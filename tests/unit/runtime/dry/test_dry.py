@@ -100,7 +100,7 @@ def test_offloaded_activations_leave_the_device(small: dict[str, Recorded]) -> N
     """Of four layers' inputs of 2 MiB, those of at most two layers are on the device, and none after the step."""
     ((trace, *_),) = small["offloaded"][1:]
     assert trace.memory is not None
-    assert (trace.memory.left_bytes, trace.memory.left) == (0, ())
+    assert (trace.memory.leaked_bytes, trace.memory.leaked) == (0, ())
     inputs = [owner for owner in trace.memory.owners if owner.operator in ("aten::add", "aten::embedding")]
     assert sum(owner.size_bytes for owner in inputs) <= 3 * 2**21
 

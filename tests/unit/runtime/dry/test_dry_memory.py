@@ -36,9 +36,9 @@ def test_storages_count_once_and_until_their_last_view_goes(memory: MemoryRecord
     del whole
     beside = tensor(1)
     found = memory.trace(None)
-    assert found.peak_bytes == found.left_bytes == 5 * KIB
+    assert found.peak_bytes == found.leaked_bytes == 5 * KIB
     del part, beside
-    assert memory.trace(None).left_bytes == 0
+    assert memory.trace(None).leaked_bytes == 0
     assert memory.trace(None).peak_bytes == 5 * KIB
 
 
@@ -50,7 +50,7 @@ def test_what_is_held_before_the_step_counts_and_what_a_step_keeps_is_told(memor
     kept, other = tensor(2), tensor(1)
     del other
     found = memory.trace(None)
-    assert (found.peak_bytes, found.left_bytes) == (11 * KIB, 2 * KIB)
+    assert (found.peak_bytes, found.leaked_bytes) == (11 * KIB, 2 * KIB)
     assert found.terms_bytes == {"activations": 2 * KIB, "parameters": 8 * KIB, "working": KIB}
     assert len(state) + len(kept) == 10 * KIB
 
@@ -62,7 +62,7 @@ def test_storages_that_change_their_size(memory: MemoryRecord) -> None:
     small = tensor(1)
     gathered.untyped_storage().resize_(6 * KIB)
     found = memory.trace(None)
-    assert (found.peak_bytes, found.left_bytes) == (7 * KIB, 3 * KIB)
+    assert (found.peak_bytes, found.leaked_bytes) == (7 * KIB, 3 * KIB)
     assert len(small) == KIB
 
 
