@@ -82,8 +82,8 @@ class Stepper:
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
             if self.loads is not None:
-                sequences = sum(micro.tokens_BS.numel() for micro in batch) * self._ranks.dp.size
-                self.loads.begin(self._scaler.scale, sequences)
+                all_tokens = sum(micro.tokens_BS.numel() for micro in batch) * self._ranks.dp.size
+                self.loads.begin(self._scaler.scale, all_tokens)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         scale = self._scaler.scale
         with timer(self.optimizer.term):
