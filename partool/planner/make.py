@@ -197,24 +197,25 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
     from partool.planner.explain import candidates, comparison, errors, reasons
-    from partool.planner.totals import totals
+    from partool.planner.totals import once, totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
     fewer = candidates.fewer_devices(solution.problem)
     alternatives = comparison.alternatives(solution, best, fewer)
+    predicted = best.time if solution.problem.job.backward else once(solution.problem, best.time, resolved.data)
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     return {
         "prediction": Prediction(
             memory=best.memory.model_copy(update=saved._asdict()),
-            time=best.time,
+            time=predicted,
             relative_error=time.error,
             evidence=time.words,
             memory_error=memory.error,
             memory_evidence=memory.words,
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
-            totals=totals(solution.problem, best.layout, best.time, resolved.data, saved.saved_bytes),
+            totals=totals(solution.problem, best.layout, predicted, resolved.data, saved.saved_bytes),
         ),
         "alternatives": alternatives,
         "candidates": candidates.candidates(solution, best, fewer),

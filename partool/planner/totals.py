@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from partool.layout.checkpoint import checkpoint_bytes
 from partool.plan.layout import Layout
 from partool.plan.totals import Totals
@@ -20,7 +22,9 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     """
     spec, training = problem.spec, problem.spec.training
     trained = training.steps * training.global_batch * training.sequence_length
-    data_tokens, unknown = _data_tokens(data)
+    data_tokens, unknown = _data_tokens(data, trains=problem.job.backward)
+    if not problem.job.backward and data_tokens is not None:
+        trained = min(trained, data_tokens)
     master = MASTER_BYTES[training.precision]
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
     moment = 2 if in_bf16 else master
@@ -41,9 +45,24 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     return figures.priced(time.device_hours)
 
 
-def _data_tokens(data: DataSpec) -> tuple[int | None, str]:
-    """Return the number of tokens that are not held out for validation, or None and the reason why it is unknown."""
+def once(problem: Problem, time: TimePrediction, data: DataSpec) -> TimePrediction:
+    """Return the time of a job that reads its data once and ends, where the number of their tokens is known."""
+    training = problem.spec.training
+    tokens, _ = _data_tokens(data, trains=False)
+    if tokens is None:
+        return time
+    steps = min(training.steps, ceil(tokens / (training.global_batch * training.sequence_length)))
+    share = steps / training.steps
+    return time.model_copy(update={"total_s": share * time.total_s, "device_hours": share * time.device_hours})
+
+
+def _data_tokens(data: DataSpec, *, trains: bool) -> tuple[int | None, str]:
+    """Return the number of tokens that a job reads, or None and the reason why it is unknown.
+
+    Training reads those that are not held out for validation, other jobs those that are, or all.
+    """
+    share = 1.0 - data.validation if trains else data.validation or 1.0
     try:
-        return round(count_tokens(data) * (1.0 - data.validation)), ""
+        return round(count_tokens(data) * share), ""
     except UncountedError as error:
         return None, str(error)

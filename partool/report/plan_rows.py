@@ -54,7 +54,8 @@ def job_rows(plan: Plan) -> Iterator[Row]:
         counted(training.sequence_length, "token"),
     )
     job = JOBS[plan.job]
-    yield job.title.capitalize(), f"{' × '.join(sizes)} = {amount(tokens)} tokens"
+    most = "" if job.backward else "at most "
+    yield job.title.capitalize(), f"{most}{' × '.join(sizes)} = {amount(tokens)} tokens"
     yield "Data", _data(plan, totals)
     if not job.backward:
         yield "Stop", stopping.stop_text(plan)
@@ -92,6 +93,9 @@ def _data(plan: Plan, totals: Totals | None) -> str:
         return name
     if totals.data_tokens is None:
         return f"{name}: number of tokens unknown ({totals.data_unknown})"
+    if not JOBS[plan.job].backward:
+        part = f"{100 * plan.data.validation:.3g}% of them held out" if plan.data.validation else "all"
+        return f"{name}: {amount(totals.data_tokens)} tokens ({part}), each once"
     text = f"{name}: {amount(totals.data_tokens)} tokens"
     text += f", and {100 * plan.data.validation:.3g}% held out" if plan.data.validation else ""
     if totals.epochs is None:

@@ -123,6 +123,11 @@ class Recorder:
         self._pulse.beat()
         return self._spans.timer(term)
 
+    def expect(self, steps: int) -> None:
+        """Set the number of the run's steps, where only its data tell it."""
+        self._total_steps = steps
+        self._figures = replace(self._figures, total_steps=steps)
+
     def is_log_step(self, step: int) -> bool:
         """Return whether this step's figures are shown: the first, every ``log_every``-th, and the last."""
         return step == 1 or step % self._plan.training.log_every == 0 or step == self._total_steps

@@ -40,13 +40,14 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
         for note in data.notes:
             recorder.warning(note)
         prepared = _prepared(plan, ranks, recorder, pulse)
-        progress = load_sums(run_dir, data.fingerprint, ranks) if resume else LossSums()
+        progress = load_sums(run_dir / "checkpoints", data.fingerprint, ranks) if resume else LossSums()
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event(
             "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=progress.steps
         )
         pulse.enter("training")
         run = _Run(plan, run_dir, ranks, prepared, data, recorder, stop)
+        recorder.expect(run.batches)
         progress = run.steps(progress)
         stopped = progress.steps < run.batches
         if not stopped:
@@ -55,6 +56,7 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
         prepared.passes.close()
         prepared.memory.close()
         if ranks.rank == 0 and not stopped:
+            progress.report(run_dir)
             print(
                 f"loss {progress.loss:.6f} nats per token, perplexity {progress.perplexity:.4f}, over "
                 f"{progress.tokens:,} tokens of {data.evaluated_sequences:,} sequences"
@@ -110,7 +112,7 @@ class _Run:
                 stopping = self.stop.agree(progress.steps)
                 last = progress.steps == self.batches
                 if self.ranks.rank == 0 and (stopping or last or recorder.is_log_step(progress.steps)):
-                    progress.save(self.run_dir, self.data.fingerprint)
+                    progress.save(self.run_dir / "checkpoints", self.data.fingerprint)
             recorder.step(progress.steps, loss_sum / max(tokens, 1), tokens=tokens)
             if stopping and not last:
                 recorder.event("signal", name=self.stop.reason)

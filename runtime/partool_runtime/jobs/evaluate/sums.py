@@ -1,10 +1,12 @@
-"""The sums of an evaluation so far, in a file from which a stopped run goes on."""
+"""The sums of an evaluation so far, in a checkpoint from which a stopped run goes on."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,29 +42,39 @@ class LossSums:
         """Return the sums after one more step."""
         return LossSums(self.steps + 1, self.loss_sum + loss_sum, self.tokens + tokens)
 
-    def save(self, run_dir: Path, fingerprint: str) -> None:
-        """Replace the file in ``run_dir``; ``fingerprint`` names the data and their order."""
-        path = run_dir / FILE
-        figures = {**asdict(self), "loss": self.loss, "perplexity": _finite(self.perplexity), "data": fingerprint}
-        path.with_suffix(".new").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        os.replace(path.with_suffix(".new"), path)
+    def report(self, run_dir: Path) -> None:
+        """Write the result into the run's folder."""
+        _write(run_dir / FILE, asdict(self) | {"loss": self.loss, "perplexity": _finite(self.perplexity)})
+
+    def save(self, folder: Path, fingerprint: str) -> None:
+        """Save the sums as the only checkpoint in ``folder``; ``fingerprint`` names the data and their order."""
+        path = folder / f"step-{self.steps:08d}"
+        partial = path.with_name(f"{path.name}.tmp")
+        partial.mkdir(parents=True, exist_ok=True)
+        _write(partial / FILE, asdict(self) | {"data": fingerprint})
+        if not path.exists():
+            partial.rename(path)
+        for older in folder.glob("step-*"):
+            if older != path:
+                shutil.rmtree(older, ignore_errors=True)
 
 
-def load_sums(run_dir: Path, fingerprint: str, ranks: Ranks) -> LossSums:
-    """Return the sums that rank 0 finds in ``run_dir``, on all ranks; those of no step without a file.
+def load_sums(folder: Path, fingerprint: str, ranks: Ranks) -> LossSums:
+    """Return the sums of the newest checkpoint that rank 0 sees in ``folder``, on all ranks; those of no step without.
 
     Raises ConfigurationError PT611 on all ranks for a file that cannot be read, PT616 if it is of other data.
     """
-    progress, code = (_read(run_dir / FILE, fingerprint)) if ranks.rank == 0 else (LossSums(), 0)
+    newest = max(folder.glob("step-" + "[0-9]" * 8), default=None) if ranks.rank == 0 else None
+    progress, code = (LossSums(), 0) if newest is None else _read(newest / FILE, fingerprint)
     sums = torch.tensor(
         [progress.steps, progress.loss_sum, progress.tokens, code], dtype=torch.float64, device=ranks.device
     )
     steps, loss_sum, tokens, failed = sum_over(sums, ranks.world).tolist()
-    help = f"delete {FILE} in the run's folder, or start a new run"
+    help = "start a new run, or delete the folder"
     if failed == _DAMAGED:
-        raise ConfigurationError("PT611", f"{run_dir / FILE} is damaged", help)
+        raise ConfigurationError("PT611", f"{folder}: the checkpoint of an evaluation is damaged", help)
     if failed == _OTHER_DATA:
-        raise ConfigurationError("PT616", f"{run_dir / FILE} is of other data, or of the same in another order", help)
+        raise ConfigurationError("PT616", f"{folder}: the checkpoint is of an evaluation of other data", help)
     return LossSums(int(steps), loss_sum, int(tokens))
 
 
@@ -73,13 +85,17 @@ def _read(path: Path, fingerprint: str) -> tuple[LossSums, int]:
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
         progress = LossSums(int(figures["steps"]), float(figures["loss_sum"]), int(figures["tokens"]))
-    except FileNotFoundError:
-        return LossSums(), 0
     except (OSError, ValueError, KeyError, TypeError):
         return LossSums(), _DAMAGED
     if figures.get("data") != fingerprint:
         return LossSums(), _OTHER_DATA
     return progress, 0
+
+
+def _write(path: Path, figures: Mapping[str, object]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    os.replace(new, path)
 
 
 def _finite(value: float) -> float | None:
