@@ -7,6 +7,8 @@ number of ranks, so a run continues where it stopped.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from partool.cost.case import RECOMPUTE
 from partool.cost.training.gathers import controls_of_layout
 from partool.cost.training.one_bit import one_bit_updates
@@ -24,14 +26,16 @@ from partool.planner.forms.runnable import gaps, task_of
 from partool.planner.problem import divisors
 from partool.planner.rules.launching import environment
 from partool.planner.search.price import host_room
-from partool.planner.stopping import decided
+from partool.planner.stopping import decided, forecast
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
+from partool.spec.targets.rules import rules_of
 from partool.work.stacks import stack_of
 from partool.work.traced import Trace, shipped
 from partool.work.training import TrainingWork
 
 _PATH = ("launch", "min_nodes")
+_WEIGHTS = {"note": 1, "warning": 2, "error": 3}
 
 
 def sizes(plan: Plan, trace: Trace | None = None) -> tuple[dict[int, Plan], list[str]]:
@@ -51,16 +55,34 @@ def sizes(plan: Plan, trace: Trace | None = None) -> tuple[dict[int, Plan], list
 
 
 def check_elastic(plan: Plan, trace: Trace | None = None) -> list[Diagnostic]:
-    """Return an error if no smaller number of nodes has a plan, or a note that lists the numbers without a plan."""
+    """Return an error if no smaller number of nodes has a plan, a note that lists the numbers without one, and limits.
+
+    The limits are findings about time limits that hold for the fewest nodes, and not for all of them.
+    """
     plans, reasons = sizes(plan, trace)
+    limits = _limits_at(plans[min(plans)], plan) if plans else []
     if not reasons:
-        return []
+        return limits
     if plans:
         help = f"given so many, the run uses fewer ({_listed(plans)}); to use all, change what the reason names"
-        return [Diagnostic("PT531", "; ".join(reasons), severity="note", path=_PATH, help=help)]
+        return [Diagnostic("PT531", "; ".join(reasons), severity="note", path=_PATH, help=help), *limits]
     message = f"min_nodes: {plan.launch.min_nodes}, but the run cannot go on with fewer nodes: {'; '.join(reasons)}"
     help = "drop min_nodes, or leave room: a larger global_batch with more divisors, fewer tensor or pipeline ranks"
     return [Diagnostic("PT530", message, path=_PATH, help=help)]
+
+
+def _limits_at(smallest: Plan, plan: Plan) -> list[Diagnostic]:
+    """Return the findings about time limits (PT527) that are worse for ``smallest`` than for ``plan``."""
+    rules = rules_of(plan.launch.target)
+    worst: dict[tuple[str | int, ...], int] = {}
+    for usual in rules.about_duration(plan.launch, forecast(plan)):
+        worst[usual.path] = max(worst.get(usual.path, 0), _WEIGHTS[usual.severity])
+    where = f"with {_nodes(smallest.devices.nodes)}, the fewest that min_nodes allows"
+    return [
+        replace(limit, message=f"{where}, {limit.message}")
+        for limit in rules.about_duration(smallest.launch, forecast(smallest))
+        if limit.code == "PT527" and _WEIGHTS[limit.severity] > worst.get(limit.path, 0)
+    ]
 
 
 def resized(plan: Plan, nodes: int, trace: Trace | None = None) -> Plan | str:

@@ -66,6 +66,35 @@ def test_a_plan_for_fewer_nodes_is_a_plan_of_its_own(plan: Plan) -> None:
         assert Plan.from_json(smaller.to_json()) == smaller
 
 
+def limits(plan: Plan, time: str, *, target: str = "slurm", requeues: int = 20) -> list[tuple[str, str, str]]:
+    """Return (code, severity, message) of the findings about sizes with a time limit of Slurm."""
+    slurm = {"time": time, "partition": "gpu"}
+    launch = LaunchSpec.model_validate({"target": target, "min_nodes": 1, "requeues": requeues, "slurm": slurm})
+    launch = launch.model_copy(update={"shutdown_timeout_s": plan.launch.window_s})
+    found = check_elastic(plan.model_copy(update={"launch": launch}))
+    assert all(finding.path == ("launch", "slurm", "time") for finding in found)
+    return [(finding.code, finding.severity, finding.message) for finding in found]
+
+
+def test_the_fewest_nodes_are_compared_with_the_time_limit(plan: Plan) -> None:
+    """Training takes about four times as long on one node as on four."""
+    smaller = resized(plan, 1)
+    assert isinstance(smaller, Plan)
+    most_s, least_s = smaller.prediction.time.total_s, plan.prediction.time.total_s
+    assert most_s > 3 * least_s
+    between = f"{int((most_s + least_s) / 120)}"
+    assert limits(plan, f"{int(2 * most_s / 60)}") == []
+    [(code, severity, message)] = limits(plan, between)
+    assert (code, severity) == ("PT527", "note")
+    assert message.startswith("with 1 node, the fewest that min_nodes allows, training takes ")
+    assert ": it is requeued once" in message
+    [(code, severity, message)] = limits(plan, between, requeues=0)
+    assert (code, severity) == ("PT527", "warning")
+    assert message.endswith("it is requeued once, and requeues: 0 allows fewer")
+    both = f"{int(least_s / 120)}"  # with all nodes the run is cut off as well, which is said there
+    assert limits(plan, both, requeues=0) == []
+
+
 def test_predictions_are_those_of_a_plan_made_for_that_size(plan: Plan) -> None:
     smaller = resized(plan, 2)
     assert isinstance(smaller, Plan)
