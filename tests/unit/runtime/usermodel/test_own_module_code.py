@@ -6,11 +6,16 @@ import os
 import py_compile
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from test_own_module import NET
 
 from partool.catalog import transformers_process
@@ -19,6 +24,7 @@ from partool.spec.model_code import changed_files, file_of_module
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.usermodel.building import build_module, user_code
 from partool_runtime.usermodel.code import UserCode
+from partool_runtime.usermodel.structure import describe
 
 FILES = {
     "nets/__init__.py": "from . import sizes\n",
@@ -42,9 +48,8 @@ def _fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     """Forget the modules of these tests, as a new process has not imported them."""
-    for name in [
-        each for each in sys.modules if each.partition(".")[0] in ("nets", "helper", "unused", "space", "archived")
-    ]:
+    tops = ("nets", "helper", "unused", "space", "archived", "extras")
+    for name in [each for each in sys.modules if each.partition(".")[0] in tops]:
         del sys.modules[name]
 
 
@@ -113,6 +118,51 @@ def test_a_module_that_was_not_loaded_is_refused(folder: Path) -> None:
         patched.setenv("PARTOOL_TEST_MORE", "1")
         error = refused(model)
     assert (error.code, error.message) == ("PT591", "the file unused.py was not loaded when the plan was made")
+
+
+class Editable(MetaPathFinder):
+    """Finds the package ``extras`` in a checkout, as the finder of an editable installation does."""
+
+    def __init__(self, checkout: Path) -> None:
+        self.package = checkout / "extras"
+        self.package.mkdir(parents=True)
+        (self.package / "__init__.py").write_text("", encoding="utf-8")
+        (self.package / "late.py").write_text("scale = 1.0\n", encoding="utf-8")
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "extras":
+            return None
+        places = [str(self.package)]
+        return spec_from_file_location(name, self.package / "__init__.py", submodule_search_locations=places)
+
+
+def test_imports_inside_of_the_forward_pass_are_recorded_and_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Modules of an editable package, which lies neither in the spec's folder nor on the module path."""
+    editable = Editable(tmp_path_factory.mktemp("checkout"))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, editable])
+    late = "class Late(Net):\n    def forward(self, tokens):\n        from extras.late import scale\n"
+    late += "        return super().forward(tokens) * scale\n"
+    (folder / "nets" / "model.py").write_text(FILES["nets/model.py"] + late, encoding="utf-8")
+    model = ModuleModel(module="nets.model:Late", config={"layers": 1}, folder=str(folder))
+    model = model.model_copy(update={"files": describe(model.model_dump_json(), 16)["code_files"]})
+    assert sorted(model.files) == ["extras/__init__.py", "extras/late.py", *LOADED]
+    forget()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    rank = build_module(model).to_empty(device="cpu")
+    assert rank(tokens).shape == (1, 4, 300)
+    forget()
+    (editable.package / "late.py").write_text("scale = 2.0\n", encoding="utf-8")
+    rank = build_module(model).to_empty(device="cpu")
+    with pytest.raises(ConfigurationError, match=r"extras/late\.py is not the one that was allowed") as changed:
+        rank(tokens)
+    assert changed.value.code == "PT591"
+    forget()
+    files = {name: digest for name, digest in model.files.items() if name != "extras/late.py"}
+    rank = build_module(model.model_copy(update={"files": files})).to_empty(device="cpu")
+    with pytest.raises(ConfigurationError, match=r"extras/late\.py was not loaded when the plan was made"):
+        rank(tokens)
 
 
 def test_compiled_files_beside_the_source_do_not_run(folder: Path) -> None:
