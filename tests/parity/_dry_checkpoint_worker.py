@@ -12,8 +12,8 @@ from planned import plan_of
 
 from partool.plan.rank_trace import CheckpointTrace, RankTrace
 from partool.plan.types import Plan
-from partool_runtime.dry.checkpoint import checkpoint_trace
 from partool_runtime.dry.host import absent_host
+from partool_runtime.dry.rank import checkpoint_trace
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
 from partool_runtime.jobs.train.saving import state_of

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from partool.plan.rank_trace import COMPUTE, Collective
 from partool.plan.types import Plan
-from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import absent_host
-from partool_runtime.dry.rank import dry_rank, micro_batches, traced
+from partool_runtime.dry.rank import dry_rank, evaluated, micro_batches, traced
 from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts

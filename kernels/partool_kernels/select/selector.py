@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from partool_kernels.select.store import Store
+from partool_kernels.select.store import Store, StoredAnswer
 from partool_kernels.timing import Timer
 
 REPEATS = 20
@@ -116,8 +116,8 @@ class Selector:
                 best = name
         answer = Answer(best, "measured", seconds, excluded)
         if self._store is not None:
-            kept: dict[str, Any] = {"names": list(problem.names), "name": answer.name}
-            self._store.put(problem.text, kept | {"seconds": seconds, "excluded": excluded})
+            kept = StoredAnswer(names=list(problem.names), name=answer.name, seconds=seconds, excluded=excluded)
+            self._store.put(problem.text, kept)
         return answer
 
     def _seconds(self, right: Sequence[Candidate]) -> dict[str, float]:

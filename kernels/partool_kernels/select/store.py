@@ -8,7 +8,7 @@ import re
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 FORMAT = 1
 
@@ -17,6 +17,17 @@ def folder() -> Path:
     """Return ``$XDG_CACHE_HOME/partool/kernels``, by default below ``~/.cache``."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "partool" / "kernels"
+
+
+class StoredAnswer(TypedDict):
+    """Which candidate is fastest, and how that was found out."""
+
+    names: list[str]
+    """Names of all candidates."""
+    name: str
+    seconds: dict[str, float]
+    excluded: dict[str, str]
+    """Reasons by name."""
 
 
 class Store:
@@ -32,7 +43,7 @@ class Store:
         self.path = (root or folder()) / f"{name}.json"
         self._device, self._versions = device, versions
 
-    def read(self) -> dict[str, dict[str, Any]]:
+    def read(self) -> dict[str, StoredAnswer]:
         """Return all stored answers."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
@@ -47,9 +58,9 @@ class Store:
         same = (
             content["format"] == FORMAT and content["device"] == self._device and content["versions"] == self._versions
         )
-        return cast("dict[str, dict[str, Any]]", content["answers"]) if same else {}
+        return cast("dict[str, StoredAnswer]", content["answers"]) if same else {}
 
-    def put(self, key: str, answer: dict[str, Any]) -> None:
+    def put(self, key: str, answer: StoredAnswer) -> None:
         """Add an answer; the file is replaced atomically, so that no other process reads an incomplete file."""
         content = {
             "format": FORMAT,

@@ -15,12 +15,11 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.node_messages import Notice, State, WaitTimes, dump
 from partool_runtime.agent.options import AgentPlace
-from partool_runtime.agent.wire import Desk, OtherRunError, Visitor, WireError, listen
+from partool_runtime.agent.wire import Admission, Desk, Introduction, OtherRunError, Visitor, WireError, listen
 from partool_runtime.errors import ConfigurationError
 
 _PROBE_TIMEOUT_S = 5.0
@@ -134,7 +133,7 @@ class Meeting:
                 self.obstacle = f"port {self.place.port} on this node: {why}"
                 self._pause()
 
-    def _admit(self, who: dict[str, Any]) -> dict[str, Any]:
+    def _admit(self, who: Introduction) -> Admission:
         """Give an agent the place that it requests and return an empty result, or return the reason for a refusal."""
         node, token, host, plan_hash = who["node"], str(who["token"]), str(who["host"]), str(who["plan_hash"])
         if not 1 <= node < self.place.nodes:
@@ -151,12 +150,12 @@ class Meeting:
         self._holders[node] = token
         return {}
 
-    def _refuse(self, who: dict[str, Any], code: str, what: str) -> dict[str, Any]:
+    def _refuse(self, who: Introduction, code: str, what: str) -> Admission:
         """Report here, and to the refused agent, why an agent of this run cannot join; the run then cannot continue."""
         message = f"the agent on {who['host']} (--node-rank {who['node']}, process {who['process']}): {what}"
         self.say(f"refused: {message}")
         self.refused = ConfigurationError(code, message, "see the messages of the nodes")
-        return {"refused": [code, what]}
+        return {"refused": (code, what)}
 
     def _answer(self, node: int, body: bytes) -> bytes:
         state = State.load(body)
@@ -225,8 +224,10 @@ class Meeting:
     def _knock(self) -> Visitor | None:
         """Request this node's place from node 0; return None if the place is not free yet."""
         connection = socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S)
-        who = {"run": self.run, "node": self.place.node_rank, "token": self.mine.token, "host": self.mine.host}
-        who |= {"plan_hash": self.plan_hash, "process": os.getpid()}
+        who: Introduction = {
+            "run": self.run, "node": self.place.node_rank, "token": self.mine.token, "host": self.mine.host,
+            "plan_hash": self.plan_hash, "process": os.getpid(),
+        }  # fmt: skip
         try:
             visitor, answer = Visitor.come(connection, self.key, who, min(_ANSWER_S, self.timing.silent_s / 3))
             if code_and_what := answer.get("refused"):

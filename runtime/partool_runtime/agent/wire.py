@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypedDict, cast
 
 from partool_runtime.agent.interfaces import is_loopback, is_own, plain
 
@@ -83,6 +83,27 @@ class _Session:
 _HEAD, _VISITOR = b"head", b"visitor"
 
 
+class Introduction(TypedDict):
+    """What an agent tells node 0 about itself."""
+
+    run: str
+    node: int
+    token: str
+    host: str
+    plan_hash: str
+    """Hash of its plan, or an empty text."""
+    process: int
+
+
+class Admission(TypedDict, total=False):
+    """Node 0's answer to an introduction: nothing where it admits the agent."""
+
+    wait: str
+    """Why the agent's place is not free yet."""
+    refused: tuple[str, str]
+    """Code and text of the reason why the agent cannot join."""
+
+
 class Visitor:
     """A connection to node 0, as the connecting agent holds it; methods raise OSError or WireError if it fails."""
 
@@ -94,7 +115,7 @@ class Visitor:
         """Address of node 0 as this node sees it."""
 
     @classmethod
-    def come(cls, connection: socket.socket, key: bytes, who: dict[str, Any], timeout_s: float) -> tuple[Self, Any]:
+    def come(cls, connection: socket.socket, key: bytes, who: Introduction, timeout_s: float) -> tuple[Self, Any]:
         """Introduce this agent by ``who``, which holds its run and node; returns the connection and node 0's answer."""
         try:
             greeting = _fields(_receive(connection, _MOST_OPENING_BYTES, timeout_s)[1], run=str, number=str)
@@ -154,7 +175,7 @@ class Desk:
     key: bytes
     run: str
     listeners: list[socket.socket]
-    admit: Callable[[dict[str, Any]], dict[str, Any]]
+    admit: Callable[[Introduction], Admission]
     """Called for an agent that has proven the key. An empty result admits the agent; any other result is sent to the
     agent as a refusal.
     """
@@ -247,7 +268,7 @@ class Desk:
             raise WireError("it is signed for another run")
         line.session = _Session.of(self.key, self.run, who["node"], (line.number, who["number"]))
         line.node = max(0, who["node"])
-        answer = self.admit(who)
+        answer = self.admit(cast("Introduction", who))
         line.last = bool(answer)
         self._say(line, json.dumps(answer).encode())
         if not answer:

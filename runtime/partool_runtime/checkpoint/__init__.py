@@ -7,7 +7,13 @@ share.
 
 from partool_runtime.checkpoint._arena import Arena, open_arena
 from partool_runtime.checkpoint._fallback import Resumed, load_newest
-from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
+from partool_runtime.checkpoint._manifest import (
+    CheckpointExtra,
+    CheckpointManifest,
+    newest_step,
+    read_manifest,
+    step_folder,
+)
 from partool_runtime.checkpoint._plan import StatePart, parts_to_save
 from partool_runtime.checkpoint._reading import VerifiedFolder, load_folder, parts_to_load, tensor_shapes
 from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
@@ -16,6 +22,7 @@ from partool_runtime.errors import CheckpointError
 __all__ = [
     "Arena",
     "CheckpointError",
+    "CheckpointExtra",
     "CheckpointManifest",
     "Checkpointer",
     "Resumed",

@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from partool_runtime.checkpoint._files import Files, HashedFile, file_digest, new_hash
 from partool_runtime.errors import CheckpointError, ConfigurationError
+from partool_runtime.optim.types import OptimizerNumbers
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -18,13 +19,28 @@ VERSION = 1
 _STEP = re.compile(r"^step-(\d{8,})$")
 
 
+class CheckpointExtra(OptimizerNumbers):
+    """What training saves beside the tensors, as JSON."""
+
+    step: int
+    model: dict[str, object]
+    """Fields of the plan's ``ModelConfig``."""
+    data: str
+    """Fingerprint of the data and their order."""
+    optimizer: NotRequired[str]
+    """Name of the optimizer; older checkpoints, which lack it, are of AdamW."""
+    scaler: dict[str, float | bool]
+    """See :meth:`partool_runtime.precision.LossScaler.state`."""
+    nonfinite_in_row: int
+    """Steps in a row, up to this one, whose gradients were not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
     """The content of a complete checkpoint."""
 
     step: int
-    extra: dict[str, Any]
-    """The caller's JSON."""
+    extra: CheckpointExtra
     files: dict[str, tuple[int, str]]
     """Size in bytes and checksum of every file except the manifest, by file name."""
     torch_version: str = ""

@@ -7,7 +7,7 @@ import io
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._manifest import (
     METADATA,
+    CheckpointExtra,
     CheckpointManifest,
     check_files,
     is_intact,
@@ -59,8 +60,8 @@ def load_folder(
     run: str | None = "last",
     *,
     cast: bool = False,
-    accept: Callable[[dict[str, Any]], None] | None = None,
-) -> dict[str, Any]:
+    accept: Callable[[CheckpointExtra], None] | None = None,
+) -> CheckpointExtra:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
     ``run`` names the run in errors, which with None give no advice about older checkpoints. With ``cast``, all values

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -15,7 +15,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from partool_runtime.checkpoint import _folders
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._files import Files, HashedFileSystem
-from partool_runtime.checkpoint._manifest import CheckpointManifest, check_files, step_folder, write_manifest
+from partool_runtime.checkpoint._manifest import (
+    CheckpointExtra,
+    CheckpointManifest,
+    check_files,
+    step_folder,
+    write_manifest,
+)
 from partool_runtime.checkpoint._plan import StateBlocks, WritePlan
 from partool_runtime.errors import CheckpointError, ConfigurationError
 from partool_runtime.torch_internals.checkpoint_items import write_blocks
@@ -31,7 +37,7 @@ class WriteJob:
 
     folder: Path
     step: int
-    extra: dict[str, Any]
+    extra: CheckpointExtra
     plan: WritePlan
     blocks: StateBlocks
     """The blocks of tensors that this rank writes."""

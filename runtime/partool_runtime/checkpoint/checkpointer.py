@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from partool_runtime import threads
 from partool_runtime.checkpoint import _folders, _writing
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._arena import Arena
 from partool_runtime.checkpoint._files import Files, FolderLock
-from partool_runtime.checkpoint._manifest import step_folder, steps_in
+from partool_runtime.checkpoint._manifest import CheckpointExtra, step_folder, steps_in
 from partool_runtime.checkpoint._plan import State, WritePlan, blocks_to_write, make_plan, signature
 from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
@@ -89,7 +89,7 @@ class Checkpointer:
         self,
         step: int,
         state: State,
-        extra: dict[str, Any],
+        extra: CheckpointExtra,
         *,
         wait: bool = False,
         prune: bool = True,
@@ -143,8 +143,8 @@ class Checkpointer:
         return self._ranks.on_first(lambda: _folders.set_aside_after(self._folder, step, self._files))
 
     def load(
-        self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None, *, advise: bool = True
-    ) -> dict[str, Any]:
+        self, step: int, state: State, accept: Callable[[CheckpointExtra], None] | None = None, *, advise: bool = True
+    ) -> CheckpointExtra:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
         ``accept`` is called with ``extra`` before anything is filled, and raises an error if the checkpoint must not be

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import TypedDict
 
 from torch import nn
 
@@ -30,7 +30,17 @@ _SECTIONS: tuple[tuple[str, str], ...] = (
 counts."""
 
 
-def failure(rank: int, error: BaseException) -> dict[str, Any]:
+class Failure(TypedDict):
+    """A finding of a dry run, as :mod:`partool.verify` reads it."""
+
+    code: str
+    message: str
+    help: str
+    places: list[str]
+    """Sections of the spec."""
+
+
+def failure(rank: int, error: BaseException) -> Failure:
     """Return the finding PT598 for an error of a rank, as :mod:`partool_runtime.dry.__main__` prints it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [

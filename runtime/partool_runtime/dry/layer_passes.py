@@ -55,7 +55,7 @@ class Forward:
     by_function: bool
     """Whether it comes from a function of Python: torch makes one view more of a stage's result that does."""
 
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, object]) -> bool:
         """Return whether the arguments are like those of this pass."""
         return Like.of(args[0]) == self.given and described(args, kwargs) == self.others
 
@@ -102,12 +102,12 @@ class LayersPass:
         return tuple(place >= 0 and memory.holds(place) for place in self.given)
 
 
-def given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def given_to(args: tuple[Any, ...], kwargs: dict[str, object]) -> list[torch.Tensor]:
     """Return a layer's input and the other tensors that it is given."""
     return [args[0], *(each for each in tensors_in((args[1:], kwargs)) if is_plain(each))]
 
 
-def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def repeatable(args: tuple[Any, ...], kwargs: dict[str, object]) -> bool:
     """Return whether a layer with these arguments can be repeated: all gradients flow through the first of them."""
     if not args or not isinstance(args[0], torch.Tensor) or not is_plain(args[0]) or is_splitting():
         return False
@@ -116,7 +116,7 @@ def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return args[0].requires_grad or not torch.is_grad_enabled()
 
 
-def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def described(args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """Describe the arguments of a layer after the first."""
     return description((args[1:], kwargs), _DEPTH)
 
@@ -137,7 +137,7 @@ class Sample:
         self._had: list[bool] = []
         self._gradient = -1
 
-    def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         """Run and record the forward pass; return what it returns."""
         begin = self._log.begin()
         y = forward(*args, **kwargs)
@@ -148,7 +148,7 @@ class Sample:
                 raise
         return y
 
-    def _record(self, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+    def _record(self, begin: Begin, args: tuple[Any, ...], kwargs: dict[str, object], y: Any) -> None:
         recorded, places = self._log.recorded(begin, {})
         with self._log.record.paused():
             if isinstance(y, torch.Tensor) and is_plain(y) and self._log.place(y) in places:

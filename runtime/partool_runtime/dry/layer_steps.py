@@ -39,7 +39,7 @@ class StepPasses:
     repeated: bool = False
     """Whether a pass of this step was repeated."""
 
-    def run(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, Any], now: LayersPass | None = None) -> Any:
+    def run(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, object], now: LayersPass | None = None) -> Any:
         """Run or repeat a forward pass; ``now`` is the pass through the stage if others repeat what is done here."""
         if not self.log.active or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -70,15 +70,15 @@ class StepPasses:
         self.number += 1
         return self.number - 1
 
-    def _execute(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         self.log.passes += 1
         return forward(*args, **kwargs)
 
-    def _sampled(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
+    def _sampled(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, object], *, first: bool) -> Any:
         self.log.passes += 1
         return Sample(self.log, self.kept, self.block, first=first, must=False).forward(forward, args, kwargs)
 
-    def _alike(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _alike(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, object]) -> bool:
         with self.log.record.paused():
             return repeatable(args, kwargs) and made.takes(args, kwargs)
 
@@ -88,7 +88,7 @@ class StepPasses:
             raise UnequalLayers("arguments of a layer")
         self.kept.forward = None
 
-    def _replayed(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], now: LayersPass | None) -> Any:
+    def _replayed(self, made: Forward, args: tuple[Any, ...], kwargs: dict[str, object], now: LayersPass | None) -> Any:
         self.repeated = True
         holds = self.kept.holds(self.log.memory)
         if now is not None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from math import prod
 
 import torch
 
-from partool.plan.rank_trace import ExecutedParts, RankTrace
+from partool.plan.rank_trace import CheckpointBlock, CheckpointTrace, Collective, ExecutedParts, RankTrace
 from partool.plan.types import Plan
+from partool_runtime.checkpoint import StatePart, parts_to_load, parts_to_save
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.allocator import CachingAllocator
-from partool_runtime.dry.checkpoint import checkpoint_trace
-from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import Tensors, absent_host
 from partool_runtime.dry.layer_log import LayerLog, Unequal, UnequalLayers
 from partool_runtime.dry.layers import repeat_layers, stages_of
@@ -31,9 +31,12 @@ from partool_runtime.losses import put_around_loss
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.offload.optimizer import HostOptimizer
+from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.pieces import Value
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.torch_internals.fsdp import unreduced_gradients
+from partool_runtime.torch_internals.tensors import without_modes
 
 
 def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
@@ -218,3 +221,43 @@ def micro_batches(plan: Plan) -> list[MicroBatch]:
         documents_BL = torch.zeros(shape, dtype=torch.int32)
     first = plan.training.adversarial.start_step * plan.training.global_batch
     return [MicroBatch(tokens_BS, tokens_BS, documents_BL, first)] * plan.layout.derived.accumulation
+
+
+def evaluated(
+    plan: Plan, stepper: Stepper, ranks: Ranks, micro: MicroBatch, vocabulary: dict[Collective, int]
+) -> tuple[int, ...]:
+    """Evaluate one micro-batch after a step, as the trainer does; return :attr:`RankTrace.evaluation_order`.
+
+    Collectives that are not in ``vocabulary`` yet are added to it. The result is empty for a plan that holds no data
+    out. The check for a stop request before each micro-batch is part of the evaluation.
+    """
+    if plan.data.validation == 0:
+        return ()
+    with CollectiveRecord() as record:
+        record.vocabulary = vocabulary
+        stepper.validate([micro], lambda: maximum_over(0, ranks.world, ranks.device) != 0)
+    return tuple(record.order)
+
+
+def checkpoint_trace(state: Mapping[str, Value]) -> CheckpointTrace:
+    """Return the blocks of a rank's ``state`` (see :func:`partool_runtime.jobs.train.saving.state_of`) in checkpoints.
+
+    The save and load plans are those of a run, before the ranks agree on who writes blocks that several of them hold.
+    """
+    with without_modes():  # torch reads offsets of shards from tensors that it makes
+        saves, loads = list(parts_to_save(state)), list(parts_to_load(state))
+    read, written = set(loads), set(saves)
+    blocks = [_block(part, state[part.name], saved=True, loaded=part in read) for part in saves]
+    blocks += [_block(part, state[part.name], saved=False, loaded=True) for part in loads if part not in written]
+    sizes = [prod(part.sizes) * state[part.name].dtype.itemsize for part in saves]
+    return CheckpointTrace(
+        blocks=tuple(blocks),
+        tensors=len(saves),
+        size_bytes=sum(sizes),
+        largest_bytes=max(sizes, default=0),
+    )
+
+
+def _block(part: StatePart, value: Value, *, saved: bool, loaded: bool) -> CheckpointBlock:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return CheckpointBlock(part.name, tuple(value.shape), dtype, part.offsets, part.sizes, saved, loaded)

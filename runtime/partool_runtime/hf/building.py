@@ -187,7 +187,7 @@ def _not_cut(module: nn.Module, why: str) -> ConfigurationError:
     return ConfigurationError("PT644", f"{type(module).__name__}: {why}", fix)
 
 
-def say_as_json(describe: Callable[..., dict[str, Any]], arguments: list[str]) -> int:
+def say_as_json(describe: Callable[..., dict[str, object]], arguments: list[str]) -> int:
     """Print what ``describe`` finds out about the model that ``arguments`` name; print errors as JSON ``error``.
 
     Returns the exit code of the process.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import fx, nn
@@ -99,7 +99,18 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     return out.transpose(1, 2).contiguous(), None
 
 
-def describe(path: Path | str, code: str, length: int) -> dict[str, Any]:
+class AttentionFields(TypedDict):
+    """An attention node of a graph, with the fields of ``FoundAttention`` (:mod:`partool.planner.described`)."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    sees: str
+    module: str
+    line: str
+
+
+def describe(path: Path | str, code: str, length: int) -> dict[str, object]:
     """Return ``problem``, why ranks cannot share the model's graph (empty if they can), and its ``attention``.
 
     Both are of sequences of ``length`` tokens. Raises ConfigurationError PT643, PT590, PT591.
@@ -120,13 +131,12 @@ def describe(path: Path | str, code: str, length: int) -> dict[str, Any]:
 
 def attention_in(
     captured: Captured, length: int, root: nn.Module, units: Sequence[str]
-) -> tuple[str, list[dict[str, Any]]]:
+) -> tuple[str, list[AttentionFields]]:
     """Return why ranks cannot share a graph (empty if they can), and the fields of each attention node in it.
 
-    Sequences have ``length`` tokens. The fields are those of :class:`partool.planner.described.FoundAttention`.
-    ``units`` are the names of the layers.
+    Sequences have ``length`` tokens; ``units`` are the names of the layers.
     """
-    layers: list[dict[str, Any]] = []
+    layers: list[AttentionFields] = []
     try:
         nodes = [(node, seen) for node in captured.graph.nodes if (seen := attention_node(node)) is not None]
         buffers = dict(root.named_buffers())
@@ -144,7 +154,7 @@ def attention_in(
 
 def _fields(
     node: fx.Node, seen: AttentionNode, captured: Captured, buffers: dict[str, torch.Tensor], length: int
-) -> dict[str, Any]:
+) -> AttentionFields:
     query, key, _ = (value_of(each).shape for each in seen.heads)
     rule: int | str | None = rule_of(seen.mask, captured, buffers, length) if seen.mask is not None else None
     sees = "all earlier tokens" if rule is None else f"the last {rule} tokens" if isinstance(rule, int) else "a mask"

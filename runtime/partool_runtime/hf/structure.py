@@ -60,7 +60,7 @@ def tiles_problem(blocks: nn.ModuleList) -> str:
     return ""
 
 
-def describe(path: Path | str, code: str = "") -> dict[str, Any]:
+def describe(path: Path | str, code: str = "") -> dict[str, object]:
     """Return ``structure`` (:class:`Structure`) and facts that decide which layouts the model allows.
 
     Four entries give reasons; an empty text means no problem. ``head_problem`` is why the head is more than one

@@ -101,7 +101,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: 
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
+def hf_config(config: ModelConfig, family: Family) -> dict[str, object]:
     """Return the content of ``config.json``, with fields that both transformers 4 and transformers 5 read."""
     common = {
         "architectures": [family.architecture],

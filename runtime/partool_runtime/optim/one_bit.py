@@ -30,6 +30,7 @@ from partool_kernels.host import StepRule
 from partool_runtime.exchanges import Exchanges
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.one_bit_mean import OneBitMean
+from partool_runtime.optim.types import OptimizerNumbers
 from partool_runtime.optim.whole_norms import WholeNorms
 from partool_runtime.pieces import FlatPlaced, Placed, Value
 from partool_runtime.placement import Placement, full_placement
@@ -37,7 +38,6 @@ from partool_runtime.torch_internals.tensors import local, local_bytes
 
 _RATIO_DECAY = 0.9
 """Weight of the mean so far in the mean of LAMB's ratios: the default of DeepSpeed's ``coeff_beta``."""
-_RANKS, _UPDATES = "exchange_ranks", "variance_updates"
 
 
 class OneBitOptimizer(DeviceOptimizer):
@@ -248,15 +248,15 @@ class OneBitOptimizer(DeviceOptimizer):
                 state[f"server_error.{name}"] = FlatPlaced(mine, self._placement(name), part.within)
         return state
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> OptimizerNumbers:
         """See :class:`partool_runtime.optim.types.Optimizer`."""
-        return {**super().numbers(), _UPDATES: self.variance_updates, _RANKS: self._mean.ranks}
+        return {**super().numbers(), "variance_updates": self.variance_updates, "exchange_ranks": self._mean.ranks}
 
-    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
+    def expect(self, numbers: OptimizerNumbers) -> dict[str, Value]:
         """See :class:`partool_runtime.optim.types.Optimizer`."""
         super().expect(numbers)
-        self.variance_updates = numbers[_UPDATES]
-        ranks = numbers[_RANKS]
+        self.variance_updates = numbers["variance_updates"]
+        ranks = numbers["exchange_ranks"]
         if ranks == self._mean.ranks:
             return {}
         shapes = {name: (ranks, *local(self._parameters[name]).shape) for name in self._names}

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 import torch
 
 from partool_runtime.optim.grad_norm import LocalSums, Mode
 from partool_runtime.pieces import Value
+
+
+class OptimizerNumbers(TypedDict):
+    """Numbers that checkpoints hold beside an optimizer's state."""
+
+    updates: int
+    """See :attr:`Optimizer.updates`."""
+    variance_updates: NotRequired[int]
+    """Updates of the second moments, of optimizers that exchange one bit per element."""
+    exchange_ranks: NotRequired[int]
+    """Ranks of their exchange, each of which keeps errors."""
 
 
 class Optimizer(Protocol):
@@ -39,10 +50,10 @@ class Optimizer(Protocol):
     def placed_state(self) -> dict[str, Value]:
         """Return further live tensors by ``<kind>.<parameter>``, each with a place of its own."""
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> OptimizerNumbers:
         """Return the numbers that checkpoints hold beside the state, such as ``updates``."""
 
-    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
+    def expect(self, numbers: OptimizerNumbers) -> dict[str, Value]:
         """Take the numbers of a checkpoint whose tensors are then loaded, before :meth:`loaded`.
 
         Return values to fill instead of those of :meth:`placed_state` with the same names.
@@ -83,11 +94,11 @@ class CountsUpdates:
         """See :class:`Optimizer`."""
         return {}
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> OptimizerNumbers:
         """See :class:`Optimizer`."""
         return {"updates": self.updates}
 
-    def expect(self, numbers: Mapping[str, int]) -> dict[str, Value]:
+    def expect(self, numbers: OptimizerNumbers) -> dict[str, Value]:
         """See :class:`Optimizer`."""
         self.updates = numbers["updates"]
         return {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -21,11 +22,14 @@ from partool_runtime.model.around import Around
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import ATTEND
 from partool_runtime.model.routing import CHOOSE
-from partool_runtime.parallel import kept, second_pass
+from partool_runtime.parallel import second_pass
 from partool_runtime.parallel.expert.load import COUNTING
 from partool_runtime.torch_internals.collectives import exchanging_operators, summing_operators
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 _aten = torch.ops.aten
+KeptResults = defaultdict[Any, deque[Any]]
+"""Results of a layer's first pass by operator, in the order of the calls."""
 ROUTING = frozenset({CHOOSE, *COUNTING})
 """Operators whose results every policy keeps: a second pass uses the first pass's experts, and counts no load."""
 ATTENTION = frozenset(
@@ -76,7 +80,7 @@ def recompute(
         elif policy != "none":
             contexts = _CONTEXTS[policy]
             if isinstance(block, Block) and block.moe is not None:
-                contexts = partial(kept.contexts, _OF_EXPERTS[policy])
+                contexts = partial(kept_contexts, _OF_EXPERTS[policy])
             around = _recomputed(contexts, draws=draws, tiled=tiled)
             if isinstance(block, Block):
                 block.around = around
@@ -146,3 +150,51 @@ class _RecomputingLayer:
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
+
+
+def kept_contexts(kept: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return contexts of the first and of the second pass of a layer that is sharded inside; ``kept`` are operators.
+
+    torch's own contexts for selective recomputation count the calls of every operator, and fail where FSDP2 gathers the
+    parameters of a module within the layer in one pass only. These contexts count the kept operators only.
+    """
+    results: KeptResults = defaultdict(deque)
+    return _KeepResults(kept, results), _ReuseResults(kept, results)
+
+
+def _detached(result: Any) -> Any:
+    """Return an operator's result, a tensor or several, without its autograd graph; some results are not tensors."""
+    if isinstance(result, tuple | list):
+        return tuple(map(_detached, result))
+    return result.detach() if isinstance(result, torch.Tensor) else result
+
+
+class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps results, but not those of tiles, which together would be as large as results of the whole sequence."""
+
+    def __init__(self, kept: Collection[Any], results: KeptResults) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._results = kept, results
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and keep its results if they are wanted."""
+        out = func(*args, **(kwargs or {}))
+        if func in self._kept and not second_pass.is_tile():
+            self._results[func].append(_detached(out))
+        return out
+
+
+class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: Collection[Any], results: KeptResults) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._results = kept, results
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return an operator's kept results, or run it."""
+        if func in self._kept and not second_pass.is_tile():
+            return self._results[func].popleft()
+        return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from rich import box
 from rich.table import Table
@@ -16,7 +16,7 @@ from rich.table import Table
 from partool.plan.event_log import event_log, last_events
 from partool.plan.types import Plan
 from partool_runtime.telemetry._figures import seconds, size
-from partool_runtime.telemetry.summary import TOTAL, UNITS, Measures, Row, combine, mfu, row_json, rows
+from partool_runtime.telemetry.summary import TOTAL, UNITS, Measures, Row, RowJson, combine, mfu, row_json, rows
 
 _HEADINGS = {
     "memory": "memory per rank",
@@ -58,9 +58,22 @@ SUMMARY_FILE = "summary.json"
 _PATIENCE_S = 5.0
 
 
+class RunSummary(TypedDict):
+    """Content of ``summary.json``."""
+
+    world_size: int
+    ranks: int
+    """Ranks whose measurements are in :attr:`terms`."""
+    terms: list[RowJson]
+    mfu: float | None
+    predicted_mfu: float | None
+    slow: str | None
+    """Why steps took longer than predicted."""
+
+
 def close_run(
     plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool, slow: str = ""
-) -> tuple[Table, dict[str, Any]]:
+) -> tuple[Table, RunSummary]:
     """Combine this rank's measurements with the measurements in the other ranks' logs, and write ``summary.json``.
 
     Return the closing table and the content of ``summary.json``. A rank is missing from the result if its log is on
@@ -72,7 +85,7 @@ def close_run(
     combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)
     table = rows(plan.prediction, combined)
     step_time = combined.time.get(TOTAL)
-    data: dict[str, Any] = {
+    data: RunSummary = {
         "world_size": world_size,
         "ranks": len(ranks),
         "terms": [row_json(row) for row in table],
@@ -110,7 +123,7 @@ def _last_measures(log: Path, since: float) -> Measures | None:
     return None
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
+def _write(path: Path, data: RunSummary) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

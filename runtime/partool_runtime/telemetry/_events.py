@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class EventWriter:
         self._torn = _ends_torn(self._fd)
         self._failed = False
 
-    def write(self, kind: EventKind, data: dict[str, Any]) -> None:
+    def write(self, kind: EventKind, data: Mapping[str, object]) -> None:
         """Append one event; non-finite numbers become null, as JSON has none."""
         event = {"v": EVENT_VERSION, "kind": kind, "t": round(time.time(), 6), "rank": self._rank, "data": data}
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from partool.plan.pipeline_log import Timed, pipeline_data
 from partool.plan.types import Plan
@@ -47,7 +46,7 @@ class PipelineSteps:
             return Measures()
         return Measures(traffic={"pipeline": MeasuredValue(float(self._sent_bytes), "bytes of messages")})
 
-    def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
+    def log(self, step: int, *, steady: bool) -> dict[str, object] | None:
         """Return the data of a log step's event; None without actions, or on log steps left out to save space."""
         actions, self._actions = self._actions, None
         if actions is None:

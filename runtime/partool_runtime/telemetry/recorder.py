@@ -35,7 +35,7 @@ from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._slow import LEAST_AT_END, LEAST_STEPS, SlowWatch
 from partool_runtime.telemetry._tensorboard import TensorBoard
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
-from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, median_terms, mfu
+from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, RowJson, median_terms, mfu
 
 Number = float | torch.Tensor | Callable[[], float] | None
 """A figure of a step. On every rank, tensors are read and functions are called on log steps only."""
@@ -280,7 +280,7 @@ class Recorder:
         if self._display is not None:
             self._display.close(tail)
 
-    def _write_run_row(self, terms: list[dict[str, Any]], reason: str) -> None:
+    def _write_run_row(self, terms: list[RowJson], reason: str) -> None:
         counted = [step for step, _ in self._history if step not in self._unsteady]
         if (problem := write_run_row(self._plan, self._run_dir, terms, counted, reason or "done")) is not None:
             self._events.write("warning", {"message": problem})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool.plan.types import Prediction
@@ -46,7 +46,7 @@ class Measures:
         """Return the terms of ``self`` and ``other``; if both have a term, the value in ``other`` is taken."""
         return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, dict[str, dict[str, float | str]]]:
         """Return the measurements as nested dicts, ready for JSON."""
         return asdict(self)
 
@@ -58,6 +58,18 @@ class Measures:
             for name in SECTIONS
         }
         return cls(**sections)
+
+
+class RowJson(TypedDict):
+    """A :class:`Row` as in ``summary.json``."""
+
+    section: Section
+    term: str
+    predicted: float | None
+    measured: float | None
+    measure: str
+    unit: str
+    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +135,12 @@ def rows(prediction: Prediction, measures: Measures) -> list[Row]:
     return table
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(row: Row) -> RowJson:
     """Return a row as in ``summary.json``."""
-    return {**asdict(row), "unit": UNITS[row.section], "ratio": row.ratio}
+    return {
+        "section": row.section, "term": row.term, "predicted": row.predicted, "measured": row.measured,
+        "measure": row.measure, "unit": UNITS[row.section], "ratio": row.ratio,
+    }  # fmt: skip
 
 
 def median_terms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ def is_complete(work: torch.distributed.Work) -> bool:
     return work.is_completed()
 
 
-def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """Run a custom operator's implementation such that dispatch modes see the operators that it calls.
 
     By default a mode sees one operator, whose implementation runs with the mode disabled; no public API changes this

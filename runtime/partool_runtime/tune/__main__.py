@@ -12,11 +12,11 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.tables import TableError, bucket
@@ -122,7 +122,7 @@ def _progress(finished: int, of: int) -> None:
     _tell({"event": "timed", "done": finished, "of": of})
 
 
-def _tell(event: dict[str, Any]) -> None:
+def _tell(event: Mapping[str, object]) -> None:
     print(json.dumps(event), flush=True)
 
 

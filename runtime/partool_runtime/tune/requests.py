@@ -15,7 +15,7 @@ class RequestError(ValueError):
     """Error for a request that no kernel serves."""
 
 
-def as_json(request: Request) -> dict[str, Any]:
+def as_json(request: Request) -> dict[str, object]:
     """Return a request as JSON fields."""
     return {
         "kernel": request.kernel, "architecture": request.architecture, "dtypes": list(request.dtypes),

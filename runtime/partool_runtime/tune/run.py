@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from partool_runtime.tune.candidates import Prove, first, grid, runnable
 from partool_runtime.tune.requests import as_json
 from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneRequestError, is_fault, tune_one
 
-Event = dict[str, Any]
+Event = dict[str, object]
 _NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
 _LEAST_S = 2.0
 """Minimum seconds per request; no request is begun if less time of the budget is left."""

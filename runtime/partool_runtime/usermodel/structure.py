@@ -21,7 +21,7 @@ from partool_runtime.graph.functions import name_of
 from partool_runtime.graph.nodes import value_of
 from partool_runtime.graph.share import shares_of
 from partool_runtime.hf.building import say_as_json
-from partool_runtime.hf.graph import attention_in
+from partool_runtime.hf.graph import AttentionFields, attention_in
 from partool_runtime.hf.model import aliases
 from partool_runtime.hf.structure import structure_module
 from partool_runtime.usermodel.building import blocks_of, build_module, user_code
@@ -32,7 +32,7 @@ _LONGEST = 2**20
 """Positions of a model that has no table of them."""
 
 
-def describe(text: str, length: int) -> dict[str, Any]:
+def describe(text: str, length: int) -> dict[str, object]:
     """Return a description with the entries of :func:`partool_runtime.hf.structure.describe` and of its graph.
 
     The graph is that of sequences of ``length`` tokens. Sizes are read from it, so a module whose graph cannot be
@@ -90,7 +90,7 @@ def _structure(root: nn.Module, blocks: str, name: str, fields: dict[str, Any]) 
     )
 
 
-def _fields(root: nn.Module, layers: nn.Module, attention: list[dict[str, Any]], vocab: int) -> dict[str, Any]:
+def _fields(root: nn.Module, layers: nn.Module, attention: list[AttentionFields], vocab: int) -> dict[str, Any]:
     """Return the fields of the decoder of partool that is nearest: with the same attention and as many parameters."""
     one = attention[0]
     heads, keys, width = one["heads"], one["key_heads"], one["head_dim"]

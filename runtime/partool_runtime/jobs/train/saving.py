@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
-from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats, load_newest
+from partool_runtime.checkpoint import Arena, Checkpointer, CheckpointExtra, WriteStats, load_newest
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks
@@ -87,7 +86,7 @@ class Saver:
     def _load(self, step: int, advise: bool) -> None:
         state = dict(self._state)
 
-        def accept(extra: dict[str, Any]) -> None:
+        def accept(extra: CheckpointExtra) -> None:
             self._accept(step, extra)
             state.update(self._optimizer.expect(extra))
 
@@ -100,7 +99,7 @@ class Saver:
         self._scaler.load(extra["scaler"])
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
 
-    def _accept(self, step: int, extra: dict[str, Any]) -> None:
+    def _accept(self, step: int, extra: CheckpointExtra) -> None:
         """Refuse moments that another optimizer saved, since the name of a moment may have another meaning there."""
         name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # older checkpoints name none
         if saved != name:
@@ -145,7 +144,7 @@ class Saver:
         """
         if step == self._saved_step:
             return self._checkpointer.wait() if wait else None
-        extra: dict[str, Any] = {
+        extra: CheckpointExtra = {
             "step": step,
             "model": self._plan.model.model_dump(mode="json"),
             "data": self._fingerprint,

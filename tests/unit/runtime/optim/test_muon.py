@@ -34,8 +34,7 @@ from partool.spec.training import OptimizerSpec
 from partool.work.training import MatrixUpdates, TrainingWork
 from partool_runtime.optim import owners
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.muon import WholeMatrices
-from partool_runtime.optim.newton_schulz import COEFFICIENTS, orthogonalised, scaled_rate
+from partool_runtime.optim.muon import COEFFICIENTS, WholeMatrices, orthogonalised, scaled_rate
 from partool_runtime.optim.owners import Holders, rounds, shared_out
 from partool_runtime.weights import build, freeze
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from partool_runtime.parallel import kept
+from partool_runtime.parallel.recompute import kept_contexts
 
 
 def test_results_that_are_no_tensors_are_kept_too() -> None:
@@ -21,7 +21,7 @@ def test_results_that_are_no_tensors_are_kept_too() -> None:
 
     library.impl("attend", attend, "CPU")
     operator = torch.ops.kept_test.attend.default
-    first, second = kept.contexts({operator})
+    first, second = kept_contexts({operator})
     x = torch.arange(3.0)
     with first:
         want = operator(x)
