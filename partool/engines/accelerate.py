@@ -8,7 +8,6 @@ https://github.com/huggingface/transformers). With DeepSpeed or Megatron-LM belo
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from partool.catalog.lookup import table
 from partool.engines import accelerate_deepspeed, adapters
@@ -18,6 +17,7 @@ from partool.engines.accelerate_keys import NO_EFFECT
 from partool.engines.accelerate_layout import parallel_of
 from partool.engines.machines import Machines, Stated
 from partool.engines.recipes import of_trainer
+from partool.engines.sections import SpecDict, TrainingDict
 from partool.engines.settings import Sheet
 
 _LENGTHS = (
@@ -46,14 +46,13 @@ def machines_of(sheet: Sheet, machines: Machines) -> None:
         machines.launcher["per_node"] = each
 
 
-def spec_of(sheet: Sheet, inner: Sheet, world: int | None, per_node: int | None) -> dict[str, Any]:
+def spec_of(sheet: Sheet, inner: Sheet, world: int | None, per_node: int | None) -> SpecDict:
     """Return the sections of the spec; ``inner`` has the keys of DeepSpeed's configuration."""
     below = _below(sheet, inner)
     _left_out(sheet)
-    training = {name: one for name, one in _training(sheet).items() if one is not None}
+    training = _training(sheet)
     parallel = parallel_of(sheet, below, world, per_node)
-    optimizer = {"name": _optimizer(sheet)}
-    spec: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
+    spec: SpecDict = {"training": training, "parallel": parallel, "optimizer": {"name": _optimizer(sheet)}}
     if below == "deepspeed":
         spec |= accelerate_deepspeed.spec_of(sheet, inner, world, spec)
     elif below == "megatron":
@@ -62,7 +61,9 @@ def spec_of(sheet: Sheet, inner: Sheet, world: int | None, per_node: int | None)
     spec["optimizer"] = {**of_trainer(sheet, training.get("steps")), **spec["optimizer"]}
     _batch(sheet, spec, world)
     model = _model(sheet)
-    return spec | ({"model": {"preset": model}} if model else {})
+    if model:
+        spec["model"] = {"preset": model}
+    return spec
 
 
 def trained(sheet: Sheet) -> bool:
@@ -105,17 +106,18 @@ def _only_files(sheet: Sheet) -> bool:
     return all(setting.file.endswith((".yaml", ".yml", ".json")) for setting in sheet.settings.values())
 
 
-def _training(sheet: Sheet) -> dict[str, Any]:
+def _training(sheet: Sheet) -> TrainingDict:
     lengths = [sheet.integer(name, 0, to="training.sequence_length") for name in _LENGTHS]
     length = next((one for one in lengths if one), None)
     if length is None:
         sheet.lacks("training.sequence_length", "the files do not say how long sequences are")
     steps = sheet.integer("max_steps", -1, to="training.steps", off=(-1, 0))
-    fields: dict[str, Any] = {
-        "sequence_length": length,
-        "steps": steps if steps > 0 else None,
-        "precision": precision(sheet),
-    }
+    fields: TrainingDict = {}
+    if length is not None:
+        fields["sequence_length"] = length
+    if steps > 0:
+        fields["steps"] = steps
+    fields["precision"] = precision(sheet)
     if sheet.flag("full_determinism", to="training.deterministic"):
         fields["deterministic"] = True
     return fields
@@ -178,7 +180,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_ ]", "", last)
 
 
-def _batch(sheet: Sheet, spec: dict[str, Any], world: int | None) -> None:
+def _batch(sheet: Sheet, spec: SpecDict, world: int | None) -> None:
     """Set micro-batch and global batch where DeepSpeed's configuration has not."""
     parallel, training = spec["parallel"], spec["training"]
     to = "parallel.micro_batch"
@@ -194,10 +196,10 @@ def _batch(sheet: Sheet, spec: dict[str, Any], world: int | None) -> None:
             "set it to false", "auto_find_batch_size",
         )  # fmt: skip
     if micro is None:
-        for path, what in (("parallel.micro_batch", "micro-batch"), ("training.global_batch", "global batch")):
-            section, name = path.split(".")
-            if name not in spec[section]:
-                sheet.lacks(path, f"the files do not say the {what}")
+        if "micro_batch" not in parallel:
+            sheet.lacks("parallel.micro_batch", "the files do not say the micro-batch")
+        if "global_batch" not in training:
+            sheet.lacks("training.global_batch", "the files do not say the global batch")
         return
     parallel.setdefault("micro_batch", micro)
     others = parallel["tensor"]["degree"] * parallel["sequence"]["degree"] * parallel["pipeline"]["stages"]

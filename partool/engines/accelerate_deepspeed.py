@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from partool.diagnostics.record import Diagnostic
 from partool.engines import deepspeed
 from partool.engines.accelerate_files import OF
+from partool.engines.sections import SpecDict
 from partool.engines.settings import Setting, Sheet
 
 _PLUGIN = {
@@ -26,7 +28,7 @@ _FILLED = {
 }
 
 
-def spec_of(sheet: Sheet, inner: Sheet, world: int | None, trainer_spec: dict[str, Any]) -> dict[str, Any]:
+def spec_of(sheet: Sheet, inner: Sheet, world: int | None, trainer_spec: SpecDict) -> SpecDict:
     """Return the sections that DeepSpeed decides; ``trainer_spec`` has what the other settings say."""
     settings = dict(inner.settings)
     for name, target in _PLUGIN.items():
@@ -48,7 +50,7 @@ def spec_of(sheet: Sheet, inner: Sheet, world: int | None, trainer_spec: dict[st
     merged = Sheet(settings)
     spec = deepspeed.spec_of(merged, world)
     inner.carried |= {name: path for name, path in merged.carried.items() if name in inner.settings}
-    inner.findings += [each for each in merged.findings if not _answered(each, spec)]
+    inner.findings += [each for each in merged.findings if not _answered(each)]
     return _joined(sheet, spec, trainer_spec, chosen)
 
 
@@ -91,7 +93,7 @@ def _fill(sheet: Sheet, inner: Sheet, settings: dict[str, Setting]) -> None:
         settings["train_batch_size"] = _with(batch, None)
 
 
-def _answered(finding: Any, spec: dict[str, Any]) -> bool:
+def _answered(finding: Diagnostic) -> bool:
     """Return whether a finding of DeepSpeed's reader asks for what other settings say."""
     recomputed = finding.code == "PT824" and "recomputed" in finding.message
     return recomputed or (finding.code == "PT822" and finding.path in (
@@ -99,10 +101,10 @@ def _answered(finding: Any, spec: dict[str, Any]) -> bool:
     ))  # fmt: skip
 
 
-def _joined(sheet: Sheet, spec: dict[str, Any], trainer_spec: dict[str, Any], chosen: str) -> dict[str, Any]:
-    parallel = spec["parallel"] | {"recompute": trainer_spec["parallel"]["recompute"]}
-    if spec["parallel"]["recompute"] == "full":
-        parallel["recompute"] = "full"
+def _joined(sheet: Sheet, spec: SpecDict, trainer_spec: SpecDict, chosen: str) -> SpecDict:
+    parallel = spec["parallel"]
+    if parallel["recompute"] != "full":
+        parallel["recompute"] = trainer_spec["parallel"]["recompute"]
     if trainer_spec["parallel"]["compile"] == "block":
         sheet.say(
             "PT824", "note", "torch_compile with DeepSpeed is not priced: the constants are of eager runs",

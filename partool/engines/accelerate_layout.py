@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any
 
 from partool.engines.accelerate_files import OF
+from partool.engines.sections import DataDict, ParallelDict, tensor_section
 from partool.engines.settings import Sheet
 
 _STRATEGIES = {
@@ -29,12 +30,10 @@ def fsdp(sheet: Sheet, name: str, default: Any = None, *, to: str) -> Any:
     return next((value for value in values if value is not None), default)
 
 
-def parallel_of(sheet: Sheet, below: str, world: int | None, per_node: int | None) -> dict[str, Any]:
+def parallel_of(sheet: Sheet, below: str, world: int | None, per_node: int | None) -> ParallelDict:
     """Return the section ``parallel``; ``below`` says what shards the state."""
-    data, offload = {"zero": 0}, "none"
-    if below == "fsdp":
-        data, offload = _sharded(sheet, world, per_node)
-    parallel: dict[str, Any] = {
+    data, offload = _sharded(sheet, world, per_node) if below == "fsdp" else (DataDict(zero=0), "none")
+    parallel: ParallelDict = {
         "data": data,
         "tensor": {"degree": 1},
         "pipeline": {"stages": 1},
@@ -50,7 +49,7 @@ def parallel_of(sheet: Sheet, below: str, world: int | None, per_node: int | Non
     return parallel
 
 
-def _sharded(sheet: Sheet, world: int | None, per_node: int | None) -> tuple[dict[str, Any], str]:
+def _sharded(sheet: Sheet, world: int | None, per_node: int | None) -> tuple[DataDict, str]:
     """Return the section ``data`` for FSDP, and the place of the state."""
     path = "parallel.data.zero"
     version = str(fsdp(sheet, "version", 1, to=path))
@@ -70,7 +69,7 @@ def _sharded(sheet: Sheet, world: int | None, per_node: int | None) -> tuple[dic
             "PT821", "error", f"FSDP2 takes true or false, not {word}", "fsdp_reshard_after_forward: true", *names
         )
     zero, hybrid = _STRATEGIES.get(word, (3, False))
-    data: dict[str, Any] = {"zero": zero}
+    data: DataDict = {"zero": zero}
     if hybrid and per_node:
         data["shard"] = gcd(per_node, world or per_node)
     elif zero and world:
@@ -107,7 +106,7 @@ def _compiled(sheet: Sheet) -> bool:
     return sheet.flag("torch_compile", bool(backend), to=path) or bool({dynamo, old} - _UNCOMPILED)
 
 
-def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
+def _degrees(sheet: Sheet, parallel: ParallelDict, world: int | None) -> None:
     """Carry ``parallelism_config`` of accelerate 1.10."""
     before = f"{OF}parallelism_config.parallelism_config_"
     tensor = sheet.integer(f"{before}tp_size", 1, to="parallel.tensor.degree")
@@ -117,7 +116,7 @@ def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
     )
     how = str(sheet.get(f"{before}cp_comm_strategy", "allgather", to="parallel.sequence.method"))
     if tensor > 1:
-        parallel["tensor"] = {"degree": tensor, "shape": [tensor, 1], "sequence_norms": False, "overlap": "none"}
+        parallel["tensor"] = tensor_section(tensor)
     if context > 1:
         method = "ring" if how == "alltoall" else "all_gather"
         parallel["sequence"] = {"degree": context, "method": method, "order": "zigzag"}
@@ -132,14 +131,14 @@ def _degrees(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> None:
             parallel["data"]["shard"] = shard
 
 
-def _megatron(sheet: Sheet, parallel: dict[str, Any]) -> None:
+def _megatron(sheet: Sheet, parallel: ParallelDict) -> None:
     """Carry ``megatron_lm_config``."""
     before = f"{OF}megatron_lm_config.megatron_lm_"
     tensor = sheet.integer(before + "tp_degree", 1, to="parallel.tensor.degree")
     stages = sheet.integer(before + "pp_degree", 1, to="parallel.pipeline.stages")
     norms = sheet.flag(before + "sequence_parallelism", to="parallel.tensor.sequence_norms")
     if tensor > 1:
-        parallel["tensor"] = {"degree": tensor, "shape": [tensor, 1], "sequence_norms": norms, "overlap": "none"}
+        parallel["tensor"] = tensor_section(tensor, sequence_norms=norms)
     if stages > 1:
         parallel["pipeline"] = {"stages": stages, "schedule": "1f1b"}
     if sheet.flag(before + "use_distributed_optimizer", to="parallel.data.zero"):

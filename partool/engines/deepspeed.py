@@ -8,13 +8,13 @@ nothing of the model, the length of sequences or the machines: they are argument
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from partool.diagnostics.record import Diagnostic
 from partool.engines.deepspeed_keys import no_effect, unpriced
 from partool.engines.documents import document
 from partool.engines.leaves import leaves
 from partool.engines.recipes import of_deepspeed
+from partool.engines.sections import OffloadDict, ParallelDict, SpecDict, TrainingDict, tensor_section
 from partool.engines.settings import Setting, Sheet, shown
 
 _SECTIONS = frozenset(
@@ -43,7 +43,7 @@ def _skip_empty(sheet: Sheet) -> None:
             sheet.get(name, to="nothing: the section is empty")
 
 
-def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
+def spec_of(sheet: Sheet, world: int | None) -> SpecDict:
     """Return the sections ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
     _skip_empty(sheet)
     # DeepSpeed takes 0 of tensor ranks for none.
@@ -52,10 +52,9 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     # Ranks that share a sequence or the matrices have the same batch (DeepSpeedConfig's world_size).
     micro, batch = _batch(sheet, None if world is None else max(1, world // (tensor * sequence)))
     stage = _stage(sheet)
-    parallel: dict[str, Any] = {
+    parallel: ParallelDict = {
         "data": {"zero": stage},
-        "tensor": {"degree": tensor}
-        | ({"shape": [tensor, 1], "sequence_norms": False, "overlap": "none"} if tensor > 1 else {}),
+        "tensor": tensor_section(tensor),
         "pipeline": {"stages": 1},
         "tiles": {"mlp": 0, "loss": 0},
         "recompute": "none",
@@ -76,7 +75,7 @@ def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
     if micro:
         parallel["micro_batch"] = micro
     _recompute(sheet, parallel)
-    training: dict[str, Any] = {"precision": _precision(sheet)}
+    training: TrainingDict = {"precision": _precision(sheet)}
     sheet.lacks("training.sequence_length", "the file does not say how long sequences are")
     if micro is None:
         sheet.lacks("parallel.micro_batch", "the file does not say the micro-batch", "train_batch_size")
@@ -178,8 +177,8 @@ def _place(sheet: Sheet, section: str, old: str, to: str) -> str:
     return word
 
 
-def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
-    offload: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "none"}
+def _offload(sheet: Sheet, stage: int) -> OffloadDict:
+    offload: OffloadDict = {"optimizer": "none", "parameters": "none", "activations": "none"}
     place = _place(sheet, "offload_optimizer", "cpu_offload", "parallel.offload.optimizer")
     share = float(sheet.number("zero_optimization.offload_optimizer.ratio", 1.0, to="parallel.offload.gpu_fraction"))
     if share < 1 and stage < 3:
@@ -212,7 +211,7 @@ def _offload(sheet: Sheet, stage: int) -> dict[str, Any]:
     return offload
 
 
-def _recompute(sheet: Sheet, parallel: dict[str, Any]) -> None:
+def _recompute(sheet: Sheet, parallel: ParallelDict) -> None:
     """Carry the section about recomputation. The model's code decides whether layers are recomputed."""
     sheet.say(
         "PT824", "note", "whether layers are recomputed is decided by the model's code; none is priced",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from partool.engines.commands import launcher_without_nodes, span_of
 from partool.engines.machines import Machines, Stated
@@ -17,6 +17,16 @@ from partool.engines.megatron_model import chosen, model_of
 from partool.engines.megatron_recompute import recompute_of
 from partool.engines.megatron_unpriced import UNPRICED
 from partool.engines.recipes import of_megatron
+from partool.engines.sections import (
+    OffloadDict,
+    OptimizerDict,
+    ParallelDict,
+    PipelineDict,
+    SequenceDict,
+    SpecDict,
+    TrainingDict,
+    tensor_section,
+)
 from partool.engines.settings import Setting, Sheet, whole_of
 from partool.engines.shell import Word
 
@@ -89,11 +99,11 @@ def machines_of(sheet: Sheet, scheduler: Mapping[str, Stated], command: Sequence
     return machines
 
 
-def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
+def spec_of(sheet: Sheet, world: int | None) -> SpecDict:
     """Return the sections ``model``, ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
     tensor: int = sheet.integer("tensor-model-parallel-size", 1, to="parallel.tensor.degree")
     model = model_of(sheet, tensor)
-    optimizer: dict[str, Any] = {"name": chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
+    optimizer: OptimizerDict = {"name": chosen(sheet, "optimizer", "adam", _OPTIMIZERS, to="optimizer.name")}
     parallel = _parallel(sheet, model, tensor)
     if "micro_batch" not in parallel:
         sheet.lacks("parallel.micro_batch", "the arguments do not say the micro-batch")
@@ -114,7 +124,7 @@ def _dropout(sheet: Sheet) -> None:
             )  # fmt: skip
 
 
-def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict[str, Any]:
+def _training(sheet: Sheet, parallel: ParallelDict, world: int | None) -> TrainingDict:
     batch = sheet.integer("global-batch-size", to="training.global_batch")
     length = sheet.integer("seq-length", to="training.sequence_length")
     if batch is None and world and "global-batch-size" not in sheet.settings and parallel.get("micro_batch"):
@@ -124,15 +134,13 @@ def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict
         sheet.lacks("training.sequence_length", "the arguments do not say how long sequences are")
     if batch is None:
         sheet.lacks("training.global_batch", "without --global-batch-size the batch depends on the number of ranks")
-    fields: dict[str, Any] = {
-        "sequence_length": length,
-        "global_batch": batch,
-        "steps": sheet.integer("train-iters", to="training.steps"),
-        "precision": _precision(sheet),
-    }
+    steps, precision = sheet.integer("train-iters", to="training.steps"), _precision(sheet)
     samples = sheet.integer("train-samples", to="training.steps", derived=True)
     if samples and batch:
-        fields["steps"] = max(1, samples // batch)
+        steps = max(1, samples // batch)
+    sizes = {"sequence_length": length, "global_batch": batch, "steps": steps}
+    fields = cast(TrainingDict, {field: value for field, value in sizes.items() if value is not None})
+    fields["precision"] = precision
     if every := sheet.integer("eval-interval", to="training.validation.every", least=0):
         batches = sheet.integer("eval-iters", 100, to="training.validation.samples", off=(-1, 0), derived=True)
         fields["validation"] = {"every": every, "samples": batches * (batch or 1)} if batches > 0 else {"every": 0}
@@ -143,7 +151,7 @@ def _training(sheet: Sheet, parallel: dict[str, Any], world: int | None) -> dict
             "PT824", "note", "the global batch grows during the run; its last size is priced",
             "--set training.global_batch=NUMBER prices another one", "rampup-batch-size",
         )  # fmt: skip
-    return {field: value for field, value in fields.items() if value is not None}
+    return fields
 
 
 def _precision(sheet: Sheet) -> str:
@@ -155,20 +163,20 @@ def _precision(sheet: Sheet) -> str:
     return given[0] if given else "fp32"
 
 
-def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any]:
+def _parallel(sheet: Sheet, model: Mapping[str, object], tensor: int) -> ParallelDict:
     together = sheet.switch("sequence-parallel", to="parallel.tensor.sequence_norms")
-    pipeline = _pipeline(sheet, model.get("layers"))
-    parallel: dict[str, Any] = {
-        "micro_batch": sheet.integer("micro-batch-size", to="parallel.micro_batch"),
+    layers = cast(int | None, model.get("layers"))
+    pipeline, micro_batch = _pipeline(sheet, layers), sheet.integer("micro-batch-size", to="parallel.micro_batch")
+    parallel: ParallelDict = {} if micro_batch is None else {"micro_batch": micro_batch}
+    parallel |= {
         "data": {"zero": _zero(sheet)},
-        "tensor": {"degree": tensor}
-        | ({"shape": [tensor, 1], "sequence_norms": bool(together), "overlap": "none"} if tensor > 1 else {}),
+        "tensor": tensor_section(tensor, sequence_norms=bool(together)),
         "tiles": {"mlp": 0, "loss": 0},
         "compile": "block",
         "pipeline": pipeline,
         "sequence": _sequence(sheet),
         "offload": _offload(sheet),
-        "recompute": recompute_of(sheet, model.get("layers") or 1, pipeline),
+        "recompute": recompute_of(sheet, layers or 1, pipeline),
     }
     if "moe" in model:
         old = sheet.integer("moe-expert-parallel-size", 1, to="parallel.expert")
@@ -177,7 +185,7 @@ def _parallel(sheet: Sheet, model: dict[str, Any], tensor: int) -> dict[str, Any
     else:
         sheet.get("expert-model-parallel-size", to="parallel.expert")
         sheet.get("expert-tensor-parallel-size", to="parallel.expert_tensor")
-    return {field: value for field, value in parallel.items() if value is not None}
+    return parallel
 
 
 def _zero(sheet: Sheet) -> int:
@@ -197,7 +205,7 @@ def _zero(sheet: Sheet) -> int:
     return (2 if kept else 3) if sheet.switch("use-torch-fsdp2", to="parallel.data.zero") else stage
 
 
-def _pipeline(sheet: Sheet, layers: int | None) -> dict[str, Any]:
+def _pipeline(sheet: Sheet, layers: int | None) -> PipelineDict:
     stages = sheet.integer("pipeline-model-parallel-size", 1, to="parallel.pipeline.stages")
     each = sheet.integer("num-layers-per-virtual-pipeline-stage", to="parallel.pipeline.chunks")
     chunks = sheet.integer("num-virtual-stages-per-pipeline-rank", 1, to="parallel.pipeline.chunks")
@@ -218,7 +226,7 @@ def _pipeline(sheet: Sheet, layers: int | None) -> dict[str, Any]:
             )  # fmt: skip
     if stages <= 1:
         return {"stages": 1}
-    pipeline: dict[str, Any] = {"stages": stages, "schedule": "interleaved" if chunks > 1 else "1f1b"}
+    pipeline: PipelineDict = {"stages": stages, "schedule": "interleaved" if chunks > 1 else "1f1b"}
     if chunks > 1:
         pipeline["chunks"] = chunks
     if stage and all(number % chunks == 0 for number in stage):
@@ -250,7 +258,7 @@ def _stages(sheet: Sheet, layers: int, stages: int) -> list[int]:
     return [fixed.get(place, rest // others) for place in range(stages)]
 
 
-def _sequence(sheet: Sheet) -> dict[str, Any]:
+def _sequence(sheet: Sheet) -> SequenceDict:
     theirs = sheet.integer("ds-sequence-parallel-size", 1, to="parallel.sequence.degree")
     if theirs > 1:
         return {"degree": theirs, "method": "ulysses"}
@@ -266,12 +274,15 @@ def _sequence(sheet: Sheet) -> dict[str, Any]:
         sheet.say(
             "PT823", "error", f"cp-comm-type {kind!r} has no counterpart here", "p2p, a2a or all_gather", "cp-comm-type"
         )
-    return {"degree": degree, "method": method or "ring"} | ({"order": "zigzag"} if method == "ring" else {})
+    section: SequenceDict = {"degree": degree, "method": method or "ring"}
+    if method == "ring":
+        section["order"] = "zigzag"
+    return section
 
 
-def _offload(sheet: Sheet) -> dict[str, Any]:
+def _offload(sheet: Sheet) -> OffloadDict:
     kept = sheet.switch("checkpoint-in-cpu", to="parallel.offload.activations")
-    offload: dict[str, Any] = {"optimizer": "none", "parameters": "none", "activations": "cpu" if kept else "none"}
+    offload: OffloadDict = {"optimizer": "none", "parameters": "none", "activations": "cpu" if kept else "none"}
     share = sheet.number("optimizer-offload-fraction", 1.0, to="parallel.offload.gpu_fraction")
     if sheet.any("optimizer-cpu-offload", "cpu-optimizer", to="parallel.offload.optimizer") and share:
         offload |= {"optimizer": "cpu", "gpu_fraction": round(1.0 - share, 6)}

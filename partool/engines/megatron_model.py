@@ -28,7 +28,7 @@ num-shared-experts disable-moe-token-dropping
 """Arguments that say nothing without experts."""
 
 
-def model_of(sheet: Sheet, tensor: int) -> dict[str, Any]:
+def model_of(sheet: Sheet, tensor: int) -> dict[str, object]:
     """Return the section ``model``; the vocabulary is padded for ``tensor`` ranks."""
     model: dict[str, Any] = {
         field: sheet.integer(name, to=f"model.{field}")

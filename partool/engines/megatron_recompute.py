@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from partool.engines.sections import PipelineDict
 from partool.engines.settings import Sheet
 
 _OLD = ("checkpoint-activations", "activations-checkpoint-method")
 """Names of full recomputation until 2022."""
 
 
-def recompute_of(sheet: Sheet, layers: int, pipeline: dict[str, Any]) -> str | list[str]:
+def recompute_of(sheet: Sheet, layers: int, pipeline: PipelineDict) -> str | list[str]:
     """Return the policy of all layers, or of each: ``block`` recomputes the first layers of every virtual stage."""
     kind = sheet.get("recompute-granularity", to="parallel.recompute")
     if sheet.switch("recompute-activations", to="parallel.recompute"):

@@ -31,6 +31,7 @@ from partool.engines.commands import File, Gathered, script_of, span_of, trainin
 from partool.engines.machines import Machines
 from partool.engines.others import refusals
 from partool.engines.recipes import shortened
+from partool.engines.sections import SpecDict
 from partool.engines.settings import Fate, Sheet, Unpriced, fates, left_out
 from partool.engines.shell import Word
 from partool.engines.validated import made_of, wrong_in
@@ -57,7 +58,7 @@ class Imported:
     """What was read."""
 
     engine: Engine
-    spec: dict[str, Any]
+    spec: dict[str, object]
     """The spec as nested sections."""
     fates: list[Fate] = field(default_factory=list)
     findings: list[Diagnostic] = field(default_factory=list)
@@ -211,19 +212,19 @@ _READERS: Mapping[Engine, Callable[[Sequence[File], Wanted, Budget], Imported]] 
 def _imported(
     engine: Engine,
     sheet: Sheet,
-    spec: dict[str, Any],
+    spec: SpecDict,
     wanted: Wanted,
     no_effect: Mapping[str, str],
     *,
     unpriced: Mapping[str, Unpriced] | None = None,
 ) -> Imported:
     left_out(sheet, unpriced or {})
-    hardware = dict(spec["hardware"])
+    hardware: dict[str, object] = dict(spec["hardware"])
     if wanted.accelerator is not None:
         hardware["accelerator"] = wanted.accelerator
     else:
         sheet.lacks("hardware.accelerator", "the files do not say which devices there are")
-    full_spec: dict[str, Any] = {"spec": 1, "engine": spec.get("engine", engine)}
+    full_spec: dict[str, object] = {"spec": 1, "engine": spec.get("engine", engine)}
     if wanted.model is not None:
         key = "config" if wanted.model.endswith(".json") else "preset"
         full_spec["model"] = {key: wanted.model}
@@ -232,7 +233,8 @@ def _imported(
     elif not any(each.path == ("model", "preset") for each in sheet.findings):
         sheet.lacks("model.preset", "the files do not describe the model")
     full_spec |= {"hardware": hardware, "training": spec["training"], "parallel": spec["parallel"]}
-    full_spec |= {name: spec[name] for name in ("optimizer",) if name in spec}
+    if "optimizer" in spec:
+        full_spec["optimizer"] = spec["optimizer"]
     held_out = {"validation": 0.01} if spec["training"].get("validation", {}).get("every") else {}
     full_spec |= {"data": {"source": "python-stdlib"} | held_out, "kernels": {"mode": "torch"}}
     for path, value in wanted.settings.items():
@@ -245,10 +247,11 @@ def _imported(
     return Imported(engine, full_spec, fates(sheet, no_effect, unpriced), findings)
 
 
-def _put(into: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def _put(into: dict[str, object], path: Sequence[str], value: Any) -> None:
     """Set a value in nested sections, which are made where they are missing."""
     for name in path[:-1]:
         inner = into.get(name)
-        into[name] = inner if isinstance(inner, dict) else {}
-        into = into[name]
+        section: dict[str, object] = inner if isinstance(inner, dict) else {}
+        into[name] = section
+        into = section
     into[path[-1]] = value

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, cast
 
+from partool.engines.sections import OptimizerDict, ScheduleDict
 from partool.engines.settings import Sheet, real_of, shown
 from partool.spec.training import TrainingSpec
 
@@ -20,7 +21,7 @@ _OPEN = ("auto", "none", "null", "")
 """Words for a value that the system finds out by itself."""
 
 
-def of_megatron(sheet: Sheet, steps: int | None, batch: int | None) -> dict[str, Any]:
+def of_megatron(sheet: Sheet, steps: int | None, batch: int | None) -> OptimizerDict:
     """Return the fields of ``optimizer`` that Megatron-LM's arguments say; ``batch`` turns samples into steps."""
     fields = _rates(sheet, lr="lr", betas=("adam-beta1", "adam-beta2"), eps="adam-eps", clip="clip-grad")
     fields |= _numbers(sheet, {"momentum": "sgd-momentum", "weight_decay": "weight-decay"})
@@ -39,16 +40,17 @@ def of_megatron(sheet: Sheet, steps: int | None, batch: int | None) -> dict[str,
     return _with(fields, schedule, warmup, decay if schedule.get("kind") == "wsd" else None)
 
 
-def of_deepspeed(sheet: Sheet) -> dict[str, Any]:
+def of_deepspeed(sheet: Sheet) -> OptimizerDict:
     """Return the fields of ``optimizer`` that a configuration of DeepSpeed says."""
     before = "optimizer.params."
     fields = _rates(sheet, lr=before + "lr", betas=(), eps=before + "eps", clip="gradient_clipping")
     fields |= _numbers(sheet, {"momentum": before + "momentum", "weight_decay": before + "weight_decay"})
     betas = sheet.settings.get(before + "betas")
     if betas is not None and not _is_open(betas.value):
-        given = [real_of(value) for value in betas.value] if isinstance(betas.value, list) else []
+        numbers = [real_of(value) for value in betas.value] if isinstance(betas.value, list) else []
+        given = [value for value in numbers if value is not None]
         sheet.get(betas.name, to="optimizer.betas")
-        if len(given) == 2 and None not in given:
+        if len(given) == len(numbers) == 2:
             fields["betas"] = given
         else:
             message = f"{betas.name} is {shown(betas.value)}, and two numbers are expected"
@@ -63,7 +65,7 @@ def of_deepspeed(sheet: Sheet) -> dict[str, Any]:
     return _with(fields, schedule, _number(sheet, "scheduler.params.warmup_num_steps", "warmup_steps"))
 
 
-def of_torchtitan(sheet: Sheet, steps: int | None) -> dict[str, Any]:
+def of_torchtitan(sheet: Sheet, steps: int | None) -> OptimizerDict:
     """Return the fields of ``optimizer`` that torchtitan's settings say."""
     names = ("optimizer.beta1", "optimizer.beta2")
     fields = _rates(sheet, lr="optimizer.lr", betas=names, eps="optimizer.eps", clip="training.max_norm")
@@ -80,7 +82,7 @@ def of_torchtitan(sheet: Sheet, steps: int | None) -> dict[str, Any]:
     return _with(fields, schedule, warmup, decay)
 
 
-def of_trainer(sheet: Sheet, steps: int | None) -> dict[str, Any]:
+def of_trainer(sheet: Sheet, steps: int | None) -> OptimizerDict:
     """Return the fields of ``optimizer`` that ``TrainingArguments`` say."""
     names = ("adam_beta1", "adam_beta2")
     fields = _rates(sheet, lr="learning_rate", betas=names, eps="adam_epsilon", clip="max_grad_norm")
@@ -121,7 +123,7 @@ def _least_of_trainer(sheet: Sheet, lr: float | None) -> float:
     return ratio if 0 <= ratio <= 1 else 0.0
 
 
-def _rates(sheet: Sheet, *, lr: str, betas: tuple[str, ...], eps: str, clip: str) -> dict[str, Any]:
+def _rates(sheet: Sheet, *, lr: str, betas: tuple[str, ...], eps: str, clip: str) -> OptimizerDict:
     fields = _numbers(sheet, {"lr": lr, "eps": eps, "clip": clip})
     both = [carried(sheet, name, "optimizer.betas") for name in betas]
     if any(value is not None for value in both):
@@ -129,7 +131,8 @@ def _rates(sheet: Sheet, *, lr: str, betas: tuple[str, ...], eps: str, clip: str
         fields["betas"] = [
             default if value is None else value for value, default in zip(both, (0.9, 0.999), strict=True)
         ]
-    for field, name in (("lr", lr), ("eps", eps)):
+    positive: tuple[tuple[Literal["lr", "eps"], str], ...] = (("lr", lr), ("eps", eps))
+    for field, name in positive:
         if fields.get(field) == 0:
             del fields[field]
             message = f"{name} is 0, which a spec has no place for: its own {field} stands there"
@@ -137,10 +140,10 @@ def _rates(sheet: Sheet, *, lr: str, betas: tuple[str, ...], eps: str, clip: str
     return fields
 
 
-def _numbers(sheet: Sheet, names: Mapping[str, str]) -> dict[str, Any]:
+def _numbers(sheet: Sheet, names: Mapping[str, str]) -> OptimizerDict:
     """Return the values of some fields of ``optimizer``, by the names of their settings."""
     values = {field: carried(sheet, name, f"optimizer.{field}") for field, name in names.items()}
-    return {field: value for field, value in values.items() if value is not None}
+    return cast(OptimizerDict, {field: value for field, value in values.items() if value is not None})
 
 
 def _number(sheet: Sheet, name: str, field: str) -> float | None:
@@ -164,7 +167,7 @@ def _is_open(value: Any) -> bool:
     return value is None or (isinstance(value, str) and (value.lower() in _OPEN or any(each in value for each in "$`")))
 
 
-def _kind(sheet: Sheet, name: str, kinds: Mapping[str, str]) -> dict[str, Any]:
+def _kind(sheet: Sheet, name: str, kinds: Mapping[str, str]) -> ScheduleDict:
     setting = sheet.settings.get(name)
     word = "" if setting is None else str(setting.value)
     if word not in kinds:
@@ -173,7 +176,7 @@ def _kind(sheet: Sheet, name: str, kinds: Mapping[str, str]) -> dict[str, Any]:
     return {"kind": kinds[word]}
 
 
-def _least(sheet: Sheet, name: str, lr: float | None) -> dict[str, Any]:
+def _least(sheet: Sheet, name: str, lr: float | None) -> ScheduleDict:
     least = _number(sheet, name, "min_ratio")
     if least is None or not lr:
         return {}
@@ -185,17 +188,19 @@ def _least(sheet: Sheet, name: str, lr: float | None) -> dict[str, Any]:
 
 
 def _with(
-    fields: dict[str, Any], schedule: dict[str, Any], warmup: float | None, decay: float | None = None
-) -> dict[str, Any]:
+    fields: OptimizerDict, schedule: ScheduleDict, warmup: float | None, decay: float | None = None
+) -> OptimizerDict:
     """Return the fields with the section ``schedule``; steps are rounded."""
     if warmup is not None and warmup >= 0:
         schedule["warmup_steps"] = round(warmup)
     if decay:
         schedule["decay_steps"] = max(1, round(decay))
-    return {**fields, **({"schedule": schedule} if schedule else {})}
+    if schedule:
+        fields["schedule"] = schedule
+    return fields
 
 
-def shortened(sheet: Sheet, spec: dict[str, Any]) -> None:
+def shortened(sheet: Sheet, spec: dict[str, object]) -> None:
     """Leave a schedule's lengths out of a spec whose steps they exceed: runs that only measure are that short."""
     training, optimizer = spec.get("training"), spec.get("optimizer")
     if not isinstance(training, dict) or not isinstance(optimizer, dict):

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from partool.engines.sections import DataDict, OffloadDict, ParallelDict, PipelineDict, SequenceDict, TensorDict
 from partool.engines.settings import Sheet
 from partool.engines.torchtitan import listed
 
@@ -20,21 +20,21 @@ _SCHEDULES = {
 
 
 def parallel_of(
-    sheet: Sheet, world: int | None, era: int, model: dict[str, Any], *, compiled: bool
-) -> tuple[dict[str, Any], int | None]:
+    sheet: Sheet, world: int | None, era: int, layers: int, *, experts: bool, compiled: bool
+) -> tuple[ParallelDict, int | None]:
     """Return the section ``parallel`` and the number of data-parallel ranks, if it is known."""
     tensor = sheet.integer(_IN + "tensor_parallel_degree", 1, to="parallel.tensor.degree")
     stages = sheet.integer(_IN + "pipeline_parallel_degree", 1, to="parallel.pipeline.stages")
     context = sheet.integer(_IN + "context_parallel_degree", 1, to="parallel.sequence.degree")
     data, ranks = _data(sheet, world, tensor * stages, context, stages)
-    parallel: dict[str, Any] = {
+    parallel: ParallelDict = {
         "data": data,
         "tensor": _tensor(sheet, tensor, compiled=compiled),
-        "pipeline": _pipeline(sheet, stages, era, int(model.get("layers") or 0)),
+        "pipeline": _pipeline(sheet, stages, era, layers),
         "sequence": _sequence(sheet, context),
         "tiles": {"mlp": 0, "loss": 0},
         "compile": "block" if compiled else "none",
-        "recompute": _recompute(sheet, int(model.get("layers") or 0), era),
+        "recompute": _recompute(sheet, layers, era),
         "offload": _offload(sheet),
     }
     parallel["micro_batch"] = _micro_batch(sheet, parallel["pipeline"], era)
@@ -44,16 +44,16 @@ def parallel_of(
             "PT824", "note", f"tokens are exchanged by {exchange}, and priced as by all-to-all", "standard",
             _IN + "expert_parallel_comm_backend",
         )  # fmt: skip
-    experts = sheet.integer(_IN + "expert_parallel_degree", 1, to="parallel.expert")
+    degree = sheet.integer(_IN + "expert_parallel_degree", 1, to="parallel.expert")
     inner = sheet.integer(_IN + "expert_tensor_parallel_degree", 1, to="parallel.expert_tensor")
-    if "moe" in model:
-        parallel["expert"] = experts
-        if experts > 1:
+    if experts:
+        parallel["expert"] = degree
+        if degree > 1:
             parallel["expert_tensor"] = inner
     return parallel, ranks
 
 
-def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: int) -> tuple[dict[str, Any], int | None]:
+def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: int) -> tuple[DataDict, int | None]:
     """Return the section ``data`` and the number of data-parallel ranks; a shard degree of -1 takes what is left."""
     copies = sheet.integer(_IN + "data_parallel_replicate_degree", 1, to="parallel.data.shard")
     shard = sheet.integer(_IN + "data_parallel_shard_degree", -1, to="parallel.data.shard", off=(-1,))
@@ -78,8 +78,10 @@ def _data(sheet: Sheet, world: int | None, others: int, context: int, stages: in
         return {"zero": 0}, ranks
     if shards is not None and shards * context == 1:
         return {"zero": 0}, ranks
-    data: dict[str, Any] = {"zero": 2 if policy == "never" else 3}
-    return data | ({"shard": shards} if shards is not None else {}), ranks
+    data: DataDict = {"zero": 2 if policy == "never" else 3}
+    if shards is not None:
+        data["shard"] = shards
+    return data, ranks
 
 
 def _degree_names(sheet: Sheet) -> list[str]:
@@ -95,7 +97,7 @@ def _degree_names(sheet: Sheet) -> list[str]:
     return sorted(names, key=lambda name: name not in sheet.settings or str(sheet.settings[name].value) in ("1", "-1"))
 
 
-def _tensor(sheet: Sheet, degree: int, *, compiled: bool) -> dict[str, Any]:
+def _tensor(sheet: Sheet, degree: int, *, compiled: bool) -> TensorDict:
     fused = sheet.flag(_IN + "enable_async_tensor_parallel", to="parallel.tensor.overlap")
     norms = sheet.flag(_IN + "enable_sequence_parallel", True, to="parallel.tensor.sequence_norms")
     full_loss = sheet.flag(_IN + "disable_loss_parallel", to="nothing: the loss is shared by tensor ranks")
@@ -116,7 +118,7 @@ def _tensor(sheet: Sheet, degree: int, *, compiled: bool) -> dict[str, Any]:
     return {"degree": degree, "shape": [degree, 1], "sequence_norms": norms, "overlap": overlap}
 
 
-def _sequence(sheet: Sheet, degree: int) -> dict[str, Any]:
+def _sequence(sheet: Sheet, degree: int) -> SequenceDict:
     how = str(sheet.get(_IN + "context_parallel_rotate_method", "allgather", to="parallel.sequence.method"))
     balance = sheet.get(_IN + "context_parallel_load_balancer", "headtail", to="parallel.sequence.order")
     if degree <= 1:
@@ -128,7 +130,7 @@ def _sequence(sheet: Sheet, degree: int) -> dict[str, Any]:
     return {"degree": degree, "method": "ring" if how == "alltoall" else "all_gather", "order": order}
 
 
-def _pipeline(sheet: Sheet, stages: int, era: int, layers: int) -> dict[str, Any]:
+def _pipeline(sheet: Sheet, stages: int, era: int, layers: int) -> PipelineDict:
     word = str(sheet.get(_IN + "pipeline_parallel_schedule", "1F1B", to="parallel.pipeline.schedule"))
     file = sheet.get(_IN + "pipeline_parallel_schedule_csv", "", to="parallel.pipeline.schedule")
     chunks, split = _split(sheet, stages, era, layers, several=word.lower() not in ("1f1b", "gpipe"))
@@ -140,7 +142,7 @@ def _pipeline(sheet: Sheet, stages: int, era: int, layers: int) -> dict[str, Any
         help = "1F1B, GPipe, Interleaved1F1B or ZBVZeroBubble"
         key = "pipeline_parallel_schedule" + "_csv" * bool(file)
         sheet.say("PT823", "error", f"{what} has no counterpart here", help, _IN + key)
-    pipeline: dict[str, Any] = {"stages": stages, "schedule": name or "1f1b"}
+    pipeline: PipelineDict = {"stages": stages, "schedule": name or "1f1b"}
     if name == "interleaved":
         pipeline["chunks"] = chunks
     if split and min(split) < 1:
@@ -193,7 +195,7 @@ def spread(layers: int, stages: int, first: int, last: int, era: int) -> list[in
     return counts
 
 
-def _micro_batch(sheet: Sheet, pipeline: dict[str, Any], era: int) -> int:
+def _micro_batch(sheet: Sheet, pipeline: PipelineDict, era: int) -> int:
     """Return the sequences of a forward pass: the local batch, or in a pipeline a part of it."""
     local: int = sheet.integer("training.local_batch_size", 8, to="parallel.micro_batch")
     size: int = sheet.integer(_IN + "pipeline_parallel_microbatch_size", 1, to="parallel.micro_batch")
@@ -244,6 +246,6 @@ def _recompute(sheet: Sheet, layers: int, era: int) -> str | list[str]:
     return ["none" if (place + 1) % step else "full" for place in range(layers)] if layers else "selective"
 
 
-def _offload(sheet: Sheet) -> dict[str, Any]:
+def _offload(sheet: Sheet) -> OffloadDict:
     place = "cpu" if sheet.flag("training.enable_cpu_offload", to="parallel.offload") else "none"
     return {"optimizer": place, "parameters": place, "activations": "none"}

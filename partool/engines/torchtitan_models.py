@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
-Flavour = str | dict[str, Any]
+Flavour = str | Mapping[str, object]
 """A preset, or the fields of the section ``model``."""
 
 _LLAMA3_DEBUG = {

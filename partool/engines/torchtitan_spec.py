@@ -6,10 +6,9 @@ Meanings and defaults: ``torchtitan/config/job_config.py`` of 0.1 and 0.2, ``tor
 
 from __future__ import annotations
 
-from typing import Any
-
 from partool.catalog.lookup import table
 from partool.engines.recipes import of_torchtitan
+from partool.engines.sections import OptimizerDict, ParallelDict, SpecDict, TrainingDict
 from partool.engines.settings import Sheet
 from partool.engines.torchtitan import listed
 from partool.engines.torchtitan_layout import parallel_of
@@ -41,21 +40,26 @@ def era_of(sheet: Sheet) -> int:
     return 2 if "training.batch_size" in names else 3
 
 
-def spec_of(sheet: Sheet, world: int | None) -> dict[str, Any]:
+def spec_of(sheet: Sheet, world: int | None) -> SpecDict:
     """Return the sections ``model``, ``training``, ``parallel`` and ``optimizer``; ``world`` is the number of ranks."""
     era = era_of(sheet)
     model = _model(sheet, era)
     fields = model_fields(model)
+    layers = fields.get("layers")
     compiled = _compiled(sheet)
-    parallel, ranks = parallel_of(sheet, world, era, fields, compiled=compiled)
+    parallel, ranks = parallel_of(
+        sheet, world, era, layers if isinstance(layers, int) else 0, experts="moe" in fields, compiled=compiled
+    )
     training = _training(sheet, parallel, ranks)
-    optimizer = {"name": _optimizer(sheet), **of_torchtitan(sheet, training["steps"])}
-    spec: dict[str, Any] = {"training": training, "parallel": parallel, "optimizer": optimizer}
+    optimizer: OptimizerDict = {"name": _optimizer(sheet), **of_torchtitan(sheet, training["steps"])}
+    spec: SpecDict = {"training": training, "parallel": parallel, "optimizer": optimizer}
     _left_out(sheet)
-    return spec | ({"model": model} if model else {})
+    if model:
+        spec["model"] = model
+    return spec
 
 
-def model_fields(model: dict[str, Any] | None) -> dict[str, Any]:
+def model_fields(model: dict[str, object] | None) -> dict[str, object]:
     """Return the fields of a model, whose preset is looked up; nothing for None."""
     if model is None:
         return {}
@@ -63,7 +67,7 @@ def model_fields(model: dict[str, Any] | None) -> dict[str, Any]:
     return {**preset.get("fields", {}), **model}
 
 
-def _model(sheet: Sheet, era: int) -> dict[str, Any] | None:
+def _model(sheet: Sheet, era: int) -> dict[str, object] | None:
     name = str(sheet.get("model.name", "llama3", to="model.preset"))
     size = str(sheet.get("model.flavor", "debugmodel", to="model.preset"))
     sizes = flavour(name, size)
@@ -82,10 +86,10 @@ def _compiled(sheet: Sheet) -> bool:
     return on and "model" in parts
 
 
-def _training(sheet: Sheet, parallel: dict[str, Any], ranks: int | None) -> dict[str, Any]:
+def _training(sheet: Sheet, parallel: ParallelDict, ranks: int | None) -> TrainingDict:
     local = sheet.integer("training.local_batch_size", 8, to="training.global_batch")
     batch = sheet.integer("training.global_batch_size", -1, to="training.global_batch", off=(-1,))
-    fields: dict[str, Any] = {
+    fields: TrainingDict = {
         "sequence_length": sheet.integer("training.seq_len", 2048, to="training.sequence_length"),
         "steps": sheet.integer("training.steps", 10000, to="training.steps"),
         "precision": _precision(sheet),

@@ -28,7 +28,7 @@ class EngineTerms:
     plan: Plan
     terms: list[EngineTerm] = field(default_factory=list)
     findings: list[Diagnostic] = field(default_factory=list)
-    untold: dict[str, Any] = field(default_factory=dict)
+    untold: dict[str, object] = field(default_factory=dict)
     """Fields of the spec, by path, that decide the layout and that the engine's files cannot say."""
 
     def put(self, name: str, value: Any, path: str) -> None:
@@ -71,9 +71,9 @@ def changes(before: EngineTerms, after: EngineTerms) -> Iterator[EngineChange]:
         if term.name not in new:
             yield EngineChange(term.name, term.path, term.value, None)
     for path in sorted(before.untold.keys() | after.untold.keys()):
-        was, now = (each.untold.get(path) for each in (before, after))
-        if was != now:
-            yield EngineChange("", path, was, now)
+        earlier, later = (each.untold.get(path) for each in (before, after))
+        if earlier != later:
+            yield EngineChange("", path, earlier, later)
 
 
 def nested(terms: Mapping[str, Any]) -> dict[str, Any]:
