@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,17 +80,27 @@ def mentioning(file: Path, texts: dict[str, str]) -> set[str]:
     return set()
 
 
-def chosen(files: set[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the unit tests to run, the closest to the change first, and other test files that depend on it."""
-    helpers = modules_of_tests()
-    product = house.modules(ROOT)
+@cache
+def read() -> tuple[dict[str, Path], dict[str, Path], dict[str, set[str]], dict[str, set[str]]]:
+    """Return the modules of the tests and of the product, what each imports, and what tests import through their own.
+
+    Kept, as reading all files takes seconds.
+    """
+    helpers, product = modules_of_tests(), house.modules(ROOT)
     edges = house.graph({**product, **helpers})
     tests = {name for name in helpers if name.startswith("test_")}
+    return helpers, product, edges, _through_helpers(edges, helpers, tests)
+
+
+def chosen(files: set[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the unit tests to run, the closest to the change first, and other test files that depend on it."""
+    helpers, product, edges, imports = read()
+    tests = imports.keys()
     names = {path: name for name, path in {**product, **helpers}.items()}
     data = [file for file in files if file not in names and file.suffix != ".py"]
     texts = {name: path.read_text(encoding="utf-8") for name, path in helpers.items() if name != Path(__file__).stem}
     changed = {names[file] for file in files if file in names}.union(*(mentioning(file, texts) for file in data))
-    depth = depths(changed, _through_helpers(edges, helpers, tests), tests)
+    depth = depths(changed, edges | imports, tests)
     folders = {folder for file in files for folder in file.relative_to(ROOT).parts[:-1]}
 
     def order(name: str) -> tuple[int, int, int]:
@@ -103,7 +114,7 @@ def chosen(files: set[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _through_helpers(edges: dict[str, set[str]], helpers: dict[str, Path], tests: set[str]) -> dict[str, set[str]]:
-    """Return the imports with those of the tests' own modules in the place of these modules."""
+    """Return what the tests import, with what the tests' own modules import."""
 
     def resolved(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
         every = set()
@@ -113,7 +124,7 @@ def _through_helpers(edges: dict[str, set[str]], helpers: dict[str, Path], tests
                 every |= resolved(other, seen | {name})
         return every
 
-    return edges | {name: resolved(name) for name in tests}
+    return {name: resolved(name) for name in tests}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
@@ -54,27 +55,59 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Import:
+    """What one import of a file names."""
+
+    module: str
+    """The module of ``import module``, or of ``from module import name``."""
+    name: str
+    """The imported name, with its module; the module itself where it is imported."""
+    line: int
+    at_top: bool
+    """Whether it is no part of a function or block."""
+    typing: bool
+    """Whether it lies in a type-checking block."""
+
+
+@cache
+def import_lines(path: Path) -> tuple[Import, ...]:
+    """Return the imports of a file, in functions and type-checking blocks too; relative ones are left out.
+
+    Kept, as several tests read all files, and parsing them takes seconds.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    every = list(ast.walk(tree))
+    blocks = (node for node in every if isinstance(node, ast.If))
+    checked = [block for block in blocks if getattr(block.test, "id", getattr(block.test, "attr", "")) == _TYPING]
+    typing = {child for block in checked for part in block.body for child in ast.walk(part)}
+    top = set(tree.body)
+    return tuple(
+        Import(module, name, node.lineno, node in top, node in typing)
+        for node in every
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module, name in _names(node)
+    )
+
+
+def _names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Yield the module and the full name of each name that an import names."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, alias.name) for alias in node.names)
+    elif node.module and node.level == 0:
+        yield from ((node.module, f"{node.module}.{alias.name}") for alias in node.names)
+
+
 @cache
 def imported(path: Path) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """Return the names that a file imports, in functions and type-checking blocks too, and those of its top level.
 
     Last come the names of all imports outside of type-checking blocks.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
-    checked = [block for block in blocks if getattr(block.test, "id", getattr(block.test, "attr", "")) == _TYPING]
-    typing = {child for block in checked for part in block.body for child in ast.walk(part)}
-    every = list(ast.walk(tree))
-    groups = (every, tree.body, (node for node in every if node not in typing))
-    names = [frozenset(name for node in nodes for name in _names(node)) for nodes in groups]
+    every = import_lines(path)
+    groups = (every, [one for one in every if one.at_top], [one for one in every if not one.typing])
+    names = [frozenset(one.name for one in group) for group in groups]
     return names[0], names[1], names[2]
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
@@ -155,11 +188,19 @@ def logical_lines(path: Path) -> int:
     return lines - sum(1 for _ in alone)
 
 
+CLASS = re.compile(r"^\s*class ([A-Za-z]\w*)", re.MULTILINE)
+"""A public class; other texts may look like one."""
+
+
 def shared_names(files: dict[str, Path]) -> dict[str, int]:
     """Return the public class names that several files define, with the number of files."""
+    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    said = Counter(word for text in texts.values() for word in set(CLASS.findall(text)))
     places: dict[str, set[str]] = defaultdict(set)
-    for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for name, text in texts.items():
+        if not any(said[word] > 1 for word in CLASS.findall(text)):
+            continue  # parsing all files takes seconds
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].add(name)
     return {name: len(of) for name, of in sorted(places.items()) if len(of) > 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import defaultdict
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_slices_never_overlap(name: str, took: list[float], send_s: float) -> No
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.lists(SECONDS, min_size=9, max_size=9))
 def test_terms_never_overlap(took: list[float]) -> None:
-    plan = PLANS["1f1b"]
+    plan = made("1f1b")
     time = plan.prediction.time
     names = [name for name, value in time.terms_s.items() if value > 0.0] or [*time.terms_s]
     terms = {**time.terms_s, **dict(zip(names, took, strict=False))}
@@ -83,21 +84,19 @@ def test_terms_never_overlap(took: list[float]) -> None:
     assert overlaps(events) == []
 
 
-def made(pipeline: str) -> Plan:
-    return plan_of(SPEC.replace("PIPELINE", pipeline))
+PIPELINES = {"1f1b": "{stages: 4, schedule: 1f1b}", "hanayo": "{stages: 4, schedule: hanayo}", "none": "1"}
 
 
-PLANS = {
-    "1f1b": made("{stages: 4, schedule: 1f1b}"),
-    "hanayo": made("{stages: 4, schedule: hanayo}"),
-    "none": made("1"),
-}
+@cache
+def made(name: str) -> Plan:
+    return plan_of(SPEC.replace("PIPELINE", PIPELINES[name]))
 
 
 def test_names_and_titles() -> None:
     """Stages are named if a rank has several; a plan without a pipeline has no schedule."""
     named = {}
-    for name, plan in PLANS.items():
+    for name in PIPELINES:
+        plan = made(name)
         events = plan_trace(plan)["traceEvents"]
         title = next(event["args"]["name"] for event in events if event["name"] == "process_name")
         named[name] = (title.partition(": ")[2], {event["name"] for event in slices(events)[0, 0]})
@@ -119,7 +118,7 @@ parallel: {pipeline: {stages: 2, schedule: 1f1b}, micro_batch: 2}
 
 def test_the_term_of_the_plan_and_its_timeline_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     """On shared cores the term counts waits that the timeline omits: both say so, with figures that add up."""
-    shared, spread, own = plan_of(CPU.replace("PER_NODE", "2")), plan_of(CPU.replace("PER_NODE", "4")), PLANS["1f1b"]
+    shared, spread, own = plan_of(CPU.replace("PER_NODE", "2")), plan_of(CPU.replace("PER_NODE", "4")), made("1f1b")
     for plan, waits in ((shared, True), (spread, False), (own, False)):
         drawing = planned(plan, 10**6)
         words = bubble_words(plan, drawing)
