@@ -58,7 +58,7 @@ SUMMARY_FILE = "summary.json"
 _PATIENCE_S = 5.0
 
 
-class RunSummary(TypedDict):
+class ClosingSummary(TypedDict):
     """Content of ``summary.json``."""
 
     world_size: int
@@ -73,7 +73,7 @@ class RunSummary(TypedDict):
 
 def close_run(
     plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool, slow: str = ""
-) -> tuple[Table, RunSummary]:
+) -> tuple[Table, ClosingSummary]:
     """Combine this rank's measurements with the measurements in the other ranks' logs, and write ``summary.json``.
 
     Return the closing table and the content of ``summary.json``. A rank is missing from the result if its log is on
@@ -85,7 +85,7 @@ def close_run(
     combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)
     table = rows(plan.prediction, combined)
     step_time = combined.time.get(TOTAL)
-    data: RunSummary = {
+    data: ClosingSummary = {
         "world_size": world_size,
         "ranks": len(ranks),
         "terms": [row_json(row) for row in table],
@@ -123,7 +123,7 @@ def _last_measures(log: Path, since: float) -> Measures | None:
     return None
 
 
-def _write(path: Path, data: RunSummary) -> None:
+def _write(path: Path, data: ClosingSummary) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
