@@ -30,6 +30,8 @@ from partool.planner.stopping import decided, forecast
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
 from partool.spec.targets.rules import rules_of
+from partool.strategies.jobs import JOBS
+from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
 from partool.work.traced import Trace, shipped
 from partool.work.training import TrainingWork
@@ -198,7 +200,7 @@ def _shard(mesh: Mesh, dp: int) -> int:
 
 def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> TrainingWork:
     """Return the job that a plan prices, on these devices; ``trace`` is as in :func:`sizes`."""
-    return TrainingWork(
+    work = TrainingWork(
         expandable_segments=expandable(plan.launch, devices),
         model=plan.model,
         devices=devices,
@@ -220,6 +222,7 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
         usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
         expert_imbalance=_limits(plan).expert_imbalance,
     )
+    return work if JOBS[plan.job].backward else forward_only(work)
 
 
 def _limits(plan: Plan) -> LimitsSpec:

@@ -10,6 +10,7 @@ from partool.plan.types import Plan
 from partool.report.drawing import Drawing, LeftOut, drawn
 from partool.report.units import seconds
 from partool.schedule import StageTimes, TimedAction, generate, in_flight, simulate
+from partool.strategies.jobs import JOBS
 from partool.strategies.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def without_pipeline(plan: Plan) -> str:
         return ""
     k = plan.layout.derived.accumulation
     batches = f"{k} micro-batches, one after the other" if k > 1 else "one micro-batch"
-    return f"No pipeline: every rank runs all layers on {batches}, forward then backward."
+    return f"No pipeline: every rank runs all layers on {batches}, forward{' then backward' if JOBS[plan.job].backward else ''}."
 
 
 def predicted_times(plan: Plan) -> StageTimes:
@@ -84,10 +85,11 @@ def shares_cores(plan: Plan) -> bool:
 
 
 def _job(plan: Plan) -> TrainingWork:
+    from partool.work.evaluation import forward_only
     from partool.work.stacks import stack_of
     from partool.work.training import TrainingWork
 
-    return TrainingWork(
+    work = TrainingWork(
         model=plan.model,
         devices=plan.devices,
         sequence_length=plan.training.sequence_length,
@@ -98,6 +100,7 @@ def _job(plan: Plan) -> TrainingWork:
         perturbed=plan.training.adversarial.share(plan.training.steps),
         time_scalar=plan.prediction.time_scalar,
     )
+    return work if JOBS[plan.job].backward else forward_only(work)
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:

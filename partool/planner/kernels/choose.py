@@ -18,6 +18,8 @@ from partool.plan.types import Plan
 from partool.planner.kernels.parts import parts
 from partool.planner.kernels.requests import KernelUse, asked
 from partool.spec.hardware import Devices
+from partool.strategies.jobs import JOBS
+from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
 from partool.work.training import TrainingWork
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
@@ -147,13 +149,19 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     products. If other engines have to run the plan, kernels of these engines count if their tables are given.
     """
     names = _device_names(plan.devices)
-    uses = (*asked(plan, names[0]), *parts(plan, names[0]))
+    uses = _uses(plan, names[0])
     registry = registry or Registry(plan.kernels.tuned, expert_width=_expert_width(uses))
     tables = _Tables(registry, names, others=not plan.runnable)
     job, step_s = _job(plan), plan.prediction.time.step_time_s
     lines = tuple(_line(job, one, tables, step_s) for one in uses)
     doubts = dict.fromkeys([*registry.doubts, *tables.doubts])
     return Coverage(plan.devices.architecture, step_s, lines, tuple(doubts))
+
+
+def _uses(plan: Plan, device: str) -> tuple[KernelUse, ...]:
+    """Return the products and fused kernels of a plan in the passes that its job has."""
+    uses = (*asked(plan, device), *parts(plan, device))
+    return uses if JOBS[plan.job].backward else tuple(one for one in uses if one.part in ("forward", "both"))
 
 
 def _expert_width(uses: Sequence[KernelUse]) -> int | None:
@@ -169,7 +177,7 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
     of torch computes may be listed, and are then compared with the library.
     """
     name, *_ = _device_names(plan.devices)
-    uses = (*asked(plan, name), *parts(plan, name))
+    uses = _uses(plan, name)
     wanted = [
         one.request
         for one in uses
@@ -182,7 +190,7 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
 
 def _job(plan: Plan) -> TrainingWork:
     training, layout = plan.training, plan.layout
-    return TrainingWork(
+    work = TrainingWork(
         model=plan.model,
         devices=plan.devices,
         sequence_length=training.sequence_length,
@@ -191,6 +199,7 @@ def _job(plan: Plan) -> TrainingWork:
         stack=stack_of(plan.engine, plan.devices.backend, layout.compile, layout.derived.fused),
         time_scalar=plan.prediction.time_scalar,
     )
+    return work if JOBS[plan.job].backward else forward_only(work)
 
 
 def _device_names(devices: Devices) -> list[str]:

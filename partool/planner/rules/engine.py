@@ -34,6 +34,8 @@ def with_engine_defaults(spec: Spec) -> Spec:
     for path, value in (*JOBS[spec.job].settled.items(), *engine.settled.items(), *engine.preferred.items()):
         if setting_at(parallel, path) == "auto":
             parallel = with_setting(parallel, path, value)
+    if parallel is spec.parallel:
+        return spec
     plain = engine.stack is not None and spec.kernels == KernelsSpec()
     kernels = spec.kernels.model_copy(update={"mode": "torch"}) if plain else spec.kernels
     return spec.model_copy(update={"parallel": parallel, "kernels": kernels})

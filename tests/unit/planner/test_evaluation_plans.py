@@ -11,9 +11,11 @@ import pytest
 import random_problems
 
 from partool.cli.main import run
-from partool.cost.training.peak import least_memory, least_memory_of_passes
+from partool.cost.training.peak import least_memory, least_memory_of_passes, rank_memories
 from partool.plan.types import Plan
 from partool.planner.cost_job import cost_job
+from partool.planner.elastic import job_of_plan
+from partool.planner.kernels.choose import coverage
 from partool.planner.make import PlanResult, make_plan
 from partool.planner.problem import Problem
 from partool.planner.rules.engine import with_engine_defaults
@@ -21,6 +23,7 @@ from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import TIE, Priced, bounds_s, room
 from partool.planner.search.solve import solve
+from partool.report.timeline import predicted_times
 from partool.spec.spec import Spec
 
 CPU = {"accelerator": "cpu", "per_node": 2, "memory_gib": 8}
@@ -150,3 +153,15 @@ def test_the_screen_has_no_rows_of_training(tmp_path: Path, capsys: pytest.Captu
         run(["plan", str(spec), "--verify"])
     assert refused.value.code == 1
     assert "PT290" in capsys.readouterr().err
+
+
+def test_views_of_a_plan_show_forward_passes_alone() -> None:
+    pipeline = {**ALIKE, "pipeline": {"stages": 2}, "data": {"zero": 0}}
+    plan = plan_of(model=SMALL | {"layers": 4}, hardware=H100, parallel=pipeline, training={"global_batch": 16})
+    assert {line.asked.part for line in coverage(plan).lines} == {"forward"}
+    times = predicted_times(plan)
+    assert all(second > 0 for second in times.forward_s)
+    assert all(second == 0 for second in times.backward_s)
+    work = job_of_plan(plan, plan.devices)
+    assert not work.backward
+    assert rank_memories(work, plan.layout)[0].terms["gradients"] == 0
