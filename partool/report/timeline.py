@@ -51,7 +51,8 @@ def without_pipeline(plan: Plan) -> str:
         return ""
     k = plan.layout.derived.accumulation
     batches = f"{k} micro-batches, one after the other" if k > 1 else "one micro-batch"
-    return f"No pipeline: every rank runs all layers on {batches}, forward{' then backward' if JOBS[plan.job].backward else ''}."
+    passes = "forward then backward" if JOBS[plan.job].backward else "forward"
+    return f"No pipeline: every rank runs all layers on {batches}, {passes}."
 
 
 def predicted_times(plan: Plan) -> StageTimes:
