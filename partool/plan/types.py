@@ -6,7 +6,8 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from partool.layout.sequence import Spans, shares
 from partool.layout.sequence import tokens as tokens_of
@@ -283,11 +284,11 @@ class Plan(Record):
     partition: tuple[Partition, ...] = ()
     """How tensor-parallel ranks share each parameter; empty without tensor parallelism."""
     training: TrainingSpec
-    optimizer: OptimizerSpec
+    optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec
     """Data settings; paths are absolute."""
     kernels: KernelsSpec
-    checkpoint: CheckpointSpec
+    checkpoint: CheckpointSpec = CheckpointSpec()
     resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec
     environment: tuple[Variable, ...] = ()
@@ -315,6 +316,22 @@ class Plan(Record):
     """The spec that the user wrote, with the overrides applied."""
     inputs: dict[str, str] = {}
     """SHA-256 of each input by name, such as spec, catalog and model configuration."""
+
+    @model_validator(mode="after")
+    def _has_what_its_job_reads(self) -> Plan:
+        for name in ("optimizer", "checkpoint"):
+            if name not in self.model_fields_set and name not in JOBS[self.job].unread:
+                raise PydanticCustomError("missing", "Field required", {"field": name})
+        return self
+
+    @property
+    def _unread(self) -> dict[str, Any]:
+        """Fields that the plan's job does not read: its file leaves them out."""
+        excluded: dict[str, Any] = {}
+        for path in JOBS[self.job].unread:
+            section, _, name = path.partition(".")
+            excluded[section] = excluded.get(section, {}) | {name: True} if name else True
+        return excluded
 
     @property
     def contradiction(self) -> str:
@@ -392,8 +409,8 @@ class Plan(Record):
         return self.layout.micro_batch * max(tokens_of(share) for share in self.shares)
 
     def to_json(self) -> str:
-        """Return the plan as JSON with sorted keys, ending in a newline."""
-        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+        """Return the plan as JSON with sorted keys, without what its job does not read, ending in a newline."""
+        return json.dumps(self.model_dump(mode="json", exclude=self._unread), indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -403,7 +420,7 @@ class Plan(Record):
     def deciding(self) -> dict[str, Any]:
         """Return all values that decide what runs, as nested dictionaries without origins and reasons."""
         words: dict[str, Any] = {"partition": {"__all__": {"rule", "why"}}}
-        return self.model_dump(mode="json", exclude=words | dict.fromkeys(NOT_RUN, True))
+        return self.model_dump(mode="json", exclude=self._unread | words | dict.fromkeys(NOT_RUN, True))
 
     @property
     def hash(self) -> str:

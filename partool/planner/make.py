@@ -165,7 +165,9 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         spec=spec.model_dump(mode="json", exclude_defaults=True),
         **fields,
     )
-    plan, about_saves = saves.with_decided_mode(plan)
+    about_saves: list[Diagnostic] = []
+    if problem.job.backward:
+        plan, about_saves = saves.with_decided_mode(plan)
     plan = decided(plan)
     limits = [*about_saves, *check_decided(plan.launch, forecast(plan))]
     limits += [*check_watchdog(plan.launch, plan.prediction.upper_step_s), *check_restarts(plan)]

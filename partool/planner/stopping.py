@@ -11,6 +11,7 @@ from partool.spec.hardware import Devices
 from partool.spec.launch import SHORTEST_WINDOW_S, LaunchSpec
 from partool.spec.numbers import GIB, MIB
 from partool.spec.targets.rules import Forecast, rules_of
+from partool.strategies.jobs import JOBS
 from partool.strategies.optimizers import OPTIMIZERS
 
 LONG_RUN_S = 3600.0
@@ -34,7 +35,7 @@ def decided(plan: Plan) -> Plan:
     every = _asked(plan, "checkpoint", "every")
     if plan.engine != "partool":
         every = 0 if every == "auto" else every
-    elif every == "auto":
+    elif every == "auto" and JOBS[plan.job].backward:
         every = EVERY_OF_LONG_RUNS if plan.prediction.time.total_s > LONG_RUN_S else 0
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every": every})})
     if plan.engine != "partool":

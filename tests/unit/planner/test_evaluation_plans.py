@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import random_problems
+from pydantic import ValidationError
 
 from partool.cli.main import run
 from partool.cost.training.peak import least_memory, least_memory_of_passes, rank_memories
@@ -165,3 +167,18 @@ def test_views_of_a_plan_show_forward_passes_alone() -> None:
     work = job_of_plan(plan, plan.devices)
     assert not work.backward
     assert rank_memories(work, plan.layout)[0].terms["gradients"] == 0
+
+
+def test_a_plan_file_has_what_its_job_reads() -> None:
+    plan, trained = plan_of(), plan_of("train")
+    document, of_training = json.loads(plan.to_json()), json.loads(trained.to_json())
+    assert of_training.keys() - document.keys() == {"optimizer", "checkpoint", "resume"}
+    assert of_training["training"].keys() - document["training"].keys() == {
+        "adversarial", "validation", "max_nonfinite_steps",
+    }  # fmt: skip
+    for one in (plan, trained):
+        read = Plan.from_json(one.to_json())
+        assert (read, read.hash) == (one, one.hash)
+    for name in ("optimizer", "checkpoint"):
+        with pytest.raises(ValidationError, match="Field required"):
+            Plan.from_json(json.dumps({key: value for key, value in of_training.items() if key != name}))
