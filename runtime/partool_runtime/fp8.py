@@ -2,7 +2,7 @@
 
 Embeddings, norms, the products of attention, routers of experts and the head stay in bf16. A layer with a width that
 is not a multiple of 16 also stays in bf16, because 8-bit matrix units do not accept this width. See
-:mod:`partool_kernels.fp8.linear`.
+:mod:`partool_kernels.fp8_linear`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from partool.layout.gemms import MULTIPLE
 from partool.plan.types import Plan
 from partool_kernels.device import architecture
 from partool_kernels.fp8.formats import Quantised
-from partool_kernels.fp8.linear import fp8_linears, of_input, product
 from partool_kernels.fp8.op import quantise
+from partool_kernels.fp8_linear import fp8_linears, of_input, product
 from partool_kernels.registry import ARCHITECTURES
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
