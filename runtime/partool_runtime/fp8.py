@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -102,8 +102,7 @@ def narrow_type(device: torch.device, mode: str) -> torch.dtype:
     if name is None:
         message = f"there are no products in 8 bits for {torch.cuda.get_device_name(device)}"
         raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return cast(torch.dtype, getattr(torch, name))
 
 
 def _is_router(name: str, block: nn.Module) -> bool:
