@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from partool_kernels.registry import KERNELS, Config, Request
 
@@ -61,8 +61,7 @@ class Case(NamedTuple):
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
     """Return a call of the requested kernel on a device; the ``cases.py`` of the kernel's family makes the inputs."""
     family = KERNELS[request.kernel].source.split("/", maxsplit=1)[0]
-    made: Case = importlib.import_module(f"partool_kernels.{family}.cases").case(request, device, seed)
-    return made
+    return cast(Case, importlib.import_module(f"partool_kernels.{family}.cases").case(request, device, seed))
 
 
 def errors(made: Case, config: Config) -> list[float]:

@@ -2,14 +2,14 @@
 
 Embeddings, norms, the products of attention, routers of experts and the head stay in bf16. A layer with a width that
 is not a multiple of 16 also stays in bf16, because 8-bit matrix units do not accept this width. See
-:mod:`partool_kernels.fp8.linear`.
+:mod:`partool_kernels.fp8_linear`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,8 +19,8 @@ from partool.layout.gemms import MULTIPLE
 from partool.plan.types import Plan
 from partool_kernels.device import architecture
 from partool_kernels.fp8.formats import Quantised
-from partool_kernels.fp8.linear import fp8_linears, of_input, product
 from partool_kernels.fp8.op import quantise
+from partool_kernels.fp8_linear import fp8_linears, of_input, product
 from partool_kernels.registry import ARCHITECTURES
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
@@ -102,8 +102,7 @@ def narrow_type(device: torch.device, mode: str) -> torch.dtype:
     if name is None:
         message = f"there are no products in 8 bits for {torch.cuda.get_device_name(device)}"
         raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return cast(torch.dtype, getattr(torch, name))
 
 
 def _is_router(name: str, block: nn.Module) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from partool_runtime.host import HostParts
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts, StagedDecoder
+from partool_runtime.offload import Activations, Slabs
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.parallel import parallelize
@@ -38,6 +41,9 @@ from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.usermodel.model import ModuleDecoder
 from partool_runtime.weights import build, build_parts, freeze, materialise, poison
+
+_SPARE = 1.1
+"""Ratio of the host memory reserved for layers to the predicted amount; memory added during the run is slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +102,23 @@ def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = N
     return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report, host)
 
 
+def _offload(
+    plan: Plan, memory: HostMemory, host: HostParts, device: torch.device, blocks: Mapping[int, nn.Module]
+) -> None:
+    """If the plan says so, make layers keep saved activations in the rank's pinned host memory."""
+    if plan.layout.offload.activations != "cpu":
+        return
+    slabs, lanes = Slabs(memory), host.lanes(device)
+    slabs.reserve(round(_SPARE * plan.prediction.memory.host_terms_bytes.get("activations", 0)))
+    keeper = Activations(device, slabs=slabs, lanes=lanes)
+    finalize(keeper, lanes.close)
+    keeper.put(blocks, last=plan.model.layers - 1)
+
+
 def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
-    parallelize(model, plan, ranks, memory, lanes=host.lanes, read=host.read_rows)
+    parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     with ranks.tensors():
         _own_buffers(model)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
@@ -191,7 +210,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     mine = schedule.on_rank(ranks.pp.place)
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
-    parallelize(parts, plan, ranks, memory, lanes=host.lanes, read=host.read_rows)
+    parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     with ranks.tensors():
         _own_buffers(parts)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)

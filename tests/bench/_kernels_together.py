@@ -103,7 +103,7 @@ def linear_loss(run: Run) -> dict[str, Any]:
 
 def fp8_linear(run: Run) -> dict[str, Any]:
     """One linear map forward and backward in 8 bits, narrowing included, against bfloat16."""
-    from partool_kernels.fp8.linear import fp8_linears
+    from partool_kernels.fp8_linear import fp8_linears
     from partool_kernels.registry import ARCHITECTURES
 
     name = ARCHITECTURES[run.architecture].fp8

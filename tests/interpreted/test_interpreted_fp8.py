@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from partool_kernels import fp8_linear as linear
 from partool_kernels.cases import FORWARD, excess
-from partool_kernels.fp8 import linear
 from partool_kernels.fp8.formats import quantised
-from partool_kernels.fp8.linear import fp8_linears
 from partool_kernels.fp8.op import quantise
+from partool_kernels.fp8_linear import fp8_linears
 from partool_kernels.gemm_a8w8.op import launch
 from partool_kernels.registry import Config
 from partool_runtime.fused.self_check import check_fp8

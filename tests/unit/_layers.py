@@ -53,6 +53,7 @@ KERNEL_LAYERS = [
     ["gemm", "gemm_a8w8", "adamw", "cross_entropy", "glu", "moe", "norm", "onebit", "rope"],
     ["grouped_gemm", "linear_cross_entropy"],
     ["select"],
+    ["fp8_linear"],
     ["compiled", "__init__"],
     ["proof"],
     ["modelled"],

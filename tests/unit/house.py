@@ -41,8 +41,6 @@ STRATEGIES: dict[str, Iterable[str]] = {
 
 ORDERS = {"partool": LAYERS, "partool_runtime": RUNTIME_LAYERS, "partool_kernels": KERNEL_LAYERS}
 """Order of the packages' rooms, by package."""
-PATCHED = {"forward", "inputs", "output", "core", "loss", "attend", "routed"}
-"""Methods of modules; an assignment to one of another object replaces what the module computes."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -252,24 +250,21 @@ def _is_loose_dict(node: ast.Subscript) -> bool:
     return of == ["dict", "str", "Any"]
 
 
-def patches(tree: ast.AST) -> int:
-    """Count the assignments that replace a method of another object: by name, or by ``setattr`` and ``hook``."""
-    found = 0
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in (
-            "setattr",
-            "hook",
-        ):
-            found += 1
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found += sum(
-                isinstance(target, ast.Attribute)
-                and target.attr in PATCHED
-                and getattr(target.value, "id", "") != "self"
-                for target in targets
-            )
-    return found
+def is_patch(node: ast.AST) -> bool:
+    """Return whether a node calls ``setattr``, or assigns to ``forward`` or ``__class__`` of an object."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "setattr"
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    flat = [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr in ("forward", "__class__") and not _is_none(node))
+        or (isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Constant) and each.slice.value == "forward")
+        for each in flat
+    )
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
 
 
 @dataclass(frozen=True)
@@ -293,7 +288,7 @@ class Faults:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             package = ".".join(name.split(".")[:2])
             loose.update(loose_types(tree))
-            patched[package] += patches(tree)
+            patched[package] += sum(map(is_patch, ast.walk(tree)))
         edges = graph(files, typing=False)
         up = {package: len(upward(edges, package, layers)) for package, layers in ORDERS.items()}
         words = sum(vague.values(), Counter[str]())

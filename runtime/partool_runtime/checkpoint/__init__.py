@@ -6,7 +6,6 @@ share.
 """
 
 from partool_runtime.checkpoint._arena import Arena, open_arena
-from partool_runtime.checkpoint._fallback import Resumed, load_newest
 from partool_runtime.checkpoint._manifest import (
     CheckpointExtra,
     CheckpointManifest,
@@ -16,7 +15,7 @@ from partool_runtime.checkpoint._manifest import (
 )
 from partool_runtime.checkpoint._plan import StatePart, parts_to_save
 from partool_runtime.checkpoint._reading import VerifiedFolder, load_folder, parts_to_load, tensor_shapes
-from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
+from partool_runtime.checkpoint.checkpointer import Checkpointer, Resumed, WriteStats, load_newest
 from partool_runtime.errors import CheckpointError
 
 __all__ = [

@@ -254,5 +254,4 @@ def _read_items(name: str, metadata: Metadata, blocks: Mapping[MetadataIndex, Te
     chunks = [
         ChunkStorageMetadata(index.offset, block.shape) for index, block in blocks.items() if index.offset is not None
     ]
-    items: list[ReadItem] = create_read_items_for_chunk_list(name, entry, chunks)
-    return items
+    return create_read_items_for_chunk_list(name, entry, chunks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
-from typing import TypedDict
 
 from torch import nn
 
@@ -30,17 +29,7 @@ _SECTIONS: tuple[tuple[str, str], ...] = (
 counts."""
 
 
-class Failure(TypedDict):
-    """A finding of a dry run, as :mod:`partool.verify` reads it."""
-
-    code: str
-    message: str
-    help: str
-    places: list[str]
-    """Sections of the spec."""
-
-
-def failure(rank: int, error: BaseException) -> Failure:
+def failure(rank: int, error: BaseException) -> dict[str, str | list[str]]:
     """Return the finding PT598 for an error of a rank, as :mod:`partool_runtime.dry.__main__` prints it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [

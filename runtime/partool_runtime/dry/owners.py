@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/partool_runtime/parallel/tensor/vocabulary.py", "", "loss"),
     ("/partool_kernels/cross_entropy/", "", "loss"),
     ("/partool_kernels/linear_cross_entropy/", "", "loss"),
+    ("/partool_runtime/optim/muon.py", "orthogonalised", "optimizer"),
     ("/partool_runtime/optim/muon.py", "", "communication"),
     ("/partool_runtime/optim/lamb.py", "", "communication"),
     ("/partool_runtime/offload/resident.py", "arrive", "gradients"),
@@ -96,8 +97,7 @@ def _of_node() -> str:
 
 
 def _metadata(node: Any) -> dict[str, str]:
-    metadata: dict[str, str] = node.metadata  # torch's annotations take this property for a method
-    return metadata
+    return cast("dict[str, str]", node.metadata)
 
 
 def _facts_of(code: CodeType) -> tuple[str, int]:

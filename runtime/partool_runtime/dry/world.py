@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from partool_runtime.torch_internals import collectives
 from partool_runtime.torch_internals.collectives import in_memory_store
+from partool_runtime.torch_internals.compiling import partitioned
 from partool_runtime.torch_internals.fake import ALONE, fake_mode
-from partool_runtime.torch_internals.partition import partitioned
 from partool_runtime.torch_internals.tensors import forget_meshes
 
 

@@ -10,7 +10,7 @@ from partool.plan.types import Plan
 from partool.spec.training import Fused
 from partool_kernels.cases import BACKWARD, FORWARD, excess
 from partool_kernels.device import interpreting
-from partool_kernels.fp8.linear import fp8_linears
+from partool_kernels.fp8_linear import fp8_linears
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.fp8 import narrow_type
 from partool_runtime.fused.probes import Probe, probes, random_numbers

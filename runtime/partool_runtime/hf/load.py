@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -151,10 +151,8 @@ class _View(NamedTuple):
 
 def _cut(view: Any, offsets: Shape, sizes: Shape) -> torch.Tensor:
     if not offsets:
-        full: torch.Tensor = view[...]
-        return full
-    block: torch.Tensor = view[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-    return block
+        return cast(torch.Tensor, view[...])
+    return cast(torch.Tensor, view[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
-from weakref import finalize
 
 import torch
 from torch import nn
@@ -18,9 +17,6 @@ from partool_runtime.hf.model import HfPart
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Block, Decoder, DecoderParts, StagedDecoder
-from partool_runtime.offload import Activations, Slabs
-from partool_runtime.offload.lanes import Lanes, open_lanes
-from partool_runtime.offload.memory import HostMemory
 from partool_runtime.parallel.expert.apply import apply_experts
 from partool_runtime.parallel.expert.dispatch import Read, read_rows
 from partool_runtime.parallel.recompute import recompute
@@ -43,17 +39,12 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
         setattr(block, "forward", torch.compile(block.forward))  # noqa: B010 - mypy forbids assigning a method
 
 
-_SPARE = 1.1
-"""Ratio of the host memory reserved for layers to the predicted amount; memory added during the run is slower."""
-
-
 def parallelize(
     model: StagedDecoder,
     plan: Plan,
     ranks: Ranks,
-    memory: HostMemory | None = None,
     *,
-    lanes: Callable[[torch.device], Lanes] = open_lanes,
+    offload: Callable[[Mapping[int, nn.Module]], None] | None = None,
     read: Read = read_rows,
 ) -> None:
     """Apply the plan's layout in place to a model, or to the model's stages that a pipeline rank holds.
@@ -63,8 +54,8 @@ def parallelize(
     parts of the cut layers, feed-forward networks are tiled, layers are recomputed, recomputed layers are compiled, and
     saved activations are offloaded.
     Sharding (:mod:`partool_runtime.parallel.zero`) comes last: sharding gathers parameters outside of all these
-    wrappers, in the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory,
-    ``lanes`` opens the lanes on which activations are copied, ``read`` reads how many rows experts get.
+    wrappers, in the shapes that the rank computes with. ``offload`` makes layers, by number, keep saved activations in
+    host memory where the plan says so; without it they stay. ``read`` reads how many rows experts get.
     """
     if isinstance(model, HfPart):
         apply_to_transformers(model, plan, ranks)
@@ -81,8 +72,8 @@ def parallelize(
     recompute(blocks.values(), policies, draws=model.draws, tiled=plan.layout.tiles.mlp > 0)
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
-    if plan.layout.offload.activations == "cpu":
-        _offload(blocks, plan, memory, lanes(ranks.device), ranks.device)
+    if offload is not None:
+        offload(blocks)
     _narrow(model, plan)
 
 
@@ -91,18 +82,6 @@ def _tile(model: StagedDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> 
     tile_loss(model, plan.layout.tiles.loss, ranks=plan.layout.mesh.tp)
     if plan.training.z_loss:
         set_loss(model, z_loss=plan.training.z_loss)
-
-
-def _offload(
-    blocks: Mapping[int, nn.Module], plan: Plan, memory: HostMemory | None, lanes: Lanes, device: torch.device
-) -> None:
-    """Make layers keep saved activations in host memory; call it after steps that change which tensors are saved."""
-    slabs = None if memory is None else Slabs(memory)
-    if slabs is not None:
-        slabs.reserve(round(_SPARE * plan.prediction.memory.host_terms_bytes.get("activations", 0)))
-    keeper = Activations(device, slabs=slabs, lanes=lanes)
-    finalize(keeper, lanes.close)
-    keeper.put(blocks, last=plan.model.layers - 1)
 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:

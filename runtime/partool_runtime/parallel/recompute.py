@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from partool.spec.parallel import Recompute
-from partool_kernels.fp8.linear import FP8_LINEARS
+from partool_kernels.fp8_linear import FP8_LINEARS
 from partool_kernels.grouped_gemm.op import GROUPED
 from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide

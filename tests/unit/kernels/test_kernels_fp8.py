@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from partool_kernels import device
-from partool_kernels.fp8 import linear
+from partool_kernels import fp8_linear as linear
 from partool_kernels.fp8 import op as fp8_op
 from partool_kernels.fp8.formats import LARGEST, Quantised, blocks, quantised
-from partool_kernels.fp8.linear import fp8_linears, product
 from partool_kernels.fp8.op import quantise
+from partool_kernels.fp8_linear import fp8_linears, product
 from partool_kernels.gemm_a8w8 import op as gemm_op
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
 

@@ -171,12 +171,6 @@ def test_runtime_imports_only_pure_data_from_partool() -> None:
 
 UPWARD = {
     ("partool_runtime.fused.self_check", "partool_runtime.parallel.comm"): "ranks agree on the result of a check",
-    ("partool_runtime.parallel.apply", "partool_runtime.offload"): "layers are wrapped for offload in the fixed order",
-    ("partool_runtime.parallel.apply", "partool_runtime.offload.lanes"): "as above",
-    ("partool_runtime.parallel.apply", "partool_runtime.offload.memory"): "as above",
-    ("partool_kernels.fp8.linear", "partool_kernels.gemm_a8w8.op"): "products of fp8 layers; formats lie in fp8, too",
-    ("partool_kernels.fp8.linear", "partool_kernels.select.here"): "as above",
-    ("partool_kernels.fp8.linear", "partool_kernels.select.products"): "as above",
 }
 """Imports that lead up in the order of packages, with what they are for. This list only shrinks."""
 
@@ -308,7 +302,7 @@ def test_threads_and_groups_have_the_makers_that_the_page_names(names: set[str],
 ORDER = {
     "tensor": "apply_tensor", "experts": "apply_experts", "fp8": "use_fp8", "sequence": "apply_sequence",
     "fused kernels": "fuse", "attention kernels": "select_attention", "tiles": "_tile", "recompute": "recompute",
-    "compile": "compile_blocks", "offload": "_offload",
+    "compile": "compile_blocks", "offload": "offload",
 }  # fmt: skip
 """Functions that ``parallelize`` calls, by the word of the page."""
 

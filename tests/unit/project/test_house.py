@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from house import Faults, loose_types, patches
+from house import Faults, loose_types
 from words import vague_names
 
 
@@ -20,11 +20,6 @@ class Record:
     assert loose_types(ast.parse(text)) == {
         "Any, all": 6, "dict[str, Any], all": 3, "Any, public": 3, "dict[str, Any], public": 2
     }  # fmt: skip
-
-
-def test_patches_replace_methods_of_other_objects() -> None:
-    text = "block.forward = f\nsetattr(layer, name, f)\nself.loss = loss\nhook(m, 'core', f)\nx.size = 1\n"
-    assert patches(ast.parse(text)) == 3
 
 
 def test_vague_names_are_counted_where_they_are_assigned(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from house import is_patch
 from torch import nn
 
 from partool_runtime.hf.patches import Patch, has_patched_forward, patch_forward
@@ -39,23 +40,6 @@ DATA = {
     "dry/layer_steps.py": 1,  # the same
 }
 """Where an attribute that holds no code is set by a name that only the run knows."""
-
-
-def is_patch(node: ast.AST) -> bool:
-    """Return whether a node calls ``setattr``, or assigns to ``forward`` or ``__class__`` of an object."""
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id == "setattr"
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    flat = [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]
-    return any(
-        (isinstance(each, ast.Attribute) and each.attr in ("forward", "__class__") and not _is_none(node))
-        or (isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Constant) and each.slice.value == "forward")
-        for each in flat
-    )
-
-
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
 
 
 def counted(folder: Path) -> Counter[str]:

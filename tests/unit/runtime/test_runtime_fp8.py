@@ -14,8 +14,8 @@ from torch import nn
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
-from partool_kernels.fp8 import linear
-from partool_kernels.fp8.linear import product
+from partool_kernels import fp8_linear as linear
+from partool_kernels.fp8_linear import product
 from partool_runtime import deferral, fp8
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.fp8 import Fp8Linear, narrow_type, use_fp8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch.distributed as dist
 
@@ -77,8 +77,7 @@ def of_teams(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> tuple[tuple[i
 
 def method_named(name: str) -> Put:
     """Return the function ``put`` that applies a method. Raises ImportError if the method has no module."""
-    put: Put = importlib.import_module(f"partool_runtime.parallel.sequence.{name}").put
-    return put
+    return cast(Put, importlib.import_module(f"partool_runtime.parallel.sequence.{name}").put)
 
 
 class Put(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -137,22 +137,19 @@ class Computation:
         if stage:
             return self._inputs[stage, batch]
         tokens_BS = self._batches[batch].tokens_BS.to(self.loss_sum.device, non_blocking=True)
-        x_BSH: torch.Tensor = self._call(self._first, tokens_BS, *self._documents(batch))
-        return x_BSH
+        return self._call(self._first, tokens_BS, *self._documents(batch))
 
     def _documents(self, batch: int) -> tuple[torch.Tensor, ...]:
         return on_device(self._batches[batch].documents_BL, self.loss_sum.device)
 
     def _loss(self, x_BSH: torch.Tensor, batch: int) -> torch.Tensor:
         labels_BS = self._batches[batch].labels_BS.to(self.loss_sum.device, non_blocking=True)
-        loss: torch.Tensor = self._call(self._last, x_BSH, labels_BS)
-        return loss
+        return self._call(self._last, x_BSH, labels_BS)
 
     def _call(self, module: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
         """Call an outer module with parameters cast to the type of computation; gradients keep the parameters' type."""
         narrowed = {name: p.to(self._dtype) for name, p in module.named_parameters() if p.dtype != self._dtype}
-        out: torch.Tensor = functional_call(module, narrowed, arguments) if narrowed else module(*arguments)
-        return out
+        return cast(torch.Tensor, functional_call(module, narrowed, arguments) if narrowed else module(*arguments))
 
     def _hand_on(self, stage: int, batch: int, out: torch.Tensor) -> None:
         if stage == self._top:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from partool_runtime.dry import record
+from partool_runtime.dry import owners, record
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.memory import POINTS, MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
+from partool_runtime.optim.muon import WholeMatrices, orthogonalised
 
 KIB = 1024
 
@@ -124,3 +125,8 @@ def test_reserved_bytes_are_those_of_the_allocator(memory: MemoryRecord) -> None
     full = memory.trace(CachingAllocator(expandable=False, capacity_bytes=KIB**2))
     assert full.reserved_bytes > KIB**2, "more than the device has"
     assert len(held) == 2
+
+
+def test_what_orthogonalisation_makes_is_the_optimizers_and_what_its_owners_exchange_is_not() -> None:
+    codes = orthogonalised.__code__, WholeMatrices.step.__code__
+    assert [owners._facts_of(code)[0] for code in codes] == ["optimizer", "communication"]

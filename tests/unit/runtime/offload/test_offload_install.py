@@ -22,10 +22,11 @@ from partool.planner import make_plan
 from partool.spec import load_text
 from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
+from partool_runtime import host
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.host import open_pool, split_cores
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.offload import HostMemory, cores
-from partool_runtime.offload.cores import open_pool, split_cores
+from partool_runtime.offload import HostMemory
 from partool_runtime.offload.install import expected
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.offload.resident import tail
@@ -102,7 +103,7 @@ def test_threads_are_as_many_as_the_rank_has_cores_for(
     left: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(starter if process else own))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: left.append(set(cores)))
-    monkeypatch.setattr(cores, "Pool", lambda threads, own=(): SimpleNamespace(threads=threads, cores=tuple(own)))
+    monkeypatch.setattr(host, "Pool", lambda threads, own=(): SimpleNamespace(threads=threads, cores=tuple(own)))
     pool, notes = open_pool(threads, 2 if len(starter) > len(own) else 1, torch.device(device))
     assert pool.cores == tuple(optimizer)
     assert pool.threads == (len(optimizer) or min(threads, len(own)))
