@@ -15,6 +15,7 @@ from partool.report.html_charts import axis_rows, memory_over_time, node_picture
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
 from partool.report.plan import next_commands
+from partool.report.tables import plan_summary
 from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.report.verification import correction, summary, terms
 from partool.spec.numbers import duration
@@ -112,13 +113,9 @@ def _verification(plan: Plan) -> dict[str, Any]:
 
 def _summary(plan: Plan) -> str:
     """Return the layout in one line: the planner's summary, or ZeRO stage and micro-batches if there is none."""
-    summaries = [row.summary for row in plan.candidates if not row.why_not]
     layout = plan.layout
-    return (
-        summaries[0]
-        if summaries
-        else f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
-    )
+    sizes = f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
+    return plan_summary(plan) or sizes
 
 
 def _parameters(plan: Plan) -> str:

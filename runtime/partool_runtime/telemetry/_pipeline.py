@@ -58,7 +58,7 @@ class PipelineSteps:
         self._log_steps += 1
         if (self._log_steps - 1) % self._every and step != self._last:
             return None
-        return dict(pipeline_data(step, steady, time.time() - self._host.mark(), done))
+        return pipeline_data(step, steady, time.time() - self._host.mark(), done)
 
     def _add(self, done: Sequence[Timed]) -> None:
         self._spans.add(BUBBLE, self._host, 0.0, sum(max(one.waited_s, 0.0) for one in done))
