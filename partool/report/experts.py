@@ -13,6 +13,7 @@ from rich.text import Text
 from partool.plan.event_data import ExpertLayer
 from partool.plan.event_log import EVENTS, last_events
 from partool.plan.record import Count
+from partool.report.units import figure
 
 
 class ExpertLoad(ExpertLayer):
@@ -49,15 +50,11 @@ def load_table(layers: Sequence[ExpertLoad]) -> tuple[list[str], list[list[str]]
 
 def _cells(layer: ExpertLayer, *, biased: bool) -> list[str]:
     cells = [
-        str(layer.layer), f"{_figure(layer.imbalance, '.2f')} ×", f"{min(shares(layer)):.2f} ×",
-        str(layer.tokens.count(0)), _figure(layer.dropped, ".1%"), _figure(layer.entropy, ".2f"),
+        str(layer.layer), f"{figure(layer.imbalance, '.2f')} ×", f"{min(shares(layer)):.2f} ×",
+        str(layer.tokens.count(0)), figure(layer.dropped, ".1%"), figure(layer.entropy, ".2f"),
     ]  # fmt: skip
-    low, high = (_figure(value, "+.3g") for value in layer.bias or (0.0, 0.0))
+    low, high = (figure(value, "+.3g") for value in layer.bias or (0.0, 0.0))
     return [*cells, f"{low} to {high}"] if biased else cells
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)  # the log has no number in place of one that is not finite
 
 
 def shares(layer: ExpertLayer) -> list[float]:
