@@ -22,6 +22,8 @@ from pydantic import (
     model_serializer,
 )
 
+from partool.diagnostics.record import CodedError
+
 PROFILE_VERSION = 1
 PROFILE_FILE = "calibration.json"
 RUNS_FILE = "measured_runs.csv"
@@ -204,12 +206,8 @@ class Profile(_Part):
         return next((scalars for scalars in self.scalars if scalars.stack == stack), StackScalars(stack=stack))
 
 
-class ProfileError(Exception):
+class ProfileError(CodedError):
     """Raised if a profile cannot be used; ``code`` is PT280 or PT281."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.message = code, message
 
 
 def load_profile(path: Path) -> Profile:

@@ -55,7 +55,7 @@ def load_any(path: Path, overrides: Sequence[str], also: Sequence[Path] = ()) ->
         loaded = load(path, list(overrides))
         return (loaded if loaded.spec is not None else _refused(path) or loaded), Known()
     from partool.engines import Wanted, engine_of_all, read_files
-    from partool.engines.told import findings_of, given, spec_text
+    from partool.engines.imported import findings_of, given, spec_text
     from partool.engines.validated import made_of
 
     files = [(each, text) for each in (path, *also) if isinstance(text := read(each), str)]

@@ -111,6 +111,13 @@ def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
     return sound
 
 
+def require_runnable(plan: Plan) -> None:
+    """End the command with PT505 if the runtime cannot run a plan."""
+    if not plan.runnable:
+        codes = " ".join(plan.not_runnable)
+        fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
+
+
 def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tuple[Plan, ...]:
     """Return one plan per task of an array: one for each combination of the values in ``array``.
 

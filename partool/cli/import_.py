@@ -16,9 +16,9 @@ from partool.cli._files import write_or_exit
 from partool.diagnostics.text import columns_of, render_text, summary, wants_colour
 from partool.engines import Engine, Imported, Wanted, engine_of_all, kind_of, read_files
 from partool.engines.budget import Budget, OverBudgetError, UnreadableFileError
+from partool.engines.imported import findings_of, given, line_of, spec_text
 from partool.engines.kinds import LOOKED_FOR
 from partool.engines.others import refusals
-from partool.engines.told import findings_of, given, line_of, spec_text
 from partool.plan.terminal import say
 
 

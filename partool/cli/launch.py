@@ -9,7 +9,7 @@ import typer
 
 from partool.cli import _cluster, _local
 from partool.cli._fail import fail
-from partool.cli._job import plan_for
+from partool.cli._job import plan_for, require_runnable
 from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import find_run_or_exit
 from partool.cli._verify import RANK_LIMIT_S, RankLimit, exit_on_error, exit_on_faults, say_verified, verified_plan
@@ -112,9 +112,7 @@ def command(
 
 
 def _refuse(plan: Plan) -> None:
-    if not plan.runnable:
-        codes = " ".join(plan.not_runnable)
-        fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
+    require_runnable(plan)
     if TARGETS[plan.launch.target].starter == "by hand":
         message = f"for the target {plan.launch.target}, somebody starts the nodes by hand"
         help = f"partool render --target {plan.launch.target} prints the command of each node"

@@ -10,7 +10,7 @@ import typer
 
 from partool.cli._fail import fail
 from partool.cli._foreign import is_plan, load_any
-from partool.cli._job import order, plan_for, stop_on
+from partool.cli._job import order, plan_for, require_runnable, stop_on
 from partool.cli._load import EngineChoice, TargetChoice, TrustCode
 from partool.launch.prepare import commands_here
 from partool.plan.run import PLAN_FILE
@@ -58,9 +58,7 @@ def command(
             raise typer.BadParameter("--array and --at-once go with plans that partool trains")
         _deliver(_written(spec, plan, changes), out, "", force=force)
         return
-    if not plan.runnable:
-        codes = " ".join(plan.not_runnable)
-        fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
+    require_runnable(plan)
     if plan.launch.target == HERE and (array or at_once):
         raise typer.BadParameter(f"--array and --at-once are for clusters: give --target {' or '.join(ARRAYS)}")
     if plan.launch.target == HERE:

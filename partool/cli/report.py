@@ -60,7 +60,7 @@ def command(
             "state": status.state if status is not None else None,
             "summary": summary.model_dump() if summary is not None else None,
             "pipeline": pipeline_data,
-            "experts": loads or None,
+            "experts": [load.model_dump() for load in loads] or None,
             "note": note or None,
         }
         say(json.dumps(data, indent=2))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from partool.diagnostics.record import BASE, Rule
-
-
-def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
-    return Rule(code, title, reason, bad, good, "command")
-
+from partool.diagnostics.record import BASE, Rule, command_rule
 
 RULES: tuple[Rule, ...] = (
-    _rule(
+    command_rule(
         "PT820",
         "A setting of another system has no value that can be read",
         "The file is no JSON, or a number is expected where something else stands.",
         "--num-layers many",
         "--num-layers 32",
     ),
-    _rule(
+    command_rule(
         "PT821",
         "Settings of another system contradict each other",
         "The system itself would refuse these settings, or ignore one of them; or an option of the command says "
@@ -25,28 +20,28 @@ RULES: tuple[Rule, ...] = (
         '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 8}   # on 8 ranks',
         '{"train_batch_size": 128, "train_micro_batch_size_per_gpu": 8}',
     ),
-    _rule(
+    command_rule(
         "PT822",
         "The files do not say something that a plan needs",
         "Files of other systems describe a part of a run: DeepSpeed's has no model, Megatron-LM's no kind of machine.",
         "partool import ds_config.json -o spec.yaml",
         "partool import ds_config.json --model llama3-8b --accelerator h100-sxm --nodes 1 --per-node 8 -o spec.yaml",
     ),
-    _rule(
+    command_rule(
         "PT823",
         "A setting of another system has no counterpart",
         "partool has no field for it, so that a price would be of another run.",
         "--cp-comm-type a2a+p2p",
         "--cp-comm-type a2a",
     ),
-    _rule(
+    command_rule(
         "PT824",
         "A setting of another system is left out of the price",
         "The price is that of the run without it; the finding says what the difference is.",
         "--hidden-dropout 0.1",
         "--hidden-dropout 0.0",
     ),
-    _rule(
+    command_rule(
         "PT825",
         "A script cannot be read to its end",
         "Scripts are read and never run: a value that depends on a command, a condition or an unset variable stays "
@@ -75,7 +70,7 @@ RULES: tuple[Rule, ...] = (
         BASE.replace("cpu", "h100-sxm") + "engine: megatron\nparallel:\n  recompute: selective\n",
         BASE.replace("cpu", "h100-sxm") + "engine: megatron\nparallel:\n  recompute: attention\n",
     ),
-    _rule(
+    command_rule(
         "PT829",
         "Files of another system are larger than an import reads",
         "Such files come from anywhere. An import reads a bounded number of files, bytes, words and values, and no "
@@ -83,7 +78,7 @@ RULES: tuple[Rule, ...] = (
         "A=$A$A; A=$A$A; A=$A$A   # 40 times",
         "A=8",
     ),
-    _rule(
+    command_rule(
         "PT830",
         "The file is of a system that is not imported",
         "Its names resemble those of a system that is, but they mean other things: a price would be of another run.",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from partool.diagnostics.record import Rule
-
-
-def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
-    return Rule(code, title, reason, bad, good, "command")
-
+from partool.diagnostics.record import Rule, command_rule
 
 RULES: tuple[Rule, ...] = (
-    _rule(
+    command_rule(
         "PT447",
         "Weights beside the model are not used",
         "Unless model.weights names a source, a model starts from random weights, whatever its folder holds. A folder "
@@ -18,7 +13,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./my-llama}   # with model.safetensors",
         "model: {hf: ./my-llama, weights: {source: hf}}",
     ),
-    _rule(
+    command_rule(
         "PT448",
         "The model's graph cannot be shared by ranks",
         "Sequence method compiled needs the whole forward pass as one graph whose attention is torch's function (or "
@@ -27,7 +22,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./bloom}\nparallel: {sequence: {method: compiled, degree: 4}}   # its products are written out",
         "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 4}}",
     ),
-    _rule(
+    command_rule(
         "PT449",
         "A captured graph beside settings that change modules",
         "With sequence method compiled, layers run a graph that calls no modules within them. Tensor parallelism, "
@@ -35,7 +30,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 2}, tensor: 2}",
         "model: {hf: ./falcon}\nparallel: {sequence: {method: compiled, degree: 4}}",
     ),
-    _rule(
+    command_rule(
         "PT655",
         "A module of your own that cannot be built or read",
         "model.module names a class that takes the keywords of model.config, has an nn.ModuleList of layers, maps "
@@ -44,7 +39,7 @@ RULES: tuple[Rule, ...] = (
         "model: {module: nets.tiny:Missing}",
         "model: {module: nets.tiny:Tiny, config: {width: 64}}",
     ),
-    _rule(
+    command_rule(
         "PT450",
         "The runtime cannot inspect the model",
         "A separate process builds the model with transformers and lists its parts. It needs torch, transformers and a "
@@ -52,7 +47,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./no-such-folder}",
         "model: {hf: ./my-llama}   # holds config.json",
     ),
-    _rule(
+    command_rule(
         "PT451",
         "The model differs from what is priced or trained",
         "Memory and time are predicted for a decoder with the same sizes; where the number of parameters differs, "
@@ -60,7 +55,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./unusual-model}",
         "model: {hf: ./my-llama}",
     ),
-    _rule(
+    command_rule(
         "PT452",
         "The loss cannot be computed from the hidden state",
         "partool never holds all logits: it computes the loss in pieces from the last hidden state and the output "
@@ -68,7 +63,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./gemma-2-2b}   # caps its logits",
         "model: {hf: ./qwen3-0.6b}",
     ),
-    _rule(
+    command_rule(
         "PT453",
         "The model cannot be cut into pipeline stages",
         "A stage calls the model's own code with a hidden state in place of tokens. A model that changes hidden states "
@@ -76,7 +71,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./gpt2}\nparallel: {pipeline: 2}",
         "model: {config: ./gpt2}   # partool's own decoder\nparallel: {pipeline: 2}",
     ),
-    _rule(
+    command_rule(
         "PT454",
         "Only partool's own decoder supports this",
         "transformers builds and computes the model as its config.json says. Compiled blocks, norms on shares of the "
@@ -84,7 +79,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
         "model: {config: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
     ),
-    _rule(
+    command_rule(
         "PT483",
         "The model's attention cannot be replaced",
         "Sequence parallelism, and documents that do not attend to each other, need attention that knows every token's "
@@ -93,7 +88,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./gpt-oss-20b}\nparallel: {sequence: 4}",
         "model: {hf: ./qwen3-8b}\nparallel: {sequence: 4}",
     ),
-    _rule(
+    command_rule(
         "PT484",
         "Attention dropout with keys that arrive in parts",
         "Where keys arrive block by block, or rank by rank, sums of exponentials are merged, but dropout needs all "
@@ -102,7 +97,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./gpt2}   # attn_pdrop: 0.1\nparallel: {sequence: {method: ring, degree: 4}}",
         "model: {hf: ./gpt2}\nparallel: {sequence: {method: ulysses, degree: 4}}",
     ),
-    _rule(
+    command_rule(
         "PT590",
         "The model's folder brings code of its own",
         "Its config.json (auto_map) names classes in Python files beside it, and the installed transformers knows no "
@@ -111,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         "partool plan mine.yaml   # model: {hf: ./downloaded}",
         "partool plan mine.yaml --trust-remote-code",
     ),
-    _rule(
+    command_rule(
         "PT591",
         "The model's code is not the one that was allowed",
         "A plan holds the hashes of a folder's Python files, or of the files that a module of yours consists of, as "
@@ -120,35 +115,35 @@ RULES: tuple[Rule, ...] = (
         "partool launch plan.json --trust-remote-code",
         "partool plan mine.yaml --trust-remote-code --out plan.json && partool launch plan.json --trust-remote-code",
     ),
-    _rule(
+    command_rule(
         "PT643",
         "transformers cannot build the model",
         "The folder's config.json must be one that the installed version of transformers knows.",
         "model: {hf: ./newer-model}   # with an old transformers",
         "pip install --upgrade transformers",
     ),
-    _rule(
+    command_rule(
         "PT644",
         "The model is not a decoder with one list of layers",
         "Training needs an embedding, one list of layers, a final norm and an output matrix that is a linear layer.",
         "model: {hf: ./an-encoder}",
         "model: {hf: ./my-llama}",
     ),
-    _rule(
+    command_rule(
         "PT645",
         "The plan's partition does not fit the model",
         "Another version of transformers may build a model of the same config.json from other modules.",
         "pip install transformers==OTHER && partool launch plan.json",
         "partool plan mine.yaml --out plan.json && partool launch plan.json",
     ),
-    _rule(
+    command_rule(
         "PT646",
         "The model cannot be cut into these stages",
         "Pipeline stages were planned with another version of transformers, or the model's forward pass has changed.",
         "pip install transformers==OTHER && partool launch plan.json",
         "partool plan mine.yaml --out plan.json && partool launch plan.json",
     ),
-    _rule(
+    command_rule(
         "PT649",
         "The model keeps state in buffers",
         "Only parameters are loaded, saved and exported. A buffer that belongs to a model's state, such as the "
@@ -156,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./deepseek-v3}",
         "model: {hf: ./deepseek-v2-lite}",
     ),
-    _rule(
+    command_rule(
         "PT654",
         "A layer's attention is not what was planned",
         "The attention of each layer, such as its window, is recorded when the model is planned. Another version of "

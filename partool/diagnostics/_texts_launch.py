@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics.record import BASE, Rule
-
-
-def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
-    return Rule(code, title, reason, bad, good, "command")
-
+from partool.diagnostics.record import BASE, Rule, command_rule
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -85,14 +80,14 @@ RULES: tuple[Rule, ...] = (
         BASE + "launch: {python: venv/bin/python}\n",
         BASE + "launch: {python: /opt/venv/bin/python}\n",
     ),
-    _rule(
+    command_rule(
         "PT580",
         "The plan is not the one that the command names",
         "A command names its plan by hash, and the nodes of a run compare theirs: two plans would train two models.",
         "python -m partool_runtime.agent plan.json ... --plan-hash 3f2a...   # plan.json was made again since",
         "partool render mine.yaml --target torchrun   # plan.json and the commands that belong to it",
     ),
-    _rule(
+    command_rule(
         "PT581",
         "The agent's options for several nodes do not add up",
         "--nodes, --node-rank and --rendezvous belong together. A variable that is empty or was not expanded is never "
@@ -100,21 +95,21 @@ RULES: tuple[Rule, ...] = (
         "srun python -m partool_runtime.agent plan.json --node-rank $SLURM_NODEID ...   # expanded before srun",
         "srun bash -c 'exec python -m partool_runtime.agent plan.json --node-rank \"$SLURM_NODEID\" ...'",
     ),
-    _rule(
+    command_rule(
         "PT582",
         "The number of nodes is not the plan's",
         "The plan fixes how many nodes and ranks there are; the agent starts the ranks of one node.",
         "python -m partool_runtime.agent plan.json --run-dir run   # plan for 2 nodes",
         "python -m partool_runtime.agent plan.json --run-dir run --nodes 2 --node-rank 0 --rendezvous node-0:29500",
     ),
-    _rule(
+    command_rule(
         "PT583",
         "An agent that does not belong to the run",
         "Each agent has a node number of its own, and each run has a rendezvous address of its own.",
         "python -m partool_runtime.agent plan.json ... --node-rank 0   # on every node",
         "python -m partool_runtime.agent plan.json ... --node-rank 1   # on the second",
     ),
-    _rule(
+    command_rule(
         "PT584",
         "A secret cannot be read where the ranks start",
         "launch.secrets names files that every node can read, or Kubernetes Secrets; partool never shows the content. "
@@ -122,14 +117,14 @@ RULES: tuple[Rule, ...] = (
         "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}   # not on the node, or not readable there",
         "launch: {secrets: {HF_TOKEN: {file: /shared/home/me/.hf-token}}}",
     ),
-    _rule(
+    command_rule(
         "PT585",
         "The same plan is already queued or running",
         "A repeated submission, after a lost connection for example, must not train the same plan twice.",
         "partool launch mine.yaml --target slurm   # while the first one waits in the queue",
         "partool status; partool launch mine.yaml --target slurm --again",
     ),
-    _rule(
+    command_rule(
         "PT586",
         "A record of a run cannot be read",
         "A file in the run's folder is not as partool writes it; the message names the file, the line of a "
@@ -138,21 +133,21 @@ RULES: tuple[Rule, ...] = (
         "edit .partool/runs/mine-1a2b3c4d/submission.json",
         "restore the file; of a lost submission, the job has the run's id as its name",
     ),
-    _rule(
+    command_rule(
         "PT587",
         "These plans cannot be the tasks of one array",
         "All tasks of a Slurm array request the same machines; other targets have no arrays.",
         "partool launch mine.yaml --target slurm --array hardware.nodes=1,2",
         "partool launch mine.yaml --target slurm --array training.seed=1,2",
     ),
-    _rule(
+    command_rule(
         "PT588",
         "The nodes are started by hand",
         "For the target torchrun partool prints one command per node; no scheduler takes them.",
         "partool launch mine.yaml --set launch.target=torchrun",
         "partool render mine.yaml --target torchrun",
     ),
-    _rule(
+    command_rule(
         "PT589",
         "Checkpoints on the cluster cannot be renamed from here",
         "--step renames the checkpoints after that step; a Kubernetes volume is not mounted on this machine.",

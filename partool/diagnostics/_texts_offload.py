@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics.record import Rule
-
-
-def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
-    return Rule(code, title, reason, bad, good, "command")
-
+from partool.diagnostics.record import Rule, command_rule
 
 _SMALL = (
     "model: {layers: 2, hidden: 256, heads: 4, vocab: 8192}\n"
@@ -74,7 +69,7 @@ RULES: tuple[Rule, ...] = (
         _one_gpu("gpu_fraction: 0.5"),
         _one_gpu("optimizer: cpu, gpu_fraction: 0.5"),
     ),
-    _rule(
+    command_rule(
         "PT660",
         "Pinned memory does not hold a step's gradients",
         "All gradients of a step are kept in pinned host memory until their norm is known; the device writes them "
@@ -82,77 +77,77 @@ RULES: tuple[Rule, ...] = (
         "parallel: {offload: {optimizer: cpu, pinned_gib: 4}}   # 7 billion parameters on one rank",
         "parallel: {offload: {optimizer: cpu, pinned_gib: 16}}",
     ),
-    _rule(
+    command_rule(
         "PT664",
         "The optimizer is in host memory, and weights move between ranks",
         "Schedules that send weights round (WeiPipe) have no rank whose host memory could keep a parameter's state.",
         "parallel: {offload: {optimizer: cpu}, pipeline: {stages: 4, schedule: weipipe}}   # a plan changed by hand",
         "parallel: {offload: {optimizer: cpu}, pipeline: {stages: 4, schedule: 1f1b}}",
     ),
-    _rule(
+    command_rule(
         "PT667",
         "The folder for state on disks does not exist",
         "partool does not create it: if the disk is not mounted, the files would fill the disk under the mount point.",
         "parallel: {offload: {optimizer: nvme, dir: /nvme}}   # a machine without /nvme",
         "mkdir -p /data/nvme && partool launch mine.yaml   # parallel: {offload: {optimizer: nvme, dir: /data/nvme}}",
     ),
-    _rule(
+    command_rule(
         "PT668",
         "The folder for state on disks cannot be written",
         "Every rank keeps its part of the state in a file there.",
         "mount -o ro /dev/nvme0n1 /nvme && partool launch mine.yaml",
         "mount -o rw /dev/nvme0n1 /nvme && partool launch mine.yaml",
     ),
-    _rule(
+    command_rule(
         "PT669",
         "The disk has no room for the state",
         "The space is allocated before training begins, so that it cannot run out later.",
         "parallel: {offload: {optimizer: nvme, dir: /small}}   # 96 GB of masters and moments, 50 GB free",
         "parallel: {offload: {optimizer: nvme, dir: /large}}",
     ),
-    _rule(
+    command_rule(
         "PT670",
         "The disk with the state became full or read-only",
         "State could not be written, so the run ends; checkpoints are untouched.",
         "chattr +i, a quota, or a remount of /nvme while a run uses it",
         "partool launch mine.yaml --resume   # once the folder can be written to again",
     ),
-    _rule(
+    command_rule(
         "PT671",
         "The disk with the state fails",
         "A transfer ended with an I/O error; the run does not go on with numbers that may be wrong.",
         "parallel: {offload: {optimizer: nvme, dir: /nvme}}   # a drive that dmesg complains about",
         "partool launch mine.yaml --resume   # dir: on another drive",
     ),
-    _rule(
+    command_rule(
         "PT672",
         "A file of state is shorter than what was written to it",
         "The file was truncated, or the disk lost a part of it.",
         "truncate -s 1G /proc/PID/fd/N   # of a run",
         "partool launch mine.yaml --resume   # the state comes from the last checkpoint",
     ),
-    _rule(
+    command_rule(
         "PT673",
         "State that was read from a disk is not what was written",
         "Every block's checksum is kept in memory and compared after reading; a bit has flipped, or a write was lost.",
         "parallel: {offload: {optimizer: nvme, dir: /nvme}}   # a drive that corrupts data",
         "partool launch mine.yaml --resume   # dir: on another drive; the state comes from the last checkpoint",
     ),
-    _rule(
+    command_rule(
         "PT674",
         "Host memory is too small for the buckets of state on disks",
         "parallel.offload.buffers buckets are in memory at once, each with masters and moments.",
         "parallel: {offload: {optimizer: nvme, dir: /nvme, buffers: 64, bucket_mib: 4096}}",
         "parallel: {offload: {optimizer: nvme, dir: /nvme, buffers: 3, bucket_mib: 32}}",
     ),
-    _rule(
+    command_rule(
         "PT675",
         "Copies need more pinned host memory than is allowed",
         "parallel.offload.pinned_gib limits a rank's pinned memory for copies to and from its device.",
         "parallel: {offload: {activations: cpu, pinned_gib: 0.5}}   # layers save 3 GiB a rank",
         "parallel: {offload: {activations: cpu, pinned_gib: 4}}",
     ),
-    _rule(
+    command_rule(
         "PT676",
         "The system refuses more pinned host memory",
         "Pinned memory cannot be swapped out; containers and `ulimit -l` limit it.",

@@ -23,6 +23,19 @@ class Rule:
     """Kind of ``bad`` and ``good``: whole specs, which a test plans, or commands, which are only shown."""
 
 
+def command_rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
+    """Return a rule whose examples are commands, or text that no test plans."""
+    return Rule(code, title, reason, bad, good, "command")
+
+
+class CodedError(Exception):
+    """What went wrong, with the code of its rule, and what to do about it."""
+
+    def __init__(self, code: str, message: str, help: str = "") -> None:
+        super().__init__(message)
+        self.code, self.message, self.help = code, message, help
+
+
 BASE = """\
 model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
 hardware: {accelerator: cpu, per_node: 1}

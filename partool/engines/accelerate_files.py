@@ -18,6 +18,7 @@ from partool.engines.budget import Budget
 from partool.engines.commands import (
     File,
     Gathered,
+    default_nodes,
     launcher_without_nodes,
     named_file,
     not_found,
@@ -27,9 +28,8 @@ from partool.engines.commands import (
     training_command,
     unknown_value,
 )
-from partool.engines.documents import document
+from partool.engines.documents import document, leaves
 from partool.engines.kinds import engine_of, kind_of
-from partool.engines.leaves import leaves
 from partool.engines.settings import Setting
 from partool.engines.shell import Word
 
@@ -93,13 +93,13 @@ def _file(path: Path, text: str, gathered: Gathered) -> None:
     """Take in a file of YAML or JSON: DeepSpeed's configuration, accelerate's, or ``TrainingArguments``."""
     root, wrong = document(path, text, "YAML or JSON of a run")
     gathered.findings += wrong
-    found_here = {name: Setting(name, value, str(path), line) for name, value, line in leaves(root, opaque=_OPAQUE)}
+    settings = {name: Setting(name, value, str(path), line) for name, value, line in leaves(root, opaque=_OPAQUE)}
     if engine_of(text) == "deepspeed":
-        gathered.deepspeed |= found_here
-    elif _ENVIRONMENT & found_here.keys():
-        gathered.settings |= {OF + name: one for name, one in found_here.items()}
+        gathered.deepspeed |= settings
+    elif _ENVIRONMENT & settings.keys():
+        gathered.settings |= {OF + name: one for name, one in settings.items()}
     else:
-        gathered.settings |= found_here
+        gathered.settings |= settings
 
 
 def _script(path: Path, text: str, gathered: Gathered) -> dict[str, Setting]:
@@ -119,9 +119,7 @@ def _script(path: Path, text: str, gathered: Gathered) -> dict[str, Setting]:
     for name, target in LAUNCHER.items():
         if name in launch:
             gathered.machines.option(launch[name], target)
-    if (launcher := launcher_without_nodes(command)) is not None:
-        what = f"the number of nodes of {launcher.text} without --nnodes"
-        gathered.machines.default("nodes", 1, what, span_of(launcher))
+    default_nodes(gathered.machines, launcher_without_nodes(command))
     by_accelerate = any("accelerate" in word.text for word in command[:start])
     arguments = _options(command[start:], gathered)
     for word in command[start : start + 2]:

@@ -137,6 +137,13 @@ def launcher_without_nodes(command: Sequence[Word]) -> Word | None:
     return command[start]
 
 
+def default_nodes(machines: Machines, launcher: Word | None) -> None:
+    """Take in that a launcher starts one node where its options name no number of nodes."""
+    if launcher is not None:
+        what = f"the number of nodes of {launcher.text} without --nnodes"
+        machines.default("nodes", 1, what, span_of(launcher))
+
+
 def options(words: Sequence[Word]) -> Iterator[tuple[str, Any, Word, Word]]:
     """Yield name, value and the words of both for each option of a command; True is the value of a flag.
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
 from partool.engines.deepspeed_keys import no_effect, unpriced
-from partool.engines.documents import document
-from partool.engines.leaves import leaves
+from partool.engines.documents import document, leaves
 from partool.engines.recipes import of_deepspeed
 from partool.engines.sections import OffloadDict, ParallelDict, SpecDict, TrainingDict, tensor_section
 from partool.engines.settings import Setting, Sheet, shown
@@ -29,10 +28,7 @@ _SECTIONS = frozenset(
 def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic]]:
     """Return the keys of a configuration, joined by dots, with their lines; findings for a file that is no such."""
     root, findings = document(path, text, "configuration of DeepSpeed, which is an object of JSON")
-    keys = {}
-    for name, value, line in leaves(root):
-        keys[name] = Setting(name, value, str(path), line)
-    return keys, findings
+    return {name: Setting(name, value, str(path), line) for name, value, line in leaves(root)}, findings
 
 
 def _skip_empty(sheet: Sheet) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from partool.diagnostics.record import Diagnostic, Span
 
 MAX_DEPTH = 32
+_SECTION_DEPTH = 6
+"""Sections within sections that are read one by one."""
 MAX_VALUES = 5_000
 """Keys and values of one file; the longest of the 35 files of ``tests/data/corpus`` has 129."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -138,3 +141,24 @@ def names(text: str) -> frozenset[str]:
     """Return the names at the top of a mapping of YAML or JSON; none if the text is something else."""
     keys = outline(text).keys
     return frozenset(keys) if all(re.fullmatch(r"[\w.-]+", key) for key in keys) else frozenset()
+
+
+def leaves(
+    node: Any, before: str = "", depth: int = 0, *, opaque: Collection[str] = ()
+) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, value and line of each value of a mapping; sections that are empty or in ``opaque`` are values.
+
+    A value that cannot be built, as a date in a thirteenth month, is its text or its kind.
+    """
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{before}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and name not in opaque and depth < _SECTION_DEPTH:
+            yield from leaves(value, f"{name}.", depth + 1, opaque=opaque)
+            continue
+        try:
+            plain = SafeConstructor().construct_object(value, deep=True)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            plain = value.value if isinstance(value, yaml.ScalarNode) else f"a {value.id}"
+        yield name, plain, key.start_mark.line + 1

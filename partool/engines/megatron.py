@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from partool.engines.commands import launcher_without_nodes, span_of
+from partool.engines.commands import default_nodes, launcher_without_nodes
 from partool.engines.machines import Machines, Stated
 from partool.engines.megatron_keys import NO_EFFECT
 from partool.engines.megatron_model import chosen, model_of
@@ -94,8 +94,7 @@ def machines_of(sheet: Sheet, scheduler: Mapping[str, Stated], command: Sequence
         if option in sheet.settings:
             sheet.get(option, to=f"hardware.{target}")
             machines.option(sheet.settings[option], target)
-    if (launcher := launcher_without_nodes(command)) is not None:
-        machines.default("nodes", 1, f"the number of nodes of {launcher.text} without --nnodes", span_of(launcher))
+    default_nodes(machines, launcher_without_nodes(command))
     return machines
 
 

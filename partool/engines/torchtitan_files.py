@@ -12,11 +12,11 @@ from partool.engines.budget import Budget
 from partool.engines.commands import (
     File,
     Gathered,
+    default_nodes,
     launcher_without_nodes,
     named_file,
     not_found,
     script_of,
-    span_of,
     training_command,
 )
 from partool.engines.kinds import kind_of
@@ -94,12 +94,8 @@ def _registry(
 
 def _default_nodes(command: Sequence[Word], gathered: Gathered) -> None:
     """Take in that torchrun, and torchtitan's own script that calls it, start one node unless they are told more."""
-    launcher = launcher_without_nodes(command)
-    if launcher is None:
-        launcher = next((word for word in command if _OWN_SCRIPT.search(word.text)), None)
-    if launcher is not None:
-        what = f"the number of nodes of {launcher.text} without --nnodes"
-        gathered.machines.default("nodes", 1, what, span_of(launcher))
+    script = next((word for word in command if _OWN_SCRIPT.search(word.text)), None)
+    default_nodes(gathered.machines, launcher_without_nodes(command) or script)
 
 
 _OWN_SCRIPT = re.compile(r"run_(llama_)?train\.sh$")

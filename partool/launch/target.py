@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from partool.diagnostics.record import Diagnostic
+from partool.diagnostics.record import CodedError, Diagnostic
 from partool.launch.store import Run
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.render.job import Job, Rendered
 
 
-class LaunchError(Exception):
+class LaunchError(CodedError):
     """A run could not be started; ``exit_code`` is the exit code of the command (3 environment, 4 submission)."""
 
     def __init__(self, code: str, message: str, help: str = "", exit_code: int = 4) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.help = help
+        super().__init__(code, message, help)
         self.exit_code = exit_code
 
 

@@ -41,7 +41,9 @@ class _Checkpoint(Noted):
     step: Count
 
 
-class _Layer(Noted):
+class ExpertLayer(Noted):
+    """The load of a layer's experts; None stands for a figure that is not finite."""
+
     layer: Count
     tokens: Annotated[list[Count], Field(min_length=1, max_length=100_000)]
     imbalance: Number | None
@@ -52,10 +54,12 @@ class _Layer(Noted):
 
 class _Experts(Noted):
     step: Count
-    layers: Annotated[list[_Layer], Field(max_length=100_000)]
+    layers: Annotated[list[ExpertLayer], Field(max_length=100_000)]
 
 
-class _Pipeline(Noted):
+class PipelineData(Noted):
+    """The columns of an event ``pipeline`` (:mod:`partool.plan.pipeline_log`)."""
+
     step: Count
     steady: bool
     t: UnixTime
@@ -77,7 +81,7 @@ DATA: Mapping[str, type[Noted]] = {
     "validation": _Validation,
     "checkpoint": _Checkpoint,
     "experts": _Experts,
-    "pipeline": _Pipeline,
+    "pipeline": PipelineData,
     "end": _End,
 }
 """Kind of event → model of its data; data of other kinds are not read by reports."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from partool.plan.event_data import check_event
 from partool.plan.record import DamagedRecordError, parse_json
@@ -39,28 +39,11 @@ class Event(TypedDict):
     data: dict[str, Any]
 
 
-class StepData(TypedDict, total=False):
-    """What an event ``step`` says; None stands for a figure that is not known, or not finite."""
+class StepData(TypedDict):
+    """An event ``step``, as far as its text is shown; the loss is None, or missing, if it is not finite."""
 
-    step: Required[int]
-    loss: float | None
-    grad_norm: float | None
-    lr: float | None
-    tokens_per_s: float | None
-    step_time_s: float | None
-    mfu: float | None
-    memory_bytes: int | None
-
-
-class ExpertLayer(TypedDict):
-    """The load of a layer's experts, as an event ``experts`` has it; None stands for what is not a finite number."""
-
-    layer: int
-    tokens: list[int]
-    imbalance: float | None
-    dropped: float | None
-    entropy: float | None
-    bias: list[float | None] | None
+    step: int
+    loss: NotRequired[float | None]
 
 
 EVENTS = "events"

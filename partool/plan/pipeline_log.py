@@ -14,10 +14,11 @@ The data of the event are columns, one entry per executed action in the order in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
+from partool.plan.event_data import PipelineData
 from partool.schedule import Action, cell, read_cell
 
 
@@ -62,19 +63,7 @@ class ExecutedStep:
     actions: tuple[Executed, ...]
 
 
-class PipelineData(TypedDict):
-    """The data of the event; the module's docstring says what its fields hold."""
-
-    step: int
-    steady: bool
-    t: float
-    actions: list[str]
-    start_us: list[int]
-    stop_us: list[int]
-    waited_us: list[int]
-
-
-def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> PipelineData:
+def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> dict[str, object]:
     """Return the data of the event for the actions ``done``; ``unix_less_clock_s`` is Unix time minus their clock."""
     ordered = sorted(done, key=lambda one: one.start_s)
     zero_s = min((one.start_s - one.waited_s for one in ordered), default=0.0)
@@ -89,16 +78,15 @@ def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Itera
     }
 
 
-def read_pipeline(data: PipelineData) -> ExecutedStep:
+def read_pipeline(data: Mapping[str, object]) -> ExecutedStep:
     """Parse the data that :func:`pipeline_data` returned; raises ``ValueError`` for other data."""
     try:
-        columns = zip(data["actions"], data["start_us"], data["stop_us"], data["waited_us"], strict=True)
-        rows = [
-            Executed(read_cell(text), start / 1e6, stop / 1e6, waited / 1e6) for text, start, stop, waited in columns
-        ]
-        return ExecutedStep(int(data["step"]), bool(data["steady"]), float(data["t"]), tuple(rows))
-    except (KeyError, TypeError, ValueError) as error:
+        read = PipelineData.model_validate(data)
+        columns = zip(read.actions, read.start_us, read.stop_us, read.waited_us, strict=True)
+        rows = tuple(Executed(read_cell(text), *(micros / 1e6 for micros in times)) for text, *times in columns)
+    except ValueError as error:
         raise ValueError(f"not the data of a pipeline event: {error}") from error
+    return ExecutedStep(read.step, read.steady, read.t, rows)
 
 
 def _us(value_s: float) -> int:

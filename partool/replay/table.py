@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 
+from partool.diagnostics.record import CodedError
 from partool.plan.run_rows import ALL_COLUMNS
 from partool.replay.cells import Cells
 from partool.strategies.schedules import SCHEDULES
@@ -48,12 +49,8 @@ _WORDS = {
 _MOST_BYTES = 256 * 2**20
 
 
-class RunTableError(Exception):
+class RunTableError(CodedError):
     """Raised for a file that is no table of runs; ``code`` is PT286 or PT287."""
-
-    def __init__(self, code: str, message: str, help: str) -> None:
-        super().__init__(message)
-        self.code, self.message, self.help = code, message, help
 
 
 @dataclass(frozen=True)

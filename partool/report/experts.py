@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from partool.plan.event_log import EVENTS, ExpertLayer, last_events
+from partool.plan.event_data import ExpertLayer
+from partool.plan.event_log import EVENTS, last_events
+from partool.plan.record import Count
+from partool.report.units import figure
 
 
 class ExpertLoad(ExpertLayer):
     """The load of a layer's experts, and the step that it was measured in."""
 
-    step: int
+    step: Count
 
 
 def expert_loads(run_dir: Path) -> list[ExpertLoad]:
@@ -26,11 +29,10 @@ def expert_loads(run_dir: Path) -> list[ExpertLoad]:
     """
     newest: dict[int, ExpertLoad] = {}
     for data in _events(run_dir):
-        layers: list[ExpertLayer] = data["layers"]
-        for layer in layers:
-            latest = newest.get(layer["layer"])
-            if latest is None or latest["step"] <= data["step"]:
-                newest[layer["layer"]] = {"step": data["step"], **layer}
+        for layer in data["layers"]:
+            load = ExpertLoad.model_validate({"step": data["step"], **layer})
+            if load.layer not in newest or newest[load.layer].step <= load.step:
+                newest[load.layer] = load
     return [newest[number] for number in sorted(newest)]
 
 
@@ -41,33 +43,29 @@ def _events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def load_table(layers: Sequence[ExpertLoad]) -> tuple[list[str], list[list[str]]]:
     """Return the headings of the loads' table, and the cells of each layer's row."""
-    biased = any(layer["bias"] is not None for layer in layers)
+    biased = any(layer.bias is not None for layer in layers)
     heads = ["layer", "busiest", "idlest", "unused", "dropped", "entropy", *(["bias"] if biased else [])]
     return heads, [_cells(layer, biased=biased) for layer in layers]
 
 
 def _cells(layer: ExpertLayer, *, biased: bool) -> list[str]:
     cells = [
-        str(layer["layer"]), f"{_figure(layer['imbalance'], '.2f')} ×", f"{min(shares(layer)):.2f} ×",
-        str(layer["tokens"].count(0)), _figure(layer["dropped"], ".1%"), _figure(layer["entropy"], ".2f"),
+        str(layer.layer), f"{figure(layer.imbalance, '.2f')} ×", f"{min(shares(layer)):.2f} ×",
+        str(layer.tokens.count(0)), figure(layer.dropped, ".1%"), figure(layer.entropy, ".2f"),
     ]  # fmt: skip
-    low, high = (_figure(value, "+.3g") for value in layer["bias"] or (0.0, 0.0))
+    low, high = (figure(value, "+.3g") for value in layer.bias or (0.0, 0.0))
     return [*cells, f"{low} to {high}"] if biased else cells
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)  # the log has no number in place of one that is not finite
 
 
 def shares(layer: ExpertLayer) -> list[float]:
     """Return the tokens of each expert of a layer as multiples of the mean expert's."""
-    mean = max(sum(layer["tokens"]), 1) / len(layer["tokens"])
-    return [tokens / mean for tokens in layer["tokens"]]
+    mean = max(sum(layer.tokens), 1) / len(layer.tokens)
+    return [tokens / mean for tokens in layer.tokens]
 
 
 def load_title(layers: Sequence[ExpertLoad]) -> str:
     """Return the title of the loads' table."""
-    return f"Experts at step {layers[-1]['step']}: tokens as multiples of the mean expert's"
+    return f"Experts at step {layers[-1].step}: tokens as multiples of the mean expert's"
 
 
 def render_expert_loads(layers: Sequence[ExpertLoad], console: Console) -> None:

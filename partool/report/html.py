@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from partool.plan.as_spec import own_yaml
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS, TIME_TERMS
 from partool.plan.types import CandidateRow, Plan, RankMemory
+from partool.render.shell import asset
 from partool.report.html_charts import axis_rows, memory_over_time, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
 from partool.report.plan import next_commands
+from partool.report.tables import plan_summary
 from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.report.verification import correction, summary, terms
 from partool.spec.numbers import duration
@@ -59,9 +60,6 @@ def page(template: str, **content: Any) -> str:
     """Return the HTML page that a template of partool makes from ``content``; style and script are inside the page."""
     import jinja2
     from markupsafe import Markup
-
-    def asset(name: str) -> str:
-        return (resources.files("partool.templates") / name).read_text(encoding="utf-8")
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -112,13 +110,9 @@ def _verification(plan: Plan) -> dict[str, Any]:
 
 def _summary(plan: Plan) -> str:
     """Return the layout in one line: the planner's summary, or ZeRO stage and micro-batches if there is none."""
-    summaries = [row.summary for row in plan.candidates if not row.why_not]
     layout = plan.layout
-    return (
-        summaries[0]
-        if summaries
-        else f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
-    )
+    sizes = f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
+    return plan_summary(plan) or sizes
 
 
 def _parameters(plan: Plan) -> str:

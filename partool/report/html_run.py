@@ -79,7 +79,7 @@ def _strip(layer: ExpertLoad) -> str:
     """Return the SVG of a layer's experts side by side, the busier the darker."""
     loads = shares(layer)
     width = 1000.0 / len(loads)
-    name = f"layer {layer['layer']}"
+    name = f"layer {layer.layer}"
     said = f"{len(loads)} experts, {min(loads):.2f} to {max(loads):.2f} times the mean"
     picture = Picture(1000, 24, f"Tokens of the experts of {name}", said, preserveAspectRatio="none", class_="bar")
     edges = {"style": "stroke: none"} if len(loads) > _EDGED else {}
@@ -89,7 +89,7 @@ def _strip(layer: ExpertLoad) -> str:
         picture.add(
             "rect", words, class_="c0", x=at * width, y=0, width=width, height=24, fill_opacity=opacity, **edges
         )
-    return picture.markup(f"experts-{layer['layer']}")
+    return picture.markup(f"experts-{layer.layer}")
 
 
 def _pipeline(comparison: Comparison) -> dict[str, Any]:

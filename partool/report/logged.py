@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from partool.plan.event_log import event_log, read_events
-from partool.plan.pipeline_log import ExecutedStep, PipelineData, read_pipeline
+from partool.plan.pipeline_log import ExecutedStep, read_pipeline
 from partool.plan.record import DamagedRecordError
 from partool.plan.run import PLAN_FILE
 from partool.plan.schedule import schedule_of
@@ -127,7 +127,7 @@ def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
             world_size = int(data.get("world_size", world_size))
         elif event["kind"] == "pipeline":
             try:
-                yield _Entry(attempt, plan_hash, world_size, read_pipeline(cast(PipelineData, data)))
+                yield _Entry(attempt, plan_hash, world_size, read_pipeline(data))
             except ValueError:  # written by another version
                 continue
 

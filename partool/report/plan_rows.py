@@ -9,7 +9,8 @@ from partool.layout.parameters import count, parameters
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.totals import Totals
 from partool.plan.types import Plan
-from partool.report import environment, stopping
+from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
+from partool.report import environment
 from partool.report.units import amount, counted, gib, in_order, probability, seconds, size
 from partool.spec.numbers import duration
 from partool.strategies.jobs import JOBS
@@ -63,7 +64,7 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     yield "Optimizer", _optimizer(plan)
     if plan.stopping is not None:
         yield "Checkpoint", _checkpoint(plan, totals)
-        yield "Stop", stopping.stop_text(plan)
+        yield "Stop", stop_text(plan)
 
 
 def _machines(plan: Plan) -> str:
@@ -119,7 +120,7 @@ def _optimizer(plan: Plan) -> str:
 
 
 def _checkpoint(plan: Plan, totals: Totals | None) -> str:
-    text = stopping.saves_text(plan)
+    text = saves_text(plan)
     return text if totals is None else f"{size(totals.checkpoint_bytes)} each, {text}"
 
 
@@ -193,11 +194,16 @@ def _memory(plan: Plan) -> str:
     return f"{gib(memory.total_bytes)} of {gib(device)} GiB per {what} ({share:.0%}): {parts}"
 
 
+def host_bytes(plan: Plan) -> int:
+    """Return the host memory that all ranks of a node take; 0 if there is none, or no figure of it."""
+    chosen = next((row.host_bytes for row in plan.candidates if not row.why_not), 0)
+    return plan.prediction.memory.host_bytes or chosen
+
+
 def _host(plan: Plan) -> str:
     """Return the host memory that all ranks of a node take; empty if there is none, or no figure of it."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
-    sizes = [row.host_bytes for row in plan.candidates if not row.why_not]
-    total = memory.host_bytes or (sizes[0] if sizes else 0)
+    total = host_bytes(plan)
     if not total or not host:
         return ""
     parts = _largest(in_order(memory.host_terms_bytes, ()), gib)
@@ -218,3 +224,30 @@ def _largest(terms: Iterable[tuple[str, float]], show: Callable[[float], str]) -
     parts = [f"{name} {show(value)}" for name, value in named]
     rest = total - sum(value for _, value in named)
     return ", ".join([*parts, *([f"all else {show(rest)}"] if rest > 0 and len(ordered) > len(named) else [])])
+
+
+def stop_text(plan: Plan) -> str:
+    """Return the time that a stop request leaves the run and what it needs; empty for other training systems."""
+    if plan.stopping is None:
+        return ""
+    given_s, needed_s = plan.launch.window_s, plan.stopping.needed_s
+    enough = "" if given_s >= needed_s else f", and may take {needed_s} s"
+    if not JOBS[plan.job].backward:
+        return f"within {given_s} s; a stopped {JOBS[plan.job].title} goes on where it was"
+    sooner = f"a shorter notice (spot) loses {worst_loss(plan.checkpoint.every)}"
+    return f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
+
+
+def saves_text(plan: Plan) -> str:
+    """Return when the run writes checkpoints, and the reason where partool has decided it."""
+    every, keep = plan.checkpoint.every, plan.checkpoint.keep
+    written = plan.spec.get("checkpoint", {})
+    asked = isinstance(written, dict) and written.get("every", "auto") != "auto"
+    if every in (0, "auto"):
+        text = "at the end only"
+    else:
+        text = f"every {every}" if isinstance(every, str) else f"every {every:,} steps"
+        text += f", the last {keep} kept" if keep > 1 else ""
+    if asked or plan.stopping is None:
+        return text
+    return f"{text} (auto: {'up to' if every == 0 else 'over'} {LONG_RUN_S / 3600:g} h)"

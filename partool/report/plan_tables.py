@@ -8,6 +8,7 @@ from rich.text import Text
 
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.types import Plan
+from partool.report.plan_rows import host_bytes
 from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.spec.numbers import duration
 
@@ -61,8 +62,7 @@ def _memory(plan: Plan) -> Table:
 def _host_rows(table: Table, plan: Plan) -> None:
     """Add rows on host memory: a rank's terms, and the sum over a node's ranks as a share of the node's memory."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
-    sizes = [row.host_bytes for row in plan.candidates if not row.why_not]
-    total = memory.host_bytes or (sizes[0] if sizes else 0)
+    total = host_bytes(plan)
     if not total or not host:
         return
     for name, size in memory.host_terms_bytes.items():

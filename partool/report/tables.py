@@ -210,8 +210,7 @@ def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Conso
 
 def plan_summary(plan: Plan) -> str:
     """Return a plan's layout in one line."""
-    summaries = [row.summary for row in plan.candidates if not row.why_not]
-    return summaries[0] if summaries else ""
+    return next((row.summary for row in plan.candidates if not row.why_not), "")
 
 
 def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[WhatIf]:

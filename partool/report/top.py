@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.event_log import EVENTS, Event, read_new_events
+from partool.report.units import figure
 
 _ROWS = 10
 
@@ -61,7 +62,7 @@ class RunView:
             after = f", resumed after step {data['resumed_from']}" if data.get("resumed_from") else ""
             self._notes["start"] = f"attempt {data.get('attempt')}, {data.get('world_size')} ranks{after}"
         elif kind == "validation":
-            self._notes["validation"] = f"validation loss {_number(data.get('loss'), '.4f')} at step {data['step']}"
+            self._notes["validation"] = f"validation loss {figure(data.get('loss'), '.4f')} at step {data['step']}"
         elif kind == "checkpoint":
             self._notes["checkpoint"] = f"checkpoint at step {data['step']}"
         elif kind == "end":
@@ -74,9 +75,9 @@ class RunView:
         for data in self._steps:
             memory, formats = data["memory_bytes"], (".4f", ".3f", ".2e", ",.0f", ".3f")
             keys = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s")
-            figures = [_number(data.get(key), form) for key, form in zip(keys, formats, strict=True)]
-            gib = _number(None if memory is None else memory / 2**30, ".2f")
-            table.add_row(str(data["step"]), *figures, gib, _number(data.get("mfu"), ".1%"))
+            figures = [figure(data.get(key), form) for key, form in zip(keys, formats, strict=True)]
+            gib = figure(None if memory is None else memory / 2**30, ".2f")
+            table.add_row(str(data["step"]), *figures, gib, figure(data.get("mfu"), ".1%"))
         return table
 
     def _rank_table(self) -> Table:
@@ -85,10 +86,6 @@ class RunView:
             table.add_column(heading, justify="right", no_wrap=True, header_style="dim")
         for rank, data in sorted(self._ranks.items()):
             memory = data.get("memory_bytes")
-            gib = _number(None if memory is None else memory / 2**30, ".2f")
-            table.add_row(str(rank), str(data["step"]), _number(data.get("step_time_s"), ".3f"), gib)
+            gib = figure(None if memory is None else memory / 2**30, ".2f")
+            table.add_row(str(rank), str(data["step"]), figure(data.get("step_time_s"), ".3f"), gib)
         return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

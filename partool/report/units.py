@@ -65,3 +65,8 @@ def in_order(terms: Mapping[str, float], order: Iterable[str]) -> list[tuple[str
     """Return (name, value) of the terms above zero, in the order of ``order``; plans read from files are unordered."""
     ordered = {name: terms[name] for name in order if terms.get(name, 0.0) > 0.0}
     return [*ordered.items(), *((name, value) for name, value in terms.items() if name not in ordered and value > 0.0)]
+
+
+def figure(value: float | None, form: str) -> str:
+    """Return a number in a format, or a dash for None, which logs have in place of a number that is not finite."""
+    return "–" if value is None else format(value, form)

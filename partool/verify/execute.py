@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partool.catalog.machine import available_cores
+from partool.diagnostics.record import CodedError
 from partool.plan.posix import no_ranks
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
@@ -33,12 +34,11 @@ _LOOK_S = 0.5
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class DryRunError(Exception):
+class DryRunError(CodedError):
     """A dry run that cannot be made, or that failed where a real run would fail."""
 
     def __init__(self, code: str, message: str, help: str, places: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.code, self.message, self.help = code, message, help
+        super().__init__(code, message, help)
         self.places = tuple(places)
         """Sections of the spec that the failing code belongs to."""
 

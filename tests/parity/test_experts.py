@@ -218,7 +218,7 @@ def test_training_equals_one_process(ran: Jobs, name: str) -> None:
 def test_loads_are_those_of_one_process(ran: Jobs, name: str) -> None:
     """Each choice is counted once, whichever rank made it, and however often its layer was computed."""
     run, reference = f"case {name}", f"reference {core_cases(Path('text'))[name][1]}"
-    found, wanted = (expert_loads(ran.folder / each) for each in (run, reference))
+    found, wanted = ([layer.model_dump() for layer in expert_loads(ran.folder / each)] for each in (run, reference))
     assert [layer["tokens"] for layer in found] == [layer["tokens"] for layer in wanted]
     for key in ("step", "layer", "dropped", "entropy", "imbalance"):
         assert [layer[key] for layer in found] == pytest.approx([layer[key] for layer in wanted], rel=1e-9), key

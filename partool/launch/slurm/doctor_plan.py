@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partool.launch.slurm.client import call
-from partool.launch.slurm.doctor_grace import grace_checks
 from partool.launch.slurm.doctor_limits import limit_checks, request_of
 from partool.launch.slurm.text import parse_duration, parse_record
 from partool.launch.target import Check
 from partool.plan.posix import user_name
 from partool.plan.types import Plan
+from partool.planner.stopping import forecast
 from partool.process import interpreter
 
+_KILL_WAIT_S = 30
+"""Slurm's default of KillWait (slurm.conf(5))."""
 _UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "inval")
 
 
@@ -205,3 +207,34 @@ def _on_the_nodes(plan: Plan) -> Iterator[Check]:
     if slurm.setup and not Path(slurm.setup).exists():
         text = f"{slurm.setup} is not here; the nodes must have it"
         yield Check("setup", "warning", text, "put it on a file system that all nodes share")
+
+
+def grace_checks(plan: Plan, config: dict[str, str], partition: dict[str, str]) -> Iterator[Check]:
+    """Check whether a preempted job of ``partition`` has time for a step and a checkpoint; nothing without preemption.
+
+    ``config`` is from ``scontrol show config``, ``partition`` a record of ``scontrol show partition``. A preempted job
+    has the partition's GraceTime; where that is 0, it has KillWait between SIGTERM and SIGKILL (slurm.conf(5)).
+    """
+    kind = config.get("PreemptType", "").rpartition("/")[2]
+    modes = config.get("PreemptMode", ""), partition.get("PreemptMode", "")
+    if kind in ("", "none", "(null)") or "OFF" in modes:
+        return
+    grace_s = _seconds(partition.get("GraceTime", ""))
+    field, given_s = ("GraceTime", grace_s) if grace_s else ("KillWait", _seconds(config.get("KillWait", "")))
+    expected = forecast(plan)
+    text = f"a preempted job has {given_s or _KILL_WAIT_S} s ({field})"
+    if (given_s or _KILL_WAIT_S) >= expected.stop_s:
+        yield Check("grace", "ok", f"{text}, a step and its checkpoint may take {expected.stop_s} s")
+        return
+    text += f", and a stop may take {expected.stop_s} s: {expected.stop_words}"
+    help = (
+        f"each preemption can lose {expected.loss}: a shorter checkpoint.every loses less, or ask for a GraceTime of "
+        f"{expected.window_s}"
+    )
+    yield Check("grace", "warning", text, help)
+
+
+def _seconds(text: str) -> int:
+    """Return the number at the beginning of a setting such as ``30 sec``; 0 if there is none."""
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0

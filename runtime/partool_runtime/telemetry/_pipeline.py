@@ -57,7 +57,7 @@ class PipelineSteps:
         self._log_steps += 1
         if (self._log_steps - 1) % self._every and step != self._last:
             return None
-        return dict(pipeline_data(step, steady, time.time() - self._host.mark(), actions))
+        return pipeline_data(step, steady, time.time() - self._host.mark(), actions)
 
     def _add(self, actions: Sequence[Timed]) -> None:
         self._spans.add(BUBBLE, self._host, 0.0, sum(max(one.waited_s, 0.0) for one in actions))

@@ -218,7 +218,7 @@ def test_a_run_is_taken_from_one_system_to_another(tmp_path: Path) -> None:
     spec = tmp_path / "mine.yaml"
     options = [*DEVICE, "--output", "json", "--out", found]
     from partool.engines import Wanted, read
-    from partool.engines.told import spec_text
+    from partool.engines.imported import spec_text
 
     spec.write_text(spec_text(read(script, script.read_text(), "megatron", Wanted("h100-sxm")), script))
     code, _, told = plan(spec, "--set", "engine=accelerate", *options)

@@ -14,7 +14,7 @@ import pytest
 from planned import plan_of
 
 from partool.engines import Imported, Wanted, engine_of, read
-from partool.engines.told import spec_text
+from partool.engines.imported import spec_text
 
 CORPUS = Path(__file__).parents[2] / "data" / "corpus"
 ROWS: list[dict[str, Any]] = json.loads((CORPUS / "index.json").read_text())

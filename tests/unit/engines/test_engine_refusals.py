@@ -16,8 +16,8 @@ from test_engines import CONFIG, SCRIPT, at, deepspeed, megatron, run
 
 from partool.engines import Imported, Wanted, read, read_files
 from partool.engines.budget import MAX_FILES
+from partool.engines.imported import spec_text
 from partool.engines.settings import whole_of
-from partool.engines.told import spec_text
 from partool.spec.loader import load_text
 
 

@@ -305,7 +305,7 @@ def test_experts_on_tensor_ranks_can_be_written_for_megatron() -> None:
 
 
 def _as_text(found: Imported) -> str:
-    from partool.engines.told import spec_text
+    from partool.engines.imported import spec_text
 
     return spec_text(found, Path("file"))
 

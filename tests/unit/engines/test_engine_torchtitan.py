@@ -340,7 +340,7 @@ def test_files_are_recognised_by_their_contents() -> None:
 
 def test_prices_are_those_of_torchtitan() -> None:
     """Compiled and eager runs have constants of their own, and nobody launches such a plan."""
-    from partool.engines.told import spec_text
+    from partool.engines.imported import spec_text
 
     change = {
         "training.steps": 3,
@@ -438,7 +438,7 @@ def test_scripts_name_functions() -> None:
 @pytest.mark.parametrize(("compiled", "published_gib"), [(False, 67.0), (True, 62.0)])
 def test_memory_of_a_published_run_is_predicted(compiled: bool, published_gib: float) -> None:
     """Llama 3.1 8B on 128 H100: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, table 3."""
-    from partool.engines.told import spec_text
+    from partool.engines.imported import spec_text
 
     found = titan({"compile.enable": compiled}, Wanted("h100-sxm", 16, 8))
     memory = plan_of(spec_text(found, Path("job.toml"))).prediction.memory

@@ -434,7 +434,7 @@ def test_no_setting_is_both_carried_and_without_effect() -> None:
 
 def test_prices_are_those_of_the_engine(tmp_path: Path) -> None:
     """The same layout takes another time with other constants, and nobody launches it."""
-    from partool.engines.told import spec_text
+    from partool.engines.imported import spec_text
 
     text = spec_text(megatron("--train-iters 3"), Path("train.sh"))
     theirs, ours = plan_of(text), plan_of(text.replace("engine: megatron", "engine: partool"))

@@ -10,9 +10,8 @@ from _launch_case import launch_plan
 
 from partool.launch.slurm import doctor as doctor_slurm
 from partool.launch.slurm.doctor import checks, cluster_checks, folder_check, parse_config
-from partool.launch.slurm.doctor_grace import grace_checks
 from partool.launch.slurm.doctor_limits import JobRequest, LimitOwner, limit_checks, limits_check, request_of
-from partool.launch.slurm.doctor_plan import nodes_check, parse_nodes, partition_checks, rights_check
+from partool.launch.slurm.doctor_plan import grace_checks, nodes_check, parse_nodes, partition_checks, rights_check
 from partool.launch.slurm.text import parse_record
 from partool.launch.target import DoctorFiles
 

@@ -20,7 +20,7 @@ from partool.planner.findings.stopping import check_decided, check_restarts
 from partool.planner.stopping import decided, forecast, stopping_of, worst_loss
 from partool.render.job import Job
 from partool.render.render import render
-from partool.report.stopping import saves_text, stop_text
+from partool.report.plan_rows import saves_text, stop_text
 from partool.spec.launch import LaunchSpec
 from partool.spec.targets.k8s.notices import notice
 from partool.spec.targets.k8s.section import K8sSpec

@@ -39,7 +39,7 @@ def test_the_latest_load_of_every_stage_is_shown(tmp_path: Path) -> None:
     write(tmp_path, 0, 20, [layer(1, [6, 2, 0, 0], dropped=0.125, bias=(-0.01, 0.02))])
     write(tmp_path, 4, 20, [layer(3, [2, 2, 2, 2])])
     loads = expert_loads(tmp_path)
-    assert [(each["step"], each["layer"]) for each in loads] == [(20, 1), (20, 3)]
+    assert [(each.step, each.layer) for each in loads] == [(20, 1), (20, 3)]
     text = StringIO()
     render_expert_loads(loads, Console(file=text, width=100))
     lines = text.getvalue().splitlines()

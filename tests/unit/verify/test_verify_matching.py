@@ -16,7 +16,7 @@ from planned import plan_of
 from partool.plan.rank_trace import Collective
 from partool.plan.types import Plan
 from partool.verify import ExchangeFinding, mismatches, stuck
-from partool.verify.alignment import Divergence, divergence
+from partool.verify.matching import Divergence, divergence
 
 SPEC = """\
 model: {hidden: 16, layers: %d, heads: 4, kv_heads: 4, vocab: 256, ffn_hidden: 24, tied_embeddings: true%s}
