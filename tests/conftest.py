@@ -14,10 +14,13 @@ from thinned import thin
 
 pytest_plugins = ["processes"]
 LONGEST = (
-    "test_slurm_cluster.py", "test_kill_resume.py", "test_install.py", "test_sequence_trainer.py",
-    "test_agent_signals.py", "test_agent_trainer.py", "test_several_nodes.py", "test_offload.py", "test_zero.py",
-    "test_experts.py", "test_agent_nodes.py", "test_sequence_hf.py", "test_pipeline_trainer.py",
-    "test_tensor_trainer.py", "test_dry_collectives.py", "test_agent_exit.py", "test_dry_repeat.py",
+    "test_slurm_cluster.py", "test_sequence_compiled.py", "test_offload.py", "test_kill_resume.py",
+    "test_sequence_trainer.py", "test_pipeline_trainer.py", "test_experts.py", "test_agent_nodes.py",
+    "test_tensor_trainer.py", "test_agent_signals.py", "test_model_code.py", "test_dry_collectives.py",
+    "test_sequence_hf.py", "test_agent_exit.py", "test_trainer.py", "test_zero_controls_ranks.py", "test_zero.py",
+    "test_tensor_state.py", "test_pipeline_engine.py", "test_fp8.py", "test_fused_parts.py", "test_tiles.py",
+    "test_agent_stops.py", "test_sequence_dsp.py", "test_agent_trainer.py", "test_several_nodes.py", "test_install.py",
+    "test_dry_repeat.py",
 )  # fmt: skip
 """Files that take longest: where several processes test, one that began last would leave the others idle."""
 SHIMS = Path(__file__).parents[1] / "build" / "dry"

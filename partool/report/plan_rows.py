@@ -59,7 +59,7 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     yield job.title.capitalize(), f"{most}{' × '.join(sizes)} = {amount(tokens)} tokens"
     yield "Data", _data(plan, totals)
     if not job.backward:
-        yield "Stop", stopping.stop_text(plan)
+        yield "Stop", stop_text(plan)
         return
     yield "Optimizer", _optimizer(plan)
     if plan.stopping is not None:

@@ -12,6 +12,7 @@ from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools, in_group
 from _tensor_plans import tensor_plan
+from often import chosen
 from torch import nn
 
 from partool.plan.layout import Mesh
@@ -63,10 +64,11 @@ FURTHER: dict[str, dict[str, Any]] = {
 
 
 def launch(pools: Pools, folder: Path, cases: dict[str, dict[str, Any]]) -> Jobs:
-    """Train all cases one after the other in two processes."""
+    """Train all cases one after the other in two processes, and those in bf16 that they must stay near."""
     write_text(folder / "text")
     jobs = Jobs(folder, pools)
-    for name, case in (WIDE | cases).items():
+    wide = {wide_of(name) for name in cases}
+    for name, case in ({name: WIDE[name] for name in wide} | cases).items():
         jobs.train(name, make(folder / "text", **case), run=name)
     return jobs
 
@@ -76,15 +78,21 @@ def losses(jobs: Jobs, name: str) -> list[float]:
     return [event["loss"] for event in jobs.events(name, "step")]
 
 
+def wide_of(name: str) -> str:
+    """Return the case in bf16 with the model of a case."""
+    return "odd bf16" if "odd" in name else "bf16"
+
+
 def assert_near(jobs: Jobs, name: str) -> None:
-    wide, narrow = losses(jobs, "odd bf16" if "odd" in name else "bf16"), losses(jobs, name)
+    wide, narrow = losses(jobs, wide_of(name)), losses(jobs, name)
     assert narrow == pytest.approx(wide, abs=1e-2), name
     assert narrow != wide
 
 
 @pytest.fixture(scope="module")
-def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return launch(pools, tmp_path_factory.mktemp("runs"), CORE)
+def ran(request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    compared = {name: CORE[name] for name in ("zb-h1", "zero 3 selective")}
+    return launch(pools, tmp_path_factory.mktemp("runs"), compared | chosen(request, CORE))
 
 
 @pytest.mark.timeout(300)

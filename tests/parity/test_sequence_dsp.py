@@ -112,7 +112,7 @@ def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     return jobs
 
 
-OFTEN = ("zero-3 recomputed", "zb-v documents", "tensor shares")
+OFTEN = ("zero-3 recomputed", "tensor shares")
 """Cases that run each time."""
 
 

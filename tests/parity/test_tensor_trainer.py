@@ -153,7 +153,6 @@ OFTEN = (
     "zero-3 tied in chunks",
     "1f1b shares",
     "zb-v latent shares",
-    "two dimensions in a pipeline",
 )
 """Cases that run each time."""
 LOOKED_AT = ("four shares", "1f1b shares")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from _plans import write_text
 from _ranks import Pools
 from _sequence_plans import sequence_plan
 from _tensor_plans import FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
+from often import chosen
 from torch import nn
 
 from partool.plan.layout import Mesh
@@ -241,23 +242,24 @@ CORE = ("zero-2 full", "zero-3 keep_attention", "tensor overlapped", "zb-h1", "o
 """Cases that together use everything once."""
 
 
-def launch(pools: Pools, folder: Path, names: Iterable[str]) -> Jobs:
+def launch(pools: Pools, folder: Path, names: Collection[str]) -> Jobs:
     write_text(folder / "text")
     jobs, make = Jobs(folder, pools), partial(make_plan, folder / "text")
     cases = {name: case for name, case in training_cases(make).items() if name in names}
     for name, (plan, _) in cases.items():
         jobs.train(name, plan, run=f"case {name}")
-    shared = sequence_plan(folder / "text", Mesh(cp=2), recompute="keep_attention", **TILES)
-    jobs.train("sequence", shared, run="case sequence")
     for model in sorted({model for _, model in cases.values()}):
         jobs.train(f"reference {model}", make(model, ONE), run=f"reference {model}")
-    jobs.train("reference sequence", sequence_plan(folder / "text", ONE), run="reference sequence")
+    if "sequence" in names:
+        shared = sequence_plan(folder / "text", Mesh(cp=2), recompute="keep_attention", **TILES)
+        jobs.train("sequence", shared, run="case sequence")
+        jobs.train("reference sequence", sequence_plan(folder / "text", ONE), run="reference sequence")
     return jobs
 
 
 @pytest.fixture(scope="module")
-def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return launch(pools, tmp_path_factory.mktemp("runs"), CORE)
+def ran(request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return launch(pools, tmp_path_factory.mktemp("runs"), chosen(request, dict.fromkeys([*CORE, "sequence"])))
 
 
 CASES = {name: model for name, (_, model) in training_cases(partial(make_plan, Path())).items()}

@@ -377,7 +377,7 @@ def test_the_command_reads_several_files(tmp_path: Path) -> None:
     ),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_values_are_read(change: dict[str, Any], below: bool) -> None:
     found = trainer(change, BELOW if below else None, {} if below else None)
     assert found.spec or errors(found)
