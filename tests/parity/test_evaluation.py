@@ -41,6 +41,10 @@ def plan_of(text: Path, mesh: Mesh, *, held_out: float = 0.0, **rest: Any) -> Pl
     return plan.model_copy(update={"job": "evaluate", "data": data})
 
 
+def with_steps(plan: Plan, steps: int) -> Plan:
+    return plan.model_copy(update={"training": plan.training.model_copy(update={"steps": steps})})
+
+
 def alone(plan: Plan) -> tuple[float, int, int]:
     """Return the mean loss, tokens and sequences of one process, from the logits of one sequence after the other."""
     model = build(plan.model).to(torch.float64)
@@ -75,8 +79,8 @@ def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Jobs, d
     jobs.train("stopped", plans["ZeRO-3"], run="broken", stop_at=2)
     jobs.train("rest", plans["tensor"], run="broken", resume=True)
     jobs.train("other data", held_out, run="broken", resume=True)
-    few = plans["one rank"].model_copy(update={"training": plans["one rank"].training.model_copy(update={"steps": 2})})
-    plans["few"] = few
+    jobs.train("other steps", with_steps(plans["one rank"], 3), run="broken", resume=True)
+    few = plans["few"] = with_steps(plans["one rank"], 2)
     jobs.train("few", few, run="few")
     return jobs, plans
 
@@ -119,6 +123,7 @@ def test_a_stopped_evaluation_goes_on_in_another_layout(ran: tuple[Jobs, dict[st
     assert [event["resumed_from"] for event in jobs.events("broken", "start")][:2] == [0, 2]
     assert result(jobs, "broken")["loss"] == pytest.approx(result(jobs, "one rank")["loss"], rel=1e-12)
     assert "PT616" in jobs.ended("other data")
+    assert "PT616" in jobs.ended("other steps")
     assert [path.name for path in (jobs.folder / "broken" / "checkpoints").iterdir()] == [
         f"step-{result(jobs, 'broken')['steps']:08d}"
     ]

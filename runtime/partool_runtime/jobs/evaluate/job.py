@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
         for note in data.notes:
             recorder.warning(note)
         prepared = _prepared(plan, ranks, recorder, pulse)
-        progress = load_sums(run_dir / "checkpoints", data.fingerprint, ranks) if resume else LossSums()
+        progress = load_sums(run_dir / "checkpoints", _identity(plan, data), ranks) if resume else LossSums()
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event(
             "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=progress.steps
@@ -84,6 +86,14 @@ def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Pre
     return prepared
 
 
+def _identity(plan: Plan, data: Batches) -> str:
+    """Return a hash of all that decides the sums: data, their order and number, the model and its weights."""
+    model, weights = (part.model_dump(mode="json") for part in (plan.model, plan.weights))
+    training = (plan.training.seed, plan.training.z_loss, plan.training.precision)
+    parts = (data.fingerprint, data.evaluated_sequences, model, weights, training)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     plan: Plan
@@ -112,7 +122,7 @@ class _Run:
                 stopping = self.stop.agree(progress.steps)
                 last = progress.steps == self.batches
                 if self.ranks.rank == 0 and (stopping or last or recorder.is_log_step(progress.steps)):
-                    progress.save(self.run_dir / "checkpoints", self.data.fingerprint)
+                    progress.save(self.run_dir / "checkpoints", _identity(self.plan, self.data))
             recorder.step(progress.steps, loss_sum / max(tokens, 1), tokens=tokens)
             if stopping and not last:
                 recorder.event("signal", name=self.stop.reason)

@@ -46,12 +46,12 @@ class LossSums:
         """Write the result into the run's folder."""
         _write(run_dir / FILE, asdict(self) | {"loss": self.loss, "perplexity": _finite(self.perplexity)})
 
-    def save(self, folder: Path, fingerprint: str) -> None:
-        """Save the sums as the only checkpoint in ``folder``; ``fingerprint`` names the data and their order."""
+    def save(self, folder: Path, identity: str) -> None:
+        """Save the sums as the only checkpoint in ``folder``; ``identity`` is a hash of what decides the sums."""
         path = folder / f"step-{self.steps:08d}"
         partial = path.with_name(f"{path.name}.tmp")
         partial.mkdir(parents=True, exist_ok=True)
-        _write(partial / FILE, asdict(self) | {"data": fingerprint})
+        _write(partial / FILE, asdict(self) | {"identity": identity})
         if not path.exists():
             partial.rename(path)
         for older in folder.glob("step-*"):
@@ -59,13 +59,14 @@ class LossSums:
                 shutil.rmtree(older, ignore_errors=True)
 
 
-def load_sums(folder: Path, fingerprint: str, ranks: Ranks) -> LossSums:
+def load_sums(folder: Path, identity: str, ranks: Ranks) -> LossSums:
     """Return the sums of the newest checkpoint that rank 0 sees in ``folder``, on all ranks; those of no step without.
 
-    Raises ConfigurationError PT611 on all ranks for a file that cannot be read, PT616 if it is of other data.
+    Raises ConfigurationError PT611 on all ranks for a file that cannot be read, PT616 if other data,
+    weights or steps gave it.
     """
     newest = max(folder.glob("step-" + "[0-9]" * 8), default=None) if ranks.rank == 0 else None
-    progress, code = (LossSums(), 0) if newest is None else _read(newest / FILE, fingerprint)
+    progress, code = (LossSums(), 0) if newest is None else _read(newest / FILE, identity)
     sums = torch.tensor(
         [progress.steps, progress.loss_sum, progress.tokens, code], dtype=torch.float64, device=ranks.device
     )
@@ -73,22 +74,24 @@ def load_sums(folder: Path, fingerprint: str, ranks: Ranks) -> LossSums:
     help = "start a new run, or delete the folder"
     if failed == _DAMAGED:
         raise ConfigurationError("PT611", f"{folder}: the checkpoint of an evaluation is damaged", help)
-    if failed == _OTHER_DATA:
-        raise ConfigurationError("PT616", f"{folder}: the checkpoint is of an evaluation of other data", help)
+    if failed == _OTHER:
+        raise ConfigurationError(
+            "PT616", f"{folder}: the checkpoint is of an evaluation of other data, weights or steps", help
+        )
     return LossSums(int(steps), loss_sum, int(tokens))
 
 
-_DAMAGED, _OTHER_DATA = 1, 2
+_DAMAGED, _OTHER = 1, 2
 
 
-def _read(path: Path, fingerprint: str) -> tuple[LossSums, int]:
+def _read(path: Path, identity: str) -> tuple[LossSums, int]:
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
         progress = LossSums(int(figures["steps"]), float(figures["loss_sum"]), int(figures["tokens"]))
     except (OSError, ValueError, KeyError, TypeError):
         return LossSums(), _DAMAGED
-    if figures.get("data") != fingerprint:
-        return LossSums(), _OTHER_DATA
+    if figures.get("identity") != identity:
+        return LossSums(), _OTHER
     return progress, 0
 
 
