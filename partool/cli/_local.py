@@ -123,7 +123,11 @@ def goes_on(older: Plan | None, plan: Plan, step: int | None) -> str:
         return where
     changes = layout_changes(older, plan)
     layout = f"the layout changes: {', '.join(changes)}" if changes else ""
-    return "; ".join(filter(None, (where, layout, "" if step == 0 else rate_changes(older, plan, step))))
+    return "; ".join(
+        filter(
+            None, (where, layout, "" if step == 0 or not JOBS[plan.job].backward else rate_changes(older, plan, step))
+        )
+    )
 
 
 def layout_changes(old: Plan, new: Plan) -> list[str]:

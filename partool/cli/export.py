@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 from pathlib import Path
@@ -11,7 +12,9 @@ import typer
 
 from partool.cli._fail import fail
 from partool.cli._runs import find_run_or_exit
+from partool.plan.outline import outline
 from partool.process import python_command
+from partool.strategies.jobs import JOBS
 
 _CONFIGURATION = 78
 _ENVIRONMENT = 3
@@ -31,6 +34,9 @@ def command(
 ) -> None:
     """Write the weights of a run as a folder that other tools load."""
     stored = find_run_or_exit(run)
+    with contextlib.suppress(OSError, ValueError):  # said by the export, which reads the plan
+        if not JOBS[outline(stored.plan_file).job].backward:
+            fail("PT517", f"{stored.id} is an evaluation, which has no weights", "export the run that trained them", 1)
     for module in ("torch", "safetensors"):
         if importlib.util.find_spec(module) is None:
             fail(

@@ -14,6 +14,7 @@ from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import find_run_or_exit
 from partool.cli._verify import RANK_LIMIT_S, RankLimit, exit_on_error, exit_on_faults, say_verified, verified_plan
 from partool.launch.store import Run, RunStore
+from partool.plan.outline import outline
 from partool.plan.types import Plan
 from partool.strategies.targets import DEFINITIONS, HERE, SCHEDULERS, TARGETS
 
@@ -80,6 +81,8 @@ def command(
     _refuse(plan)
     if resume and previous is None:
         previous = _newest(plan.name)
+    if previous is not None:
+        _refuse_other_job(previous, plan)
     if deep:
         checked, failed = verified_plan(plan, rank_limit)
         exit_on_error(failed)
@@ -124,6 +127,17 @@ def _previous_run(spec: Path, query: str | None) -> Run | None:
     if query is not None:
         return find_run_or_exit(query)
     return None if spec.is_file() else find_run_or_exit(str(spec))
+
+
+def _refuse_other_job(previous: Run, plan: Plan) -> None:
+    """End the command if the run to resume has another kind of job: its checkpoints are of no use to the plan."""
+    try:
+        job = outline(previous.plan_file).job
+    except (OSError, ValueError):  # said where the run's files are read
+        return
+    if job != plan.job:
+        message = f"{previous.id} is a run of job: {job}, and the plan has job: {plan.job}"
+        fail("PT517", message, "launch the plan without --resume", 1)
 
 
 def _target_of(previous: Run | None) -> str | None:

@@ -33,6 +33,7 @@ def command(
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
 ) -> None:
     """Show what a run did beside what was planned: every term, and its pipeline in time."""
+    from partool.plan.evaluation_result import read_result
     from partool.report.experts import expert_loads
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
@@ -41,7 +42,7 @@ def command(
     plan = read_plan_or_exit(stored.plan_file)
     with reading_records():
         comparison, note = _comparison(stored, plan, pipeline, step)
-        summary, loads = read_summary(stored.path), expert_loads(stored.path)
+        summary, loads, result = read_summary(stored.path), expert_loads(stored.path), read_result(stored.path)
     asked = step is not None or pipeline > 0 or timeline is not None
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
@@ -61,6 +62,7 @@ def command(
             "summary": summary.model_dump() if summary is not None else None,
             "pipeline": pipeline_data,
             "experts": [load.model_dump() for load in loads] or None,
+            "evaluation": result.model_dump() if result is not None else None,
             "note": note or None,
         }
         say(json.dumps(data, indent=2))
@@ -68,6 +70,8 @@ def command(
     from partool.report.run import render_run
 
     with printing() as console:
+        if result is not None:
+            console.print(f"{stored.id}: {result}", highlight=False)
         render_run(stored.id, summary, comparison, note, console, status=status, loads=loads)
 
 

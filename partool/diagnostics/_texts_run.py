@@ -120,6 +120,13 @@ RULES: tuple[Rule, ...] = (
         "apt install g++",
     ),
     command_rule(
+        "PT517",
+        "The run to resume has another kind of job",
+        "A training goes on from weights and moments, an evaluation from its sums: neither can use the other's.",
+        "partool launch evaluate.yaml --resume trained-20260101-120000-ab12",
+        "partool launch evaluate.yaml",
+    ),
+    command_rule(
         "PT519",
         "This operating system runs no ranks",
         "Plans can be made and rendered anywhere; agents and ranks need processes, signals and locks of Linux.",

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from partool.launch.store import Run
+from partool.plan.evaluation_result import EvaluationResult, read_result
 from partool.plan.event_log import StepData, parse_event
 from partool.plan.outline import outline
 from partool.plan.progress import read_progress, seconds_since
-from partool.plan.record import Noted, UnixTime
+from partool.plan.record import DamagedRecordError, Noted, UnixTime
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
 from partool.spec.numbers import duration
 
@@ -47,7 +48,9 @@ def as_text(run: Run, status: RunStatus) -> str:
         took = duration(status.ended - status.started)
         how = "ended" if status.exit_code is None else f"exit code {status.exit_code}"
         lines.append(f"  {how} after {took}, {status.attempt} attempt(s)")
-    if step := last_step(run):
+    if result := _result(run):
+        lines.append(f"  {result}")
+    elif step := last_step(run):
         total = _steps(run)
         loss = "not finite" if step.get("loss") is None else f"{step['loss']:.4f}"
         lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
@@ -167,6 +170,13 @@ def _last_step(run: Run, status: RunStatus) -> dict[str, Any] | None:
         return {"attempt": status.attempt, "step": status.logged_step.step, "step_at": status.logged_step.at}
     progress = read_progress(run.path)
     return None if progress is None else progress.model_dump(mode="json")
+
+
+def _result(run: Run) -> EvaluationResult | None:
+    try:
+        return read_result(run.path)
+    except DamagedRecordError:
+        return None
 
 
 def _steps(run: Run) -> int | None:

@@ -28,6 +28,7 @@ class Outline(_Part):
     """Parts of a plan that plans of every version have: steps, machines and target."""
 
     plan_version: int
+    job: str = "train"
     training: _Training
     devices: _Devices
     launch: LaunchSpec

@@ -92,8 +92,8 @@ def forecast(plan: Plan) -> Forecast:
         stop_s=stopping.needed_s,
         window_s=roomy_s(stopping.needed_s),
         stop_words=in_words(plan, stopping),
-        saves=every not in (0, "auto"),
-        loss=worst_loss(every),
+        saves=every not in (0, "auto") or not JOBS[plan.job].backward,
+        loss=worst_loss(every if JOBS[plan.job].backward else plan.training.log_every),
     )
 
 

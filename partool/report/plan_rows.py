@@ -96,6 +96,8 @@ def _data(plan: Plan, totals: Totals | None) -> str:
         return f"{name}: number of tokens unknown ({totals.data_unknown})"
     if not JOBS[plan.job].backward:
         part = f"{100 * plan.data.validation:.3g}% of them held out" if plan.data.validation else "all"
+        if totals.trained_tokens < totals.data_tokens:
+            return f"{name}: {amount(totals.trained_tokens)} of {amount(totals.data_tokens)} tokens, evenly spaced"
         return f"{name}: {amount(totals.data_tokens)} tokens ({part}), each once"
     text = f"{name}: {amount(totals.data_tokens)} tokens"
     text += f", and {100 * plan.data.validation:.3g}% held out" if plan.data.validation else ""
@@ -233,7 +235,7 @@ def stop_text(plan: Plan) -> str:
     given_s, needed_s = plan.launch.window_s, plan.stopping.needed_s
     enough = "" if given_s >= needed_s else f", and may take {needed_s} s"
     if not JOBS[plan.job].backward:
-        return f"within {given_s} s; a stopped {JOBS[plan.job].title} goes on where it was"
+        return f"within {given_s} s{enough}; a stopped {JOBS[plan.job].title} goes on where it was"
     sooner = f"a shorter notice (spot) loses {worst_loss(plan.checkpoint.every)}"
     return f"within {given_s} s{enough}: {in_words(plan, plan.stopping)}; {sooner}"
 

@@ -11,6 +11,7 @@ from partool.plan.types import Plan
 from partool.report.plan_rows import host_bytes
 from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.spec.numbers import duration
+from partool.strategies.jobs import JOBS
 
 _BAR = 24
 _SMALL = 0.001
@@ -90,8 +91,9 @@ def _time(plan: Plan) -> Table:
     error = f"± {plan.prediction.relative_error:.0%}"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
-    totals = f"{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
-    table.add_row(Text("training", "bold"), Text(duration(time.total_s), "bold"), totals)
+    most = "" if JOBS[plan.job].backward else "at most "
+    totals = f"{most}{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
+    table.add_row(Text(JOBS[plan.job].title, "bold"), Text(duration(time.total_s), "bold"), totals)
     return table
 
 

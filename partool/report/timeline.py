@@ -10,6 +10,7 @@ from partool.plan.types import Plan
 from partool.report.drawing import Drawing, LeftOut, drawn
 from partool.report.units import seconds
 from partool.schedule import StageTimes, TimedAction, generate, in_flight, simulate
+from partool.schedule.transform import forward_only
 from partool.strategies.jobs import JOBS
 from partool.strategies.schedules import SCHEDULES
 
@@ -32,6 +33,9 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
     m, stages = layout.derived.accumulation, len(layout.pipeline.bounds)
     if layout.pipeline.schedule != "file" and stages != ranks * layout.pipeline.chunks:
         raise ValueError(f"{stages} stages do not fill {ranks} ranks × {layout.pipeline.chunks} chunks")
+    if not JOBS[plan.job].backward:
+        schedule = forward_only(schedule_of(layout))
+        return drawn(schedule, simulate(schedule, times))
     count = _shown(m, ranks, most_actions // (2 * stages)) if layout.pipeline.schedule in _REPEAT else m
     if count == m:
         schedule = schedule_of(layout)

@@ -23,6 +23,7 @@ from partool.plan.schedule import placement_of, read, schedule_of, sizes_of
 from partool.schedule import Schedule, StageTimes, in_flight, layers_in_flight, makespan
 from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
+from partool.schedule.transform import forward_only
 from partool.schedule.weipipe import room, volume
 from partool.strategies.schedules import SCHEDULES
 from partool.work.base import Workload
@@ -49,8 +50,13 @@ def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
     return [sum(values[stage] for stage in stages) for stages in stages_of_ranks(layout)]
 
 
-def span_s(layout: Layout, times: StageTimes) -> float:
-    """Return the seconds from the start of the first action to the end of the last action of a layout's schedule."""
+def span_s(layout: Layout, times: StageTimes, *, backward: bool = True) -> float:
+    """Return the seconds from the start of the first action to the end of the last action of a layout's schedule.
+
+    Without ``backward`` the schedule has forward passes only.
+    """
+    if not backward:
+        return span_of_lists_s(forward_only(schedule_of(layout)), times)
     if layout.pipeline.schedule == "file":
         return span_of_lists_s(read(layout.derived.schedule_text), times)
     weight = times.weight_s if times.weight_s is not None else [0.5 * value for value in times.backward_s]

@@ -112,7 +112,9 @@ def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: Ra
     saved, backward_peak_bytes, of_norm = _activations(job, layouts, stack, load, layers)
     expert_reduction_bytes, after_experts_bytes, recompute_end_bytes = _beside_experts(load, layers)
     on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, load, layers), 0.0)
-    ending = at_the_end(layouts, load)
+    if not job.backward:  # a micro-batch leaves nothing behind
+        load = replace(load, in_flight=1.0 + 0.0 * load.in_flight, ending=None)
+    ending = at_the_end(layouts, load) if job.backward else 1.0
     losses = loss_bytes(job, layouts, stack, ending)
     stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     result = load.last * np.where(early_loss(job, layouts), stream, 0.0)

@@ -150,7 +150,7 @@ def pipeline_idle_share(job: TrainingWork, layout: Layout) -> float:
     times = stage_times(job, layout)
     per_stage = [forward + backward for forward, backward in zip(times.forward_s, times.backward_s, strict=True)]
     busy = [layout.derived.accumulation * busy_s for busy_s in worked_by_ranks(layout, per_stage)]
-    return idle_share(busy, span_s(layout, times))
+    return idle_share(busy, span_s(layout, times, backward=job.backward))
 
 
 def _costs(job: TrainingWork, layout: Layout) -> dict[Recompute, Micro]:
@@ -185,16 +185,17 @@ def _terms(job: TrainingWork, layout: Layout, base: StepParts, stages: Stages) -
     busy = m * (f_rank[busiest] + b_rank[busiest])
     span = busy
     if pp > 1:
-        span = max(busy, span_s(layout, _times(job, layout, base, stages)))
+        span = max(busy, span_s(layout, _times(job, layout, base, stages), backward=job.backward))
     comm = {name: m * worked_by_ranks(layout, stages.exposed(name))[busiest] for name in COMMUNICATION}
     before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
     summed = np.array(worked_by_ranks(layout, stages.total("summed")))
     ranks = RankWork(_parameters(layout, stages), PassSeconds(np.array(f_rank), np.array(b_rank)), summed)
     outside = slowest(job, encode(layout), base, ranks)
+    slowdown_s = float(outside.slowdown_s)
     return {
         "data": DATA_S,
-        "forward": m * f_rank[busiest] - before,
-        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + float(outside.slowdown_s),
+        "forward": m * f_rank[busiest] - before + (0.0 if job.backward else slowdown_s),
+        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + slowdown_s if job.backward else 0.0,
         "gradient_sync": float(outside.gradient_s) + _outer_sync_s(job, layout, stages),
         "parameter_gather": float(outside.gather_s),
         **comm,

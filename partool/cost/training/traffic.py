@@ -86,10 +86,11 @@ def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTr
     trained = elements * trained_share(job.model, job.frozen)
     ring = (shards - 1) / shards
     turns = k * (1.0 + job.perturbed)
-    by_zero3 = turns * (2.0 - on_rank[-1] / elements) if job.backward else turns
+    # A pass leaves the last group gathered: the backward pass, or the next forward pass, finds it there.
+    by_zero3 = turns * (2.0 - on_rank[-1] / elements) if job.backward else turns - (turns - 1) * on_rank[-1] / elements
     gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else by_zero3
-    messages = len(on_rank) + job.backward * (len(on_rank) - 1)
-    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(turns * messages)
+    both = turns * (2 * len(on_rank) - 1) if job.backward else turns * len(on_rank) - (turns - 1)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(both)
     controls = controls_of_layout(layout.data)
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0

@@ -144,6 +144,8 @@ def _halved(problem: Problem, best: Priced) -> Iterator[str]:
 def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator[str]:
     """Yield a sentence that compares the traffic of sending weights with the traffic of sending activations."""
     problem, layout = solution.problem, best.layout
+    if not problem.job.backward:
+        return
     ring = moves_weights(layout)
     count, pp = layout.derived.accumulation, layout.mesh.pp
     if not ring and check("weipipe", pp, count, 1) is not None:

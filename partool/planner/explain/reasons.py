@@ -244,7 +244,8 @@ def limit(solution: Solution, best: Priced) -> str:
     name = max(waits, key=lambda key: waits[key])
     share = waits[name] / best.step_time_s
     if share < 0.02:
-        return "compute. The step is almost all forward and backward pass; faster devices or more of them would help."
+        passes = "forward and backward pass" if best.job.backward else "forward pass"
+        return f"compute. The step is almost all {passes}; faster devices or more of them would help."
     return f"{name}, {share:.1%} of the step: more than anything else beside compute."
 
 

@@ -40,6 +40,9 @@ class Display(Protocol):
     def validation(self, step: int, loss: float) -> None:
         """Show a validation's loss."""
 
+    def expect(self, steps: int) -> None:
+        """Set the number of the run's steps."""
+
     def message(self, text: str) -> None:
         """Show a line of text."""
 
@@ -75,6 +78,10 @@ class ConsoleLines:
         """Print the loss."""
         width = len(str(self._total_steps))
         self.message(f"step {step:>{width}}/{self._total_steps}  validation loss {loss:.4f}")
+
+    def expect(self, steps: int) -> None:
+        """Set the number of the run's steps."""
+        self._total_steps = steps
 
     def message(self, text: str) -> None:
         """Print a line, of any length."""
@@ -120,6 +127,10 @@ class LivePanel:
         """Store the loss and redraw."""
         self._validation = step, loss
         self._refresh()
+
+    def expect(self, steps: int) -> None:
+        """Set the number of the run's steps."""
+        self._total_steps = steps
 
     def message(self, text: str) -> None:
         """Print a line above the panel."""

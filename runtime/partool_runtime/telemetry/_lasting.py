@@ -28,6 +28,10 @@ class LastingDisplay:
         """Show a validation's loss."""
         self._try(lambda display: display.validation(step, loss))
 
+    def expect(self, steps: int) -> None:
+        """Set the number of the run's steps."""
+        self._try(lambda display: display.expect(steps))
+
     def message(self, text: str) -> None:
         """Show a line of text."""
         self._try(lambda display: display.message(text))

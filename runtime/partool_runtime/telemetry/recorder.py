@@ -127,6 +127,8 @@ class Recorder:
         """Set the number of the run's steps, where only its data tell it."""
         self._total_steps = steps
         self._figures = replace(self._figures, total_steps=steps)
+        if self._display is not None:
+            self._display.expect(steps)
 
     def is_log_step(self, step: int) -> bool:
         """Return whether this step's figures are shown: the first, every ``log_every``-th, and the last."""

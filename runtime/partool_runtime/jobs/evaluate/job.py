@@ -42,36 +42,43 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
         for note in data.notes:
             recorder.warning(note)
         prepared = _prepared(plan, ranks, recorder, pulse)
-        progress = load_sums(run_dir / "checkpoints", _identity(plan, data), ranks) if resume else LossSums()
+        identity = _identity(plan, data)
+        sums = load_sums(run_dir / "checkpoints", identity, ranks) if resume else LossSums()
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event(
-            "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=progress.steps
+            "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=sums.steps
         )
         pulse.enter("training")
-        run = _Run(plan, run_dir, ranks, prepared, data, recorder, stop)
+        run = _Run(plan, run_dir, ranks, prepared, data, recorder, stop, pulse, identity)
         recorder.expect(run.batches)
-        progress = run.steps(progress)
-        stopped = progress.steps < run.batches
+        sums = run.steps(sums)
+        stopped = sums.steps < run.batches
         if not stopped:
-            recorder.validation(progress.steps, progress.loss, progress.tokens)
+            recorder.validation(sums.steps, sums.loss, sums.tokens)
+        pulse.enter("ending")
         data.close()
         prepared.passes.close()
         prepared.memory.close()
         if ranks.rank == 0 and not stopped:
-            progress.report(run_dir)
+            sums.report(run_dir)
             print(
-                f"loss {progress.loss:.6f} nats per token, perplexity {progress.perplexity:.4f}, over "
-                f"{progress.tokens:,} tokens of {data.evaluated_sequences:,} sequences"
+                f"loss {sums.loss:.6f} nats per token, perplexity {sums.perplexity:.4f}, over "
+                f"{sums.tokens:,} tokens of {data.evaluated_sequences:,} sequences"
             )
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all data evaluated")
     close_ranks(ranks)
     if stopped:
-        raise Preempted(f"stopped by {stop.reason} after step {progress.steps}")
+        raise Preempted(f"stopped by {stop.reason} after step {sums.steps}")
 
 
 def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Prepared:
     """Return this rank's part of the model with its weights, and passes without gradients and dropout."""
     pulse.enter("preparing")
+    if plan.layout.compile != "none":
+        # Imported late: the compiler takes a second and 100 MiB in each rank, also where nothing is compiled.
+        from partool_runtime.torch_internals.compiling import watch_compilation
+
+        watch_compilation(pulse)
     prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
     for root in prepared.model.roots():
         root.eval()
@@ -103,28 +110,31 @@ class _Run:
     data: Batches
     recorder: Recorder
     stop: StopRequest
+    pulse: Pulse
+    identity: str
 
     @property
     def batches(self) -> int:
         """Number of batches that hold all sequences; the last one may be filled up."""
         return -(-self.data.evaluated_sequences // self.plan.training.global_batch)
 
-    def steps(self, progress: LossSums) -> LossSums:
-        """Evaluate the batches after those of ``progress``; return the sums at the end or at a stop request."""
+    def steps(self, sums: LossSums) -> LossSums:
+        """Evaluate the batches after those of ``sums``; return the sums at the end or at a stop request."""
         recorder = self.recorder
-        for step in range(progress.steps, self.batches):
-            with recorder.timer("data"):
+        for step in range(sums.steps, self.batches):
+            with recorder.timer("data"), self.pulse.during("fetching"):
                 batch = self.data.evaluation(step)
             with recorder.timer("forward"):
                 loss_sum, tokens = loss_over(self.prepared.passes, self.ranks, batch)
-            progress = progress.plus(loss_sum, tokens)
+            sums = sums.plus(loss_sum, tokens)
             with recorder.timer("overhead"):
-                stopping = self.stop.agree(progress.steps)
-                last = progress.steps == self.batches
-                if self.ranks.rank == 0 and (stopping or last or recorder.is_log_step(progress.steps)):
-                    progress.save(self.run_dir / "checkpoints", _identity(self.plan, self.data))
-            recorder.step(progress.steps, loss_sum / max(tokens, 1), tokens=tokens)
+                stopping = self.stop.agree(sums.steps)
+                last = sums.steps == self.batches
+                if self.ranks.rank == 0 and (stopping or last or recorder.is_log_step(sums.steps)):
+                    with self.pulse.during("saving"):
+                        sums.save(self.run_dir / "checkpoints", self.identity)
+            recorder.step(sums.steps, loss_sum / max(tokens, 1), tokens=tokens)
             if stopping and not last:
                 recorder.event("signal", name=self.stop.reason)
                 break
-        return progress
+        return sums

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
+from partool.plan.evaluation_result import EVALUATION_FILE
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.comm import sum_over
 
-FILE = "evaluation.json"
+_STEPS = "step-" + "[0-9]" * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class LossSums:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the mean loss; infinite where it exceeds the largest float."""
-        return math.exp(self.loss) if self.loss < math.log(torch.finfo(torch.float64).max) else math.inf
+        """Exponential of the mean loss; infinite where it exceeds the largest float, NaN if the loss is."""
+        return math.inf if self.loss > math.log(torch.finfo(torch.float64).max) else math.exp(self.loss)
 
     def plus(self, loss_sum: float, tokens: int) -> LossSums:
         """Return the sums after one more step."""
@@ -44,17 +45,23 @@ class LossSums:
 
     def report(self, run_dir: Path) -> None:
         """Write the result into the run's folder."""
-        _write(run_dir / FILE, asdict(self) | {"loss": self.loss, "perplexity": _finite(self.perplexity)})
+        _write(
+            run_dir / EVALUATION_FILE,
+            {
+                name: _finite(value)
+                for name, value in (*asdict(self).items(), ("loss", self.loss), ("perplexity", self.perplexity))
+            },
+        )
 
     def save(self, folder: Path, identity: str) -> None:
         """Save the sums as the only checkpoint in ``folder``; ``identity`` is a hash of what decides the sums."""
         path = folder / f"step-{self.steps:08d}"
         partial = path.with_name(f"{path.name}.tmp")
         partial.mkdir(parents=True, exist_ok=True)
-        _write(partial / FILE, asdict(self) | {"identity": identity})
+        _write(partial / EVALUATION_FILE, asdict(self) | {"identity": identity})
         if not path.exists():
             partial.rename(path)
-        for older in folder.glob("step-*"):
+        for older in folder.glob(_STEPS):
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)
 
@@ -65,18 +72,20 @@ def load_sums(folder: Path, identity: str, ranks: Ranks) -> LossSums:
     Raises ConfigurationError PT611 on all ranks for a file that cannot be read, PT616 if other data,
     weights or steps gave it.
     """
-    newest = max(folder.glob("step-" + "[0-9]" * 8), default=None) if ranks.rank == 0 else None
-    progress, code = (LossSums(), 0) if newest is None else _read(newest / FILE, identity)
+    newest = max(folder.glob(_STEPS), default=None) if ranks.rank == 0 else None
+    progress, code = (LossSums(), 0) if newest is None else _read(newest / EVALUATION_FILE, identity)
     sums = torch.tensor(
         [progress.steps, progress.loss_sum, progress.tokens, code], dtype=torch.float64, device=ranks.device
     )
     steps, loss_sum, tokens, failed = sum_over(sums, ranks.world).tolist()
-    help = "start a new run, or delete the folder"
+    help = "start a new run"
     if failed == _DAMAGED:
         raise ConfigurationError("PT611", f"{folder}: the checkpoint of an evaluation is damaged", help)
     if failed == _OTHER:
         raise ConfigurationError(
-            "PT616", f"{folder}: the checkpoint is of an evaluation of other data, weights or steps", help
+            "PT616",
+            f"{folder}: it is of another evaluation: model, weights, data, batch, steps or seed differ",
+            help,
         )
     return LossSums(int(steps), loss_sum, int(tokens))
 

@@ -128,6 +128,7 @@ class PipelinePasses:
                 return None
             together.append(micro)
             if len(together) == self._engine.schedule.micro_batches:
+                self._timed_actions.clear()
                 total += self._engine.evaluate(together)
                 together = []
         if together:

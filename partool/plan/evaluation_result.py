@@ -1,0 +1,42 @@
+"""The result of an evaluation, a file in the folder of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from partool.plan.record import Count, DamagedRecordError, Noted, Number, damage, parse_json
+
+EVALUATION_FILE = "evaluation.json"
+
+
+class EvaluationResult(Noted):
+    """Mean loss over the data of a finished evaluation."""
+
+    steps: Count
+    tokens: Count
+    loss: Number | None
+    """Nats per token; None if it is not finite."""
+    perplexity: Number | None
+
+    def __str__(self) -> str:
+        """Return the result as a sentence without an end."""
+        figures = (
+            "the loss is not finite"
+            if self.loss is None
+            else f"loss {self.loss:.6f} nats per token, perplexity "
+            + ("beyond the largest number" if self.perplexity is None else f"{self.perplexity:,.4f}")
+        )
+        return f"{figures}, over {self.tokens:,} tokens"
+
+
+def read_result(run_dir: Path) -> EvaluationResult | None:
+    """Return the result in a run's folder; None without one. Raises :class:`DamagedRecordError` for another content."""
+    file = run_dir / EVALUATION_FILE
+    try:
+        return EvaluationResult.model_validate(parse_json(file.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedRecordError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedRecordError(f"{file}: {damage(error)}") from None
