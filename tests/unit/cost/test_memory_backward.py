@@ -108,9 +108,9 @@ def planned_bytes(case: LayerCase) -> float:
     return float(np.asarray(layer.saved + layer.backward_peak_bytes))
 
 
-FEW, MANY = (
-    {"moe": Moe(experts=experts, top_k=top_k, ffn_hidden=inner, shared_experts=shared)}
-    for experts, top_k, inner, shared in ((8, 2, 512, 0), (16, 4, 256, 0))
+FEW, MANY, WIDE = (
+    {"moe": Moe(experts=experts, top_k=top_k, ffn_hidden=inner)}
+    for experts, top_k, inner in ((8, 2, 512), (16, 4, 256), (4, 1, 2048))
 )
 WITH_SHARED = {"moe": Moe(experts=8, top_k=2, ffn_hidden=512, shared_experts=1)}
 NAMED: dict[str, LayerCase] = {
@@ -129,6 +129,7 @@ NAMED: dict[str, LayerCase] = {
     "experts of torch's operators": LayerCase(model=FEW, fused=False),
     "experts, rebuilt": LayerCase(model=FEW, policy="full"),
     "experts, rebuilt by torch's operators": LayerCase(REBUILT, model=FEW, fused=False, policy="full"),
+    "wide experts": LayerCase(model=WIDE),
     "many choices": LayerCase(model=MANY),
     "many choices, selected": LayerCase(model=MANY, policy="selective"),
     "shared experts": LayerCase(SHARED, model=WITH_SHARED),
@@ -142,7 +143,7 @@ KINDS: dict[str, LayerCase] = {
         ("rmsnorm", "layernorm"), ("swiglu", "gelu", "relu"), ("bf16", "fp32"), (False, True), (False, True)
     )
 }
-OFTEN = ("fused", "of torch's operators", "rebuilt", "experts")
+OFTEN = ("fused", "of torch's operators", "rebuilt", "wide experts")
 
 
 @pytest.mark.parametrize("case", named(NAMED | KINDS, OFTEN))
