@@ -295,8 +295,8 @@ def _backward_peak(load: RankLoad, layers: Layers, peak_bytes: Column) -> Column
     """Return ``peak_bytes`` of the rank's layers, or those of layers that save all where ranks pass weights on."""
     if load.ring is None:
         return peak_bytes
-    every = [layers[key].backward_peak_bytes + 0.0 * peak_bytes for key in ((DENSE, 0), (MOE, 0)) if key in layers]
-    return np.where(load.ring.passes_weights, np.maximum.reduce(every), peak_bytes)
+    every = [layers[key].backward_peak_bytes for key in ((DENSE, 0), (MOE, 0)) if key in layers]
+    return np.where(load.ring.passes_weights, np.maximum.reduce(np.broadcast_arrays(*every)), peak_bytes)
 
 
 def _norm_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad) -> Column:
