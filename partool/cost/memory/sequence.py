@@ -7,6 +7,7 @@ import numpy as np
 from partool.cost import tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, Column, Layouts
 from partool.cost.kinds import kinds
+from partool.cost.memory.activations import micro_batch_tokens
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import PRICED, price_of
 from partool.cost.sequence.types import AttentionBuffers, AttentionElements
@@ -34,7 +35,7 @@ def saved_bytes(job: Workload, layouts: Layouts, policy: int) -> Column:
         more = more + inside.result
     sums = 0.0 if policy == ATTENTION else inside.sums - outside.sums
     per_token = more * job.compute_bytes + sums * max(job.compute_bytes, 4)
-    return np.where(trades, _rows(job, layouts) * per_token, 0.0)
+    return np.where(trades, micro_batch_tokens(job, layouts) * per_token, 0.0)
 
 
 def buffer_bytes(job: Workload, layouts: Layouts) -> Column:
@@ -51,7 +52,7 @@ def buffer_bytes(job: Workload, layouts: Layouts) -> Column:
         uses_method = several & (method == index)
         if np.any(uses_method):
             per_token = np.where(uses_method, price_of(name).buffers(one), per_token)
-    return _rows(job, layouts) * per_token
+    return micro_batch_tokens(job, layouts) * per_token
 
 
 def _outside(job: Workload, layouts: Layouts) -> AttentionElements:
@@ -65,7 +66,3 @@ def _inside(job: Workload, layouts: Layouts, outside: AttentionElements) -> Atte
     ranks, rank_heads = sequence_shares.trading(layouts), sequence_shares.heads(job, layouts)
     share, shared = ranks * rank_heads.queries / heads, ranks * rank_heads.keys / keys
     return AttentionElements(outside.query * share, outside.keys * shared, outside.result * share, outside.sums * share)
-
-
-def _rows(job: Workload, layouts: Layouts) -> Column:
-    return layouts.micro_batch * sequence_shares.tokens(job, layouts)

@@ -109,22 +109,24 @@ class PassBytes:
 
 def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
-    saved, backward_peak_bytes, of_norm = _activations(job, layouts, stack, load, layers)
-    expert_reduction_bytes, after_experts_bytes, recompute_end_bytes = _beside_experts(load, layers)
-    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, load, layers), 0.0)
+    (dense_peak_bytes,) = _largest(load, layers, DENSE)
+    moe_peak_bytes, expert_reduction_bytes, after_experts_bytes, recompute_end_bytes = _largest(load, layers, MOE, 4)
+    stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
+    of_norm = _norm_bytes(job, layouts, stack, load)
+    saved = _activations(layouts, stack, load, layers, stream) + of_norm
+    on_host = np.where(layouts.offload_activations == 1, _movable(layouts, load, layers, stream), 0.0)
     if not job.backward:  # a micro-batch leaves nothing behind
         load = replace(load, in_flight=1.0 + 0.0 * load.in_flight, ending=None)
     ending = at_the_end(layouts, load) if job.backward else 1.0
     losses = loss_bytes(job, layouts, stack, ending)
-    stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     result = load.last * np.where(early_loss(job, layouts), stream, 0.0)
     inputs, buffers = (count * stream for count in _received(layouts, load))
     perturbation = stream * max(job.compute_bytes, 4) / job.compute_bytes if job.perturbed else 0.0
     passes = PassBytes(
         saved=saved - on_host + perturbation,
-        backward_peak_bytes=backward_peak_bytes,
-        dense_peak_bytes=_backward_peak(load, layers, DENSE),
-        moe_peak_bytes=_backward_peak(load, layers, MOE),
+        backward_peak_bytes=_backward_peak(load, layers, np.maximum(dense_peak_bytes, moe_peak_bytes)),
+        dense_peak_bytes=dense_peak_bytes,
+        moe_peak_bytes=moe_peak_bytes,
         expert_reduction_bytes=expert_reduction_bytes,
         after_experts_bytes=after_experts_bytes,
         recompute_end_bytes=recompute_end_bytes,
@@ -208,18 +210,17 @@ def at_the_end(layouts: Layouts, load: RankLoad) -> Column:
     return np.where(several, few, 1.0)
 
 
-def _movable(job: TrainingWork, layouts: Layouts, load: RankLoad, layers: Layers) -> Column:
+def _movable(layouts: Layouts, load: RankLoad, layers: Layers, stream: Column) -> Column:
     """Return the bytes of saved activations that go to the host.
 
     The saved tensors of the last layer and of two layers in transfer stay on the device. Where blocks are not compiled,
     the results that selective recomputation keeps also stay on the device, as autograd saves only the layers' inputs.
     """
-    inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     total: Column = 0.0
     for (kind, policy), count in load.kept.items():
         saved = layers[kind, policy].saved
         if policy in (SELECTIVE, KEEP_ATTENTION):
-            saved = np.where(layouts.compiled == 1, saved, inputs)
+            saved = np.where(layouts.compiled == 1, saved, stream)
         total = total + saved * count
     several = load.layer_count * np.maximum(load.in_flight, 1.0)
     return total * load.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
@@ -277,53 +278,47 @@ def _backward_bytes(
     return BackwardBytes(gradients + (exchange_bytes(job, layouts) if stack.traced else 0.0))
 
 
-def _backward_peak(load: RankLoad, layers: Layers, kind: int) -> Column:
-    """Return the most bytes of :class:`LayerBytes` ``working`` of the rank's layers of a kind."""
-    most_bytes: Column = 0.0
+def _largest(load: RankLoad, layers: Layers, kind: int, fields: int = 1) -> list[Column]:
+    """Return the first ``fields`` columns of :class:`LayerBytes` after ``saved``, each of the rank's fullest layer.
+
+    They are 0 where the rank has no layers of this kind.
+    """
+    most_bytes: list[Column] = [-np.inf] * fields
     for key, count in load.kept.items():
         if key[0] == kind:
-            most_bytes = np.maximum(most_bytes, np.where(count > 0, layers[key].backward_peak_bytes, 0.0))
-    return most_bytes
-
-
-def _beside_experts(load: RankLoad, layers: Layers) -> list[Column]:
-    """Return the last three columns of :class:`LayerBytes`, each of the fullest of the rank's layers with experts."""
-    most_bytes: list[Column] = [-np.inf, -np.inf, -np.inf]
-    for (kind, policy), count in load.kept.items():
-        if kind == MOE:
-            each = layers[kind, policy]
+            one_bytes = layers[key][1 : 1 + fields]
             most_bytes = [
-                np.where(count > 0, np.maximum(one, most), most) for one, most in zip(each[2:], most_bytes, strict=True)
+                np.where(count > 0, np.maximum(*pair), pair[1]) for pair in zip(one_bytes, most_bytes, strict=True)
             ]
     return [np.where(np.isneginf(most), 0.0, most) for most in most_bytes]
 
 
-def _activations(
-    job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers
-) -> tuple[Column, Column, Column]:
-    """Return bytes: saved by all micro-batches in flight, of one layer's backward pass, and saved by the final norm."""
+def _backward_peak(load: RankLoad, layers: Layers, peak_bytes: Column) -> Column:
+    """Return ``peak_bytes`` of the rank's layers, or those of layers that save all where ranks pass weights on."""
+    if load.ring is None:
+        return peak_bytes
+    every = [layers[key].backward_peak_bytes for key in ((DENSE, 0), (MOE, 0)) if key in layers]
+    return np.where(load.ring.passes_weights, np.maximum.reduce(np.broadcast_arrays(*every)), peak_bytes)
+
+
+def _norm_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad) -> Column:
+    norm = load.last * norm_per_token(job, layouts, stack) * micro_batch_tokens(job, layouts)
+    return norm * at_the_end(layouts, load) if stack.traced else norm
+
+
+def _activations(layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers, stream: Column) -> Column:
+    """Return the bytes that layers save for all micro-batches in flight; ``stream`` are those of a layer's input."""
     saved: Column = 0.0
-    backward_peak_bytes = np.maximum(_backward_peak(load, layers, DENSE), _backward_peak(load, layers, MOE))
     for key, count in load.kept.items():
         saved = saved + layers[key].saved * count
-    tokens = micro_batch_tokens(job, layouts)
     if stack.keeps_boundary:
         # Every chunk except the last stage's keeps the tensors that it sends.
-        sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
-        saved = saved + np.where(layouts.pp > 1, sent * (1 - load.last), 0.0)
-    norm = load.last * norm_per_token(job, layouts, stack) * tokens
-    if stack.traced:
-        norm = norm * at_the_end(layouts, load)
+        saved = saved + np.where(layouts.pp > 1, stream * layouts.chunks * (1 - load.last), 0.0)
     in_flight_bytes = saved * load.in_flight * load.larger
     if load.ring is not None:
-        ring, boundary = load.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
+        ring = load.ring
         rebuilt = sum(
             count * layers[kind, 0].saved for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
         )  # fmt: skip
-        in_flight_bytes = np.where(ring.passes_weights, ring.inputs * boundary + rebuilt, in_flight_bytes)
-        kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
-        backward = np.max(
-            np.stack([np.asarray(layers[kind, 0].backward_peak_bytes + 0.0 * tokens) for kind in kinds]), axis=0
-        )
-        backward_peak_bytes = np.where(ring.passes_weights, backward, backward_peak_bytes)
-    return in_flight_bytes + norm, backward_peak_bytes, norm
+        in_flight_bytes = np.where(ring.passes_weights, ring.inputs * stream + rebuilt, in_flight_bytes)
+    return in_flight_bytes

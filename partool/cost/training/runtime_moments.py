@@ -129,6 +129,19 @@ class _Pass:
         computed = self.step.state.gradients - self.step.sums(missing) - others * self.step.sums(self.step.last)
         return np.maximum(computed, self.before)
 
+    def _reduced(self, unit: UnitElements, gradients_bytes: Column) -> tuple[Mask, Column, Column, Column]:
+        """Return what exists at the fullest moment of a unit's reduction, before which it has ``gradients_bytes``.
+
+        These are: whether its gradients in the compute type have been freed, the bytes of those that have not, and of
+        reduced gradients, in gradients and in communication. Those of a first micro-batch become gradients, others are
+        added to these. Communication has the buffer, too, and the copy of gradients that are divided.
+        """
+        step, result, divided = self.step, self.step.reduced(unit), self.step.divided(unit)
+        ended = result + divided >= gradients_bytes
+        result, reduction = np.where(ended, result, 0.0), step.reduction(unit) + np.where(ended, divided, 0.0)
+        in_gradients, in_communication = (result, 0.0) if self.first else (0.0, result)
+        return ended, np.where(ended, 0.0, gradients_bytes), in_gradients, reduction + in_communication
+
     def _of_loss(self) -> Iterator[Moment]:
         step, passes, root = self.step, self.step.passes, self.step.state.root_elements
         # The last layer's message outlives the forward pass (``all_gather_state``); stages below 3 gather once a step.
@@ -163,17 +176,16 @@ class _Pass:
             working=working, gradients=self.before, activations=saved + working, loss=passes.loss_beside_layers,
         )  # fmt: skip
         # Where gradients accumulate, a unit's sums exist together with what is added to them.
-        rest, matrices, result = saved - passes.of_layer, step.small * unit.common, step.reduced(unit)
+        rest = saved - passes.of_layer
         experts = step.reduced(step.last._replace(common=0.0))
         first_sum = np.where(step.reduces, experts, step.wide * layer) if self.first else 0.0
-        ended = result + step.divided(unit) >= matrices
-        unreduced, message = np.where(ended, 0.0, matrices) + passes.stream, np.where(ended, result, 0.0)
-        reduction = step.reduction(unit) + np.where(ended, step.divided(unit), 0.0)
+        _, unreduced, result, reduction = self._reduced(unit, step.small * unit.common)
+        unreduced = unreduced + passes.stream
         yield step.moment(
             "last layer, reduced", step.message(self._prefetched), working=unreduced, activations=rest + unreduced,
             gathered=step.gathered(root, prefetched, everything - layer), loss=passes.loss_beside_layers,
-            gradients=self.before + first_sum + (message if self.first else 0.0),
-            communication=reduction + (0.0 if self.first else message),
+            gradients=self.before + first_sum + result,
+            communication=reduction,
         )  # fmt: skip
         yield step.moment(
             "last layer but one", step.message(ahead), gradients=self._before_last_but_one,
@@ -261,12 +273,9 @@ class _Pass:
         """FSDP2 reduces the gradients of experts that ranks share before the rest of their layer follows."""
         step, passes, experts = self.step, self.step.passes, self.step.moe._replace(common=0.0)
         common = step.state.root_elements + step.moe.common
-        matrices, result, reduction = step.small * experts.expert, step.reduced(experts), step.reduction(experts)
+        _, unreduced, result, reduction = self._reduced(experts, step.small * experts.expert)
         sums = step.sums(experts) if self.first else 0.0
-        ended = result + step.divided(experts) >= matrices
-        divided = np.where(ended, step.divided(experts), 0.0)
-        matrices, result = np.where(ended, 0.0, matrices), np.where(ended, result, 0.0)
-        with_result = (result if self.first else 0.0) + np.where(step.reduces, 0.0, sums)
+        with_result = result + np.where(step.reduces, 0.0, sums)
         for place in self._places():
             occurs, prefetched, loss = (experts.expert > 0) & place.occurs, place.prefetched, passes.loss_beside_layers
             if not np.any(occurs):
@@ -289,14 +298,13 @@ class _Pass:
             yield step.moment(
                 f"{place.name}, experts reduced", step.message(prefetched), gathered=gathered,
                 gradients=place.gradients + with_result, loss=loss,
-                activations=place.saved + passes.expert_reduction_bytes + matrices,
-                communication=reduction + divided + (0.0 if self.first else result),
-                working=np.maximum(passes.expert_reduction_bytes + matrices, 0.0),
+                activations=place.saved + passes.expert_reduction_bytes + unreduced, communication=reduction,
+                working=np.maximum(passes.expert_reduction_bytes + unreduced, 0.0),
             ).only(occurs)  # fmt: skip
             yield step.moment(
                 f"{place.name}, after experts", step.message(prefetched), gathered=gathered, loss=loss,
                 gradients=place.gradients + sums, activations=place.saved + passes.after_experts_bytes,
-                communication=reduction, working=np.maximum(passes.after_experts_bytes, 0.0),
+                communication=step.reduction(experts), working=np.maximum(passes.after_experts_bytes, 0.0),
             ).only(occurs)  # fmt: skip
 
     def _of_ends(self) -> Iterator[Moment]:
@@ -313,23 +321,15 @@ class _Pass:
             gradients=self._gradients(UnitElements(first + root)), activations=self._others + working,
             communication=step.reduction(step.rest(step.layer(0))),
         ).only(has_embedding)  # fmt: skip
-        result, divided = step.reduced(UnitElements(root)), step.divided(UnitElements(root))
-        ended = result + divided >= passes.loss_beside_layers
-        reduction = step.reduction(UnitElements(root)) + np.where(ended, divided, 0.0)
+        ended, unreduced, _, reduction = self._reduced(UnitElements(root), passes.loss_beside_layers)
         yield step.moment(
-            "head, reduced", gathered=step.gathered(first, still_gathered=first),
-            loss=np.where(ended, 0.0, passes.loss_beside_layers),
+            "head, reduced", gathered=step.gathered(first, still_gathered=first), loss=unreduced,
             gradients=self._gradients(UnitElements(missing * (first + np.where(ended, 0.0, root)))), working=rows,
-            activations=self._others + rows,
-            communication=reduction + (0.0 if self.first else np.where(ended, result, 0.0)),
+            activations=self._others + rows, communication=reduction,
         )  # fmt: skip
-        result, divided = step.reduced(UnitElements(first)), step.divided(UnitElements(first))
-        ended = result + divided >= rows
-        reduction = step.reduction(UnitElements(first)) + np.where(ended, divided, 0.0)
-        unreduced = np.where(ended, 0.0, rows)
+        ended, unreduced, _, reduction = self._reduced(UnitElements(first), rows)
         yield step.moment(
             "embedding, reduced", gathered=step.gathered(0.0, still_gathered=0.0),
             activations=self._others + unreduced, working=unreduced,
-            gradients=self._gradients(UnitElements(missing * np.where(ended, 0.0, first))),
-            communication=reduction + (0.0 if self.first else np.where(ended, result, 0.0)),
+            gradients=self._gradients(UnitElements(missing * np.where(ended, 0.0, first))), communication=reduction,
         ).only(first > 0)  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from partool.cost.case import Column, Layouts, Mask
 from partool.cost.training.moments import Moment
 from partool.cost.training.pass_bytes import PassBytes
-from partool.cost.training.states import States
+from partool.cost.training.states import States, state_shards
 from partool.work.training import TrainingWork
 
 
@@ -79,7 +79,7 @@ class Step:
     def of(cls, job: TrainingWork, layouts: Layouts, state: States, passes: PassBytes) -> Step:
         """Return the common values of the passes of layouts' ranks with a state and with what their passes hold."""
         small, zero = job.compute_bytes, np.asarray(layouts.zero)
-        shards = np.where(zero > 0, layouts.shards * layouts.cp, 1)
+        shards = state_shards(layouts)
         single = np.asarray(layouts.accumulation) == 1
         apart = job.controls.gather == "sequential"
 
@@ -167,8 +167,11 @@ class Step:
         return np.asarray(np.maximum.reduce(np.broadcast_arrays(*pairs)))
 
     def _sent(self, unit: UnitElements) -> Column:
-        common = self.sent.common * unit.common
-        return common + self.sent.expert * unit.expert if self.split else common
+        return self._weighted(self.sent, unit)
+
+    def _weighted(self, element_bytes: UnitElements, unit: UnitElements) -> Column:
+        common_bytes = element_bytes.common * unit.common
+        return common_bytes + element_bytes.expert * unit.expert if self.split else common_bytes
 
     def gathered(self, in_use: Column, prefetched: Column = 0.0, still_gathered: Column | None = None) -> Column:
         """Return the bytes of gathered parameters; the arguments are numbers of elements.
@@ -218,9 +221,7 @@ class Step:
 
     def divided(self, unit: UnitElements) -> Column:
         """Return the bytes of the copy of a unit's gradients that is made when these are divided."""
-        copied_bytes = self.copied.common * unit.common
-        copied_bytes = copied_bytes + self.copied.expert * unit.expert if self.split else copied_bytes
-        return np.where(self.reduces, copied_bytes, 0.0)
+        return np.where(self.reduces, self._weighted(self.copied, unit), 0.0)
 
     def moment(self, name: str, message: Column = 0.0, **parts: Column) -> Moment:
         """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""

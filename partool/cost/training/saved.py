@@ -11,7 +11,7 @@ from partool.cost.codec import encode
 from partool.cost.memory.layout_ranks import loads_of_layout
 from partool.cost.training.host_state import moment_bytes
 from partool.cost.training.one_bit import kept_bytes
-from partool.cost.training.states import ElementCounts, element_counts
+from partool.cost.training.states import ElementCounts, element_counts, state_shards
 from partool.plan.layout import Layout
 from partool.work.training import TrainingWork
 
@@ -39,8 +39,7 @@ def saved_state(job: TrainingWork, layout: Layout) -> SavedState:
     trained = _written(layouts, counts.trained, counts.trained_expert)
     weights = job.master_bytes * _written(layouts, counts.common, counts.expert)
     total = weights + _moments(job, layouts, counts, trained)
-    sharers = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
-    block = job.master_bytes * np.ceil(counts.largest / sharers)
+    block = job.master_bytes * np.ceil(counts.largest / state_shards(layouts))
     return SavedState(round(float(np.max(total))), round(float(np.max(np.minimum(block, total)))))
 
 

@@ -99,7 +99,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
     zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
-    shards = _shards(layouts)
+    shards = state_shards(layouts)
     if stack.pipeline_keeps_whole:
         layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
@@ -163,7 +163,7 @@ def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, load: Rank
         "input_elements": sizes.input - tied,
         "root_elements": sizes.root + tied,
         "tied_elements": tied + 0.0 * sizes.root,
-        "expert_shards": _expert_shards(layouts, _shards(layouts), layouts.zero > 0),
+        "expert_shards": _expert_shards(layouts, state_shards(layouts), layouts.zero > 0),
         "dense_first": np.where(mixed, load.layers[DENSE], 0.0),
     }
 
@@ -173,7 +173,7 @@ def _grads_offloading(job: TrainingWork, layouts: Layouts, stack: MemoryStack, s
     if not stack.buckets_to_host:
         return 0.0
     offloads = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
-    size = _UNITS_OFFLOADING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
+    size = _UNITS_OFFLOADING * wire_bytes(job, layouts) * sizes.largest / state_shards(layouts)
     return np.where(offloads, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
@@ -182,12 +182,12 @@ def _stored(job: TrainingWork, layouts: Layouts, stack: MemoryStack, away: Colum
     if not stack.counted_host_memory:
         return HOST_FACTOR * away
     if job.offload.parameters == "nvme":
-        unit = job.compute_bytes * np.ceil(sizes.largest / _shards(layouts))
+        unit = job.compute_bytes * np.ceil(sizes.largest / state_shards(layouts))
         return np.asarray(np.minimum(away, buffers(job) * unit))
     return away
 
 
-def _shards(layouts: Layouts) -> Column:
+def state_shards(layouts: Layouts) -> Column:
     """Return the number of ranks that share one copy of the state; sequence-parallel ranks are included."""
     return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
 

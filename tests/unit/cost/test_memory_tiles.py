@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from _alive import Alive
 
 from partool.cost.case import FULL, RECOMPUTE, Layouts
 from partool.cost.kinds import kinds
@@ -23,7 +23,6 @@ from partool.work.training import TrainingWork
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
-from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 GIB = 2**30
 CPU = Devices(
@@ -46,27 +45,6 @@ def model(kind: str, layers: int) -> ModelConfig:
     sizes = {"layers": layers, "hidden": 30, "ffn_hidden": 41, "heads": 5, "head_dim": 6, "vocab": 57}
     types = {"layer_types": KINDS[kind]["layer_types"][:layers]} if "layer_types" in KINDS[kind] else {}
     return ModelConfig.model_validate(sizes | KINDS[kind] | types)
-
-
-class Alive(TorchDispatchMode):
-    """Records every storage that an operator creates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                memory = tensor.untyped_storage()
-                self._made[StorageWeakRef(memory)] = memory.nbytes()
-        return out
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(size for reference, size in self._made.items() if not reference.expired())
 
 
 def kept_bytes(kind: str, layers: int, length: int, policy: Any, tile: int) -> int:
