@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from partool.cli.main import run
 from partool.cost.training.peak import least_memory, least_memory_of_passes, rank_memories
+from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.planner.cost_job import cost_job
 from partool.planner.elastic import job_of_plan
@@ -25,7 +26,10 @@ from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import TIE, Priced, bounds_s, room
 from partool.planner.search.solve import solve
+from partool.report.timeline import planned as planned_timeline
 from partool.report.timeline import predicted_times
+from partool.schedule import span_s
+from partool.schedule.transform import forward_only
 from partool.spec.spec import Spec
 
 CPU = {"accelerator": "cpu", "per_node": 2, "memory_gib": 8}
@@ -174,7 +178,7 @@ def test_a_plan_file_has_what_its_job_reads() -> None:
     document, of_training = json.loads(plan.to_json()), json.loads(trained.to_json())
     assert of_training.keys() - document.keys() == {"optimizer", "checkpoint", "resume"}
     assert of_training["training"].keys() - document["training"].keys() == {
-        "adversarial", "validation", "max_nonfinite_steps",
+        "adversarial", "validation", "max_nonfinite_steps", "z_loss",
     }  # fmt: skip
     for one in (plan, trained):
         read = Plan.from_json(one.to_json())
@@ -182,3 +186,25 @@ def test_a_plan_file_has_what_its_job_reads() -> None:
     for name in ("optimizer", "checkpoint"):
         with pytest.raises(ValidationError, match="Field required"):
             Plan.from_json(json.dumps({key: value for key, value in of_training.items() if key != name}))
+
+
+PIPED = {**ALIKE, "pipeline": {"stages": 2}, "data": {"zero": 0}, "micro_batch": 1}
+PASSES = ("forward", "tensor_parallel", "sequence_parallel", "expert_parallel", "pipeline_bubble")
+
+
+def test_a_pipeline_keeps_nothing_of_earlier_micro_batches() -> None:
+    few, many = (
+        plan_of(model=SMALL | {"layers": 4}, hardware=H100, parallel=PIPED, training={"global_batch": batch})
+        for batch in (16, 256)
+    )
+    assert many.layout.derived.accumulation == 16 * few.layout.derived.accumulation
+    assert many.prediction.memory.terms_bytes == few.prediction.memory.terms_bytes
+
+
+def test_a_pipeline_waits_for_no_gradients() -> None:
+    plan = plan_of(model=SMALL | {"layers": 4}, hardware=H100, parallel=PIPED, training={"global_batch": 64})
+    schedule, times = forward_only(schedule_of(plan.layout)), predicted_times(plan)
+    terms_s = plan.prediction.time.terms_s
+    assert sum(terms_s[name] for name in PASSES) == pytest.approx(span_s(schedule, times))
+    assert planned_timeline(plan, 10_000).span_s == pytest.approx(span_s(schedule, times))
+    assert span_s(schedule, times) < span_s(schedule_of(plan.layout), times)
