@@ -62,6 +62,8 @@ def settings(path: Path, text: str) -> tuple[dict[str, Setting], list[Diagnostic
         line = int(match[1]) if match else 1
         where = Span(str(path), line, 1, line, 1)
         return {}, [Diagnostic("PT820", f"{path} is no TOML: {problem}", span=where, help="mend the file")]
+    if root and not any(True for _ in _leaves(root, "")):
+        return {}, [Diagnostic("PT820", f"{path} has no settings", help="give the file that the run reads")]
     lines = _lines(text)
     leaves = {name: Setting(name, value, str(path), _line_of(name, lines)) for name, value in _leaves(root, "")}
     return renamed(leaves), []

@@ -27,7 +27,7 @@ from partool.catalog.profile_file import (
 from partool.cost import collective
 from partool.diagnostics.record import Diagnostic
 from partool.planner.make import PlanResult
-from partool.report.stopping import stop_text
+from partool.report.plan_rows import stop_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
 from partool.work.training import TrainingWork

@@ -348,9 +348,10 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
     )
     layout, m, waves = hanayo.layout, hanayo.layout.derived.accumulation, 2
     # 4 M W (P - 1) messages in all (Hanayo), of which two ranks send half each.
-    assert messages(layout) == 4 * m * waves // 2
+    sent = messages(cost_job(problem_of(text("pipeline: {stages: 2}"))), layout)
+    assert sent == 4 * m * waves // 2
     boundary = 128 * 64 * 2
-    assert hanayo.prediction.time.traffic_bytes["pipeline"] == messages(layout) * boundary
+    assert hanayo.prediction.time.traffic_bytes["pipeline"] == sent * boundary
     ring = plan_of(
         text("micro_batch: 1, pipeline: {stages: 2, schedule: weipipe}, data: {zero: 0}", batch=32), folder=tmp_path
     )

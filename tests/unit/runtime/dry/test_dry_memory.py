@@ -93,12 +93,12 @@ def test_tensors_are_named_by_module_and_parameter(memory: MemoryRecord) -> None
     memory.begin()
     held = [layer(torch.zeros(4, 8)) for layer in layers["layers"]]  # type: ignore[union-attr]
     found = memory.trace(None)
-    names = {(owner.module, owner.operator): owner.tensors for owner in found.left}
+    names = {(owner.module, owner.operator): owner.tensors for owner in found.leaked}
     assert names["layers.*.*", "aten::relu"] == 2
     assert ("", "aten::zeros") in names
     held[0].sum().backward()
     memory.belongs("gradients", {name: each.grad for name, each in layers.named_parameters()})
-    gradients = [owner for owner in memory.trace(None).left if owner.term == "gradients"]
+    gradients = [owner for owner in memory.trace(None).leaked if owner.term == "gradients"]
     assert {owner.module for owner in gradients} == {"layers.*.*.weight", "layers.*.*.bias"}
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from processes import is_running
 
 from partool.cli.main import run
-from partool.cli.tune import told
+from partool.cli.tune import message_of
 from partool.launch import tune as launching
 from partool.launch.tune import Tuning
 from partool_kernels import proof
@@ -378,7 +378,7 @@ def test_a_rehearsal_compiles_and_says_what_it_sorts_out(monkeypatch: pytest.Mon
     (event,) = rehearse([ASKED], 1, lambda jobs, processes: map(proof.prove, jobs))
     assert (event["grid"], event["candidates"], event["refused"]) == (len(grid(ASKED)), len(grid(ASKED)), 2)
     assert event["reasons"] == {"blocks are powers of two": 1, "N warps of N lanes are more than N threads": 1}
-    assert told(event).endswith(
+    assert message_of(event).endswith(
         "2 ruled out (1 blocks are powers of two; 1 N warps of N lanes are more than N threads)"
     )
 
