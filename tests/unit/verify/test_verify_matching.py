@@ -34,9 +34,7 @@ OFTEN = {
     "tensor ranks in a pipeline": (2, 4, 2, "tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}"),
     "usp": (1, 4, 1, SHARED % (4, "usp")),
     "dsp": (2, 2, 1, SHARED % (2, "dsp")),
-    "hybrid shards": (1, 4, 4, f"{ALONE}, data: {{zero: 3, shard: 2}}"),
     "zero 2": (1, 2, 2, f"{ALONE}, data: {{zero: 2}}"),
-    "tensor in two dimensions": (1, 4, 1, "tensor: {shape: [2, 2]}, sequence: 1, pipeline: 1"),
     "weipipe": (2, 2, 2, IN_TURN % "weipipe"),
 }
 """Name → layers, devices, sequences of a step, section ``parallel``."""
@@ -50,6 +48,8 @@ LONGER: dict[str, dict[str, tuple[int, int, int, str]]] = {
         "ulysses": (1, 2, 1, SHARED % (2, "ulysses")),
         "ring": (1, 2, 1, SHARED % (2, "ring")),
         "zero 1": (1, 2, 2, f"{ALONE}, data: {{zero: 1}}"),
+        "hybrid shards": (1, 4, 4, f"{ALONE}, data: {{zero: 3, shard: 2}}"),
+        "tensor in two dimensions": (1, 4, 1, "tensor: {shape: [2, 2]}, sequence: 1, pipeline: 1"),
     },
     "four stages": {name: (8, 4, 4, STAGES % ("1", "1", 4, name, 0)) for name in (*SCHEDULES, *WEIPIPES)},
     "stages of shards": {
