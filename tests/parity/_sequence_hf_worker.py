@@ -231,7 +231,7 @@ def check_gradients(case: Case, plan: Plan, ranks: Ranks, prepared: Prepared) ->
     if case.cp > 1 and (case.tp, case.pp) == (1, 1):
         sent = torch.tensor(sum(one.sent_bytes for one in counter.snapshot(described=SEQUENCE).values()))
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
-        job = SimpleNamespace(model=plan.model, sequence_length=LENGTH, compute_bytes=8, perturbed=0.0)
+        job = SimpleNamespace(model=plan.model, sequence_length=LENGTH, compute_bytes=8, perturbed=0.0, backward=True)
         assert int(sent) == sequence_bytes(cast(Any, job), plan.layout), (case, int(sent))
     for name, parameter in trained_parameters(prepared.model).items():
         whole = reference(case.model, case.documents)["grads"][name]
