@@ -528,14 +528,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT289",
         "A setting that the job does not read",
-        "An evaluation has no optimizer, no checkpoints and nothing frozen: a setting of these would have no effect.",
+        "An evaluation has no optimizer and nothing frozen, and saves its sums by itself: no setting would act.",
         BASE + "job: evaluate\noptimizer: {lr: 1e-3}\n",
         BASE + "job: evaluate\n",
     ),
     Rule(
         "PT290",
-        "A layout that the job does not have",
-        "An evaluation only goes forward: nothing is saved for a backward pass, recomputed or offloaded.",
+        "A value that the job does not have",
+        "An evaluation only goes forward, in partool: nothing is saved for a backward pass, recomputed or offloaded.",
         BASE + "job: evaluate\nparallel: {recompute: full}\n",
         BASE + "job: evaluate\nparallel: {recompute: none}\n",
     ),

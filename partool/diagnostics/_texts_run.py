@@ -193,7 +193,8 @@ RULES: tuple[Rule, ...] = (
     command_rule(
         "PT611",
         "A checkpoint is damaged",
-        "Its files do not match the sizes and checksums in its manifest. The error names an intact checkpoint.",
+        "Its files do not match the sizes and checksums in its manifest; the error names an intact checkpoint. That of "
+        "an evaluation is a small file of sums, which cannot be read.",
         "partool launch --resume last",
         "partool launch --resume last --step 200",
     ),
@@ -244,8 +245,8 @@ RULES: tuple[Rule, ...] = (
     ),
     command_rule(
         "PT616",
-        "The data is not what the checkpoint was trained on",
-        "Going on would silently lose or repeat samples.",
+        "The checkpoint is of other data, or of another evaluation",
+        "Going on would silently lose or repeat samples, or mix the losses of two models in one mean.",
         "partool launch --resume last --set training.seed=2",
         "partool launch --resume last",
     ),

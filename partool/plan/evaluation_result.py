@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from partool.plan.record import Count, DamagedRecordError, Noted, Number, damage, parse_json
 
 EVALUATION_FILE = "evaluation.json"
+_LARGEST = math.log(1e30)
 
 
 class EvaluationResult(Noted):
@@ -17,6 +19,14 @@ class EvaluationResult(Noted):
     loss: Number | None
     """Nats per token; None if it is not finite."""
     perplexity: Number | None
+    """Exponential of the loss; None if it is not finite, or beyond 1e30."""
+
+    @classmethod
+    def of(cls, steps: int, tokens: int, loss: float) -> EvaluationResult:
+        """Return the result for a mean loss, which may be infinite or NaN."""
+        finite = loss if math.isfinite(loss) else None
+        perplexity = None if finite is None or finite > _LARGEST else math.exp(finite)
+        return cls(steps=steps, tokens=tokens, loss=finite, perplexity=perplexity)
 
     def __str__(self) -> str:
         """Return the result as a sentence without an end."""
@@ -24,7 +34,7 @@ class EvaluationResult(Noted):
             "the loss is not finite"
             if self.loss is None
             else f"loss {self.loss:.6f} nats per token, perplexity "
-            + ("beyond the largest number" if self.perplexity is None else f"{self.perplexity:,.4f}")
+            + ("above 1e30" if self.perplexity is None else f"{self.perplexity:,.4f}")
         )
         return f"{figures}, over {self.tokens:,} tokens"
 

@@ -199,13 +199,15 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
     from partool.planner.explain import candidates, comparison, errors, reasons
-    from partool.planner.totals import once, totals
+    from partool.planner.totals import time_of_one_reading, totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
     fewer = candidates.fewer_devices(solution.problem)
     alternatives = comparison.alternatives(solution, best, fewer)
-    predicted = best.time if solution.problem.job.backward else once(solution.problem, best.time, resolved.data)
+    predicted = best.time
+    if not solution.problem.job.backward:
+        predicted = time_of_one_reading(solution.problem, best.time, resolved.data)
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     return {
         "prediction": Prediction(

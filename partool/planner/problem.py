@@ -139,8 +139,8 @@ class Problem:
         """The kind of job that the plan is for."""
         return JOBS[self.spec.job]
 
-    def who_asks(self, path: str) -> str:
-        """Return who settles the field of ``parallel`` at ``path``, as the end of a sentence."""
+    def why_fixed(self, path: str) -> str:
+        """Return why the field of ``parallel`` at ``path`` is not open, as the end of a sentence."""
         return f"job: {self.job.name} has no other" if path in self.job.settled else "the spec asks for it"
 
     @property

@@ -16,7 +16,7 @@ from partool.work.training import MASTER_BYTES
 
 
 def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpec, saved_bytes: int) -> Totals:
-    """Return the figures of the training of a layout.
+    """Return the figures of a layout's whole training, or of another job.
 
     ``data`` is the spec's section with absolute paths, ``saved_bytes`` the part of a checkpoint that a rank writes.
     """
@@ -29,11 +29,11 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
     moment = 2 if in_bf16 else master
     frozen = spec.model.frozen
-    written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment)
+    written = 0
     if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
         written = saved_bytes * layout.mesh.world_size
-    if not problem.job.backward:
-        written = 0
+    elif problem.job.backward:
+        written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment)
     figures = Totals(
         trained_tokens=trained,
         data_tokens=data_tokens,
@@ -45,7 +45,7 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     return figures.priced(time.device_hours)
 
 
-def once(problem: Problem, time: TimePrediction, data: DataSpec) -> TimePrediction:
+def time_of_one_reading(problem: Problem, time: TimePrediction, data: DataSpec) -> TimePrediction:
     """Return the time of a job that reads its data once and ends, where the number of their tokens is known."""
     training = problem.spec.training
     tokens, _ = _data_tokens(data, trains=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import layouts  # noqa: F401 - a helper of the models, which is no part of what users allow
 from _ranks import forget_meshes
 from _trainer_worker import StopAt
 

@@ -71,6 +71,13 @@ class Odd(nn.Module):
         return self.norm(x) @ self.embed.weight.T
 
 
+class Dropped(Odd):
+    """The same with dropout, which only training has."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(tokens), 0.4, self.training)
+
+
 class Tied(Odd):
     """Layers that share a matrix, a vector and a module; one has no parameter of its own, one shares with the root."""
 
@@ -89,6 +96,7 @@ class Tied(Odd):
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("Odd", {}),
     "bytes": ("Odd", {"vocab": 257, "layers": 2}),
+    "dropped": ("Dropped", {"vocab": 257, "layers": 2}),
     "tied": ("Tied", {}),
 }
 """Class and keywords of each model."""

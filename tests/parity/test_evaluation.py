@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import pytest
 import torch
 from _evaluation_worker import evaluate_plan
 from _jobs import Jobs
+from _own_models import own_model, own_plan, write_own
 from _ranks import Pools
 from _tensor_plans import LENGTH, tensor_plan
 from torch.nn import functional
 
+from partool.cost.training.traffic import traffic_bytes
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.planner.elastic import job_of_plan
+from partool.spec.model import Weights
 from partool_runtime.data import open_data
-from partool_runtime.model import Decoder
 from partool_runtime.weights import build, fill, materialise
 
 TEXT = "".join(f"{number * number} is the square of {number}; " for number in range(57))
@@ -31,6 +35,8 @@ LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "tensor": (TENSOR, {}),
     "tensor, sharded norms": (TENSOR, {"sequence_norms": True}),
     "pipeline": (PIPELINE, {"stages": ((0, 1), (1, 4)), "schedule": "gpipe"}),
+    "ring": (Mesh(cp=2), {"sequence_method": "ring", "settings": {"zero": 3}}),
+    "experts": (DATA, {"expert": 2, "model": {"moe": {"experts": 4, "top_k": 2, "ffn_hidden": 11}}}),
 }
 
 
@@ -47,10 +53,14 @@ def with_steps(plan: Plan, steps: int) -> Plan:
 
 def alone(plan: Plan) -> tuple[float, int, int]:
     """Return the mean loss, tokens and sequences of one process, from the logits of one sequence after the other."""
-    model = build(plan.model).to(torch.float64)
-    materialise(model, "cpu")
-    fill(model, plan.weights, seed=plan.training.seed)
-    assert isinstance(model, Decoder)
+    logits_of: Callable[[torch.Tensor], torch.Tensor]
+    if plan.module is not None:
+        logits_of = own_model("dropped").eval()
+    else:
+        model = build(plan.model).to(torch.float64)
+        materialise(model, "cpu")
+        fill(model, plan.weights, seed=plan.training.seed)
+        logits_of = model.logits
     total, tokens, sequences = 0.0, 0, 0
     with open_data(plan, dp_rank=0, dp_size=1, barrier=lambda: None) as data, torch.no_grad():
         samples = data._validation if plan.data.validation else data._train
@@ -58,7 +68,7 @@ def alone(plan: Plan) -> tuple[float, int, int]:
             row = torch.from_numpy(samples.row(number).astype("int64"))
             inputs, labels = row[None, :-1].clamp(min=0), row[1:]
             seen = labels >= 0
-            logits = model.logits(inputs)[0, seen]
+            logits = logits_of(inputs)[0, seen]
             total += float(functional.cross_entropy(logits, labels[seen], reduction="sum"))
             tokens, sequences = tokens + int(seen.sum()), sequences + 1
     return total / tokens, tokens, sequences
@@ -79,7 +89,14 @@ def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Jobs, d
     jobs.train("stopped", plans["ZeRO-3"], run="broken", stop_at=2)
     jobs.train("rest", plans["tensor"], run="broken", resume=True)
     jobs.train("other data", held_out, run="broken", resume=True)
+    other = plans["one rank"].model_copy(update={"weights": Weights(source="dummy")})
+    jobs.train("other weights", other, run="broken", resume=True)
     jobs.train("other steps", with_steps(plans["one rank"], 3), run="broken", resume=True)
+    write_own("dropped", folder)
+    weights = Weights(source="hf", path=str(folder / "dropped"))
+    own = own_plan(plans["one rank"], "dropped", DATA, zero=3, micro_batch=3, accumulation=2)
+    plans["dropout"] = own.model_copy(update={"weights": weights})
+    jobs.train("dropout", plans["dropout"], run="dropout")
     few = plans["few"] = with_steps(plans["one rank"], 2)
     jobs.train("few", few, run="few")
     return jobs, plans
@@ -93,9 +110,10 @@ def result(jobs: Jobs, run: str) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_every_layout_gives_the_loss_of_one_process(ran: tuple[Jobs, dict[str, Plan]]) -> None:
     jobs, plans = ran
-    loss, tokens, sequences = alone(plans["one rank"])
-    assert sequences % 12, "the last batch is to be filled up"
+    reference, of_experts = alone(plans["one rank"]), alone(plans["experts"])
+    assert reference[2] % 12, "the last batch is to be filled up"
     for name in LAYOUTS:
+        loss, tokens, sequences = of_experts if name == "experts" else reference
         ranks = plans[name].layout.mesh.world_size
         assert [jobs.ended(name, rank) for rank in range(ranks)] == ["done"] * ranks
         figures = result(jobs, name)
@@ -105,6 +123,24 @@ def test_every_layout_gives_the_loss_of_one_process(ran: tuple[Jobs, dict[str, P
         assert figures["steps"] == math.ceil(sequences / 12)
         (event,) = jobs.events(name, "validation")
         assert event["loss"] == pytest.approx(loss, rel=1e-12)
+
+
+def test_nothing_is_dropped(ran: tuple[Jobs, dict[str, Plan]]) -> None:
+    jobs, plans = ran
+    assert jobs.ended("dropout") == "done"
+    assert result(jobs, "dropout")["loss"] == pytest.approx(alone(plans["dropout"])[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-3", "ring"])
+def test_ranks_send_what_is_planned(ran: tuple[Jobs, dict[str, Plan]], name: str) -> None:
+    jobs, plans = ran
+    (summary,) = (event for event in jobs.events(name, "summary") if event["scope"] == "rank")
+    planned = traffic_bytes(job_of_plan(plans[name], plans[name].devices), plans[name].layout)
+    for term in ("parameter_gather", "sequence"):
+        measured = summary["measures"]["traffic"].get(term, {"value": 0.0})["value"]
+        assert measured == pytest.approx(planned[term], rel=0.01), term  # odd rows are padded
+    assert planned["parameter_gather"] > 0
+    assert planned["gradient_sync"] == 0
 
 
 def test_held_out_data_are_evaluated_alone(ran: tuple[Jobs, dict[str, Plan]]) -> None:
@@ -123,6 +159,7 @@ def test_a_stopped_evaluation_goes_on_in_another_layout(ran: tuple[Jobs, dict[st
     assert [event["resumed_from"] for event in jobs.events("broken", "start")][:2] == [0, 2]
     assert result(jobs, "broken")["loss"] == pytest.approx(result(jobs, "one rank")["loss"], rel=1e-12)
     assert "PT616" in jobs.ended("other data")
+    assert "PT616" in jobs.ended("other weights")
     assert "PT616" in jobs.ended("other steps")
     assert [path.name for path in (jobs.folder / "broken" / "checkpoints").iterdir()] == [
         f"step-{result(jobs, 'broken')['steps']:08d}"

@@ -93,7 +93,7 @@ def _early_loss(job: Workload, layouts: Layouts) -> tuple[Column, ...]:
     rows = np.where(tile > 0, np.minimum(tile, tokens), _chunk_rows(tokens, vocab, small))
     head, state = vocab * job.model.hidden, tokens * job.model.hidden * small
     many = (small == 2) & (np.ceil(tokens / rows) > WIDE_ABOVE)
-    kept = state + head * np.where(many | (job.precision == "fp16"), 4, small)
+    kept = job.backward * (state + head * np.where(many | (job.precision == "fp16"), 4, small))
     logits = rows * vocab * small
     within = np.where(layouts.tp > 1, 0.0, logits)  # tensor ranks exchange sums between the parts of the kernel
     return kept + logits, kept + state + head * small, head * small, 0.0 * head, within, 0.0 * head

@@ -51,7 +51,7 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
     narrowed = _narrowed(solution.problem, layout)
     text = f"Schedule {layout.pipeline.form}: ranks idle {idle:.1%} of the passes' time"
     if pinned:
-        yield f"{text}; {solution.problem.who_asks('pipeline.schedule')}."
+        yield f"{text}; {solution.problem.why_fixed('pipeline.schedule')}."
         yield from _uneven(solution, best)
     else:
         listed = ", ".join(

@@ -204,7 +204,7 @@ def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
 def _recompute(solution: Solution, best: Priced) -> str:
     text = recompute(best.layout)
     if solution.problem.spec.parallel.recompute != "auto":
-        return f"Recompute {text}: {solution.problem.who_asks('recompute')}."
+        return f"Recompute {text}: {solution.problem.why_fixed('recompute')}."
     if moves_weights(best.layout):
         return "Recompute full: WeiPipe keeps the inputs of stages only, and computes the rest again."
     if text == "none":

@@ -8,8 +8,8 @@ from typing import Any
 
 from partool.diagnostics.record import Diagnostic
 from partool.planner.problem import Problem
+from partool.spec._base import Section
 from partool.spec.parallel import ParallelSpec
-from partool.spec.spec import Spec
 
 
 def setting_at(parallel: ParallelSpec, path: str) -> Any:
@@ -29,9 +29,9 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     """Yield findings about settings that the job does not read, and about layouts that it does not have."""
     job, spec = problem.job, problem.spec
     for path in job.unread:
-        if _is_written(spec, path):
+        if written := _written(spec, tuple(path.split("."))):
             message = f"{path} has no meaning for job: {job.name}"
-            yield Diagnostic("PT289", message, path=tuple(path.split(".")), help="drop it, or write job: train")
+            yield Diagnostic("PT289", message, path=written, help="drop it, or write job: train")
     for field, value in job.settled.items():
         if (given := setting_at(spec.parallel, field)) != value:
             message = f"{field}: {given} is not for job: {job.name}, whose plans have {value}"
@@ -47,7 +47,11 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         yield Diagnostic("PT290", message, path=("engine",), help="drop engine, or write job: train")
 
 
-def _is_written(spec: Spec, path: str) -> bool:
-    """Return whether the user wrote the section or field at ``path``."""
-    section, _, name = path.partition(".")
-    return name in getattr(spec, section).model_fields_set if name else section in spec.model_fields_set
+def _written(section: Section, path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the path of the first field that the user wrote at ``path`` or below it; empty if there is none."""
+    names = path[:1] or tuple(sorted(section.model_fields_set))[:1]
+    if not names or names[0] not in section.model_fields_set:
+        return ()
+    value, rest = getattr(section, names[0]), path[1:]
+    below = _written(value, rest) if isinstance(value, Section) else ()
+    return (*names, *below) if below or not rest else ()

@@ -11,6 +11,7 @@ from partool_kernels import isa
 from partool_kernels.device import use_tables
 from partool_kernels.registry.tables import TableError
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.pulse import Pulse
 
 
 def configure_process(plan: Plan) -> None:
@@ -36,3 +37,13 @@ def configure_process(plan: Plan) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def watch_compiler(plan: Plan, pulse: Pulse) -> None:
+    """Tell ``pulse`` while the compiler works, if the plan compiles blocks."""
+    if plan.layout.compile == "none":
+        return
+    # Imported late: the compiler takes a second and 100 MiB in each rank, also where nothing is compiled.
+    from partool_runtime.torch_internals.compiling import watch_compilation
+
+    watch_compilation(pulse)

@@ -111,18 +111,20 @@ def test_the_search_finds_the_fastest_and_bounds_hold() -> None:
         safe = [priced.step_time_s for priced in every if priced.safe]
         both |= 0 < len(safe) < len(every)
         best = solve(problem).overall.best
-        assert (best is None) == (not safe)
-        if best is not None:
+        if safe:
+            assert best is not None
             assert best.step_time_s <= min(safe) * (1.0 + TIE)
+        else:  # where nothing fits, constraints are relaxed
+            assert best is None or best.problem.relaxed
     assert both, "some layouts are to fit, and some not"
 
 
 @pytest.mark.parametrize(
     ("sections", "code", "path"),
     [
-        ({"optimizer": {"lr": 1e-3}}, "PT289", ("optimizer",)),
-        ({"checkpoint": {"keep": 2}}, "PT289", ("checkpoint",)),
-        ({"training": {"validation": {"every": 5}}}, "PT289", ("training", "validation")),
+        ({"optimizer": {"lr": 1e-3}}, "PT289", ("optimizer", "lr")),
+        ({"checkpoint": {"keep": 2}}, "PT289", ("checkpoint", "keep")),
+        ({"training": {"validation": {"every": 5}}}, "PT289", ("training", "validation", "every")),
         ({"model": SMALL | {"frozen": ["embed.*"]}}, "PT289", ("model", "frozen")),
         ({"parallel": {"recompute": "full"}}, "PT290", ("parallel", "recompute")),
         ({"parallel": {"offload": {"optimizer": "cpu"}}}, "PT290", ("parallel", "offload", "optimizer")),

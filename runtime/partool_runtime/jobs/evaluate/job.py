@@ -14,7 +14,7 @@ from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
 from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.jobs.evaluate.sums import LossSums, load_sums
 from partool_runtime.jobs.losses import loss_over
-from partool_runtime.jobs.process import configure_process
+from partool_runtime.jobs.process import configure_process, watch_compiler
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.preparation import Prepared, prepare
@@ -60,11 +60,7 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
         prepared.passes.close()
         prepared.memory.close()
         if ranks.rank == 0 and not stopped:
-            sums.report(run_dir)
-            print(
-                f"loss {sums.loss:.6f} nats per token, perplexity {sums.perplexity:.4f}, over "
-                f"{sums.tokens:,} tokens of {data.evaluated_sequences:,} sequences"
-            )
+            print(f"{sums.report(run_dir)} of {data.evaluated_sequences:,} sequences")
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all data evaluated")
     close_ranks(ranks)
     if stopped:
@@ -72,16 +68,14 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
 
 
 def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Prepared:
-    """Return this rank's part of the model with its weights, and passes without gradients and dropout."""
-    pulse.enter("preparing")
-    if plan.layout.compile != "none":
-        # Imported late: the compiler takes a second and 100 MiB in each rank, also where nothing is compiled.
-        from partool_runtime.torch_internals.compiling import watch_compilation
+    """Return this rank's part of the model with its weights, of which none needs a gradient.
 
-        watch_compilation(pulse)
+    Models drop nothing where gradients are off (:meth:`partool_runtime.usermodel.model.ModuleDecoder.logits`).
+    """
+    pulse.enter("preparing")
+    watch_compiler(plan, pulse)
     prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
     for root in prepared.model.roots():
-        root.eval()
         root.requires_grad_(False)
     pulse.enter("loading")
     for note in fill(prepared.model, plan.weights, seed=plan.training.seed):

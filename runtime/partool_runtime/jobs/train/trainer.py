@@ -15,7 +15,7 @@ from partool_runtime.checkpoint import open_arena
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
 from partool_runtime.fused.self_check import with_working_parts
-from partool_runtime.jobs.process import configure_process
+from partool_runtime.jobs.process import configure_process, watch_compiler
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
@@ -55,11 +55,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         for note in data.notes:
             recorder.warning(note)
         pulse.enter("preparing")
-        if plan.layout.compile != "none":
-            # Imported late: the compiler takes a second and 100 MiB in each rank, also where nothing is compiled.
-            from partool_runtime.torch_internals.compiling import watch_compilation
-
-            watch_compilation(pulse)
+        watch_compiler(plan, pulse)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
         stepper, saver, first = _open(
             plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume, pulse=pulse
