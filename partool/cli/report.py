@@ -50,7 +50,7 @@ def command(
     if html is not None:
         from partool.report.html_run import render_run_html
 
-        shown = render_run_html(plan, stored.id, summary, comparison, note, status=status, loads=loads)
+        shown = render_run_html(plan, stored.id, summary, comparison, note, status=status, loads=loads, result=result)
         write_or_exit(shown, html)
     if timeline is not None and comparison is not None:
         write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
@@ -70,9 +70,7 @@ def command(
     from partool.report.run import render_run
 
     with printing() as console:
-        if result is not None:
-            console.print(f"{stored.id}: {result}", highlight=False)
-        render_run(stored.id, summary, comparison, note, console, status=status, loads=loads)
+        render_run(stored.id, summary, comparison, note, console, status=status, loads=loads, result=result)
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from partool.plan.run import RunStatus
+from partool.plan.evaluation_result import EvaluationResult
 from partool.plan.types import Plan
 from partool.report.executed import Comparison
 from partool.report.experts import ExpertLoad, load_table, load_title, shares
@@ -45,8 +46,9 @@ def render_run_html(
     *,
     status: RunStatus | None = None,
     loads: Sequence[ExpertLoad] = (),
+    result: EvaluationResult | None = None,
 ) -> str:
-    """Return the page of a run, with the ``loads`` of its experts.
+    """Return the page of a run, with the ``loads`` of its experts, or of an evaluation with its ``result``.
 
     ``note`` says why the page has no timeline; ``status`` is None if this machine does not know it.
     """
@@ -55,6 +57,7 @@ def render_run_html(
         plan=plan,
         run=run,
         state=state_words(status),
+        result=str(result) if result is not None else "",
         no_terms=no_terms(status),
         stale_terms=stale_terms(status),
         slow_words=slow_words(summary),

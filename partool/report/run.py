@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from partool.plan.evaluation_result import EvaluationResult
 from partool.plan.record import Count, DamagedRecordError, Noted, Number, damage, parse_json
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
@@ -128,13 +129,16 @@ def render_run(
     *,
     status: RunStatus | None = None,
     loads: Sequence[ExpertLoad] = (),
+    result: EvaluationResult | None = None,
 ) -> None:
-    """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline.
+    """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline; of an evaluation its ``result``.
 
     ``note`` says why there is no timeline; ``status`` is None if this machine does not know it.
     """
     words = state_words(status)
     console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))
+    if result is not None:
+        console.print(Text(str(result)))
     if summary is None:
         console.print(Text(f"No terms: {no_terms(status)}."))
     else:

@@ -40,6 +40,12 @@ def test_the_result_is_shown(evaluated: Path, command: str, capsys: pytest.Captu
     assert "loss 2.500000 nats per token, perplexity 12.1825, over 1,234 tokens" in " ".join(text.split())
 
 
+def test_the_page_of_a_run_has_the_result(evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "run.html"
+    said(capsys, "report", "tiny", "--html", str(page))
+    assert "<p>loss 2.500000 nats per token, perplexity 12.1825, over 1,234 tokens</p>" in page.read_text()
+
+
 def test_a_loss_that_is_not_finite_is_told(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (evaluated / "evaluation.json").write_text(json.dumps(RESULT | {"loss": None, "perplexity": None}))
     assert "the loss is not finite, over 1,234 tokens" in said(capsys, "status", "tiny")[1]
