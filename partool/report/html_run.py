@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from partool.plan.run import RunStatus
 from partool.plan.evaluation_result import EvaluationResult
+from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.executed import Comparison
 from partool.report.experts import ExpertLoad, load_table, load_title, shares
