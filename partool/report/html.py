@@ -19,6 +19,7 @@ from partool.report.tables import plan_summary
 from partool.report.units import amount, gib, in_order, probability, seconds
 from partool.report.verification import correction, summary, terms
 from partool.spec.numbers import duration
+from partool.strategies.jobs import JOBS
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
@@ -53,7 +54,7 @@ class RankBar:
 
 def render_html(plan: Plan, source: Sequence[str] | None = None) -> str:
     """Return the page; ``source`` are the words that name the plan for ``partool launch``, see ``render_plan``."""
-    return page("report.html.jinja", plan=plan, **_content(plan, source))
+    return page("report.html.jinja", plan=plan, job=JOBS[plan.job].title, **_content(plan, source))
 
 
 def page(template: str, **content: Any) -> str:

@@ -83,7 +83,6 @@ def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Pre
     post_load(prepared.model)
     on_device = (p for p in prepared.model.parameters() if local(p).device == ranks.device)
     recorder.note_memory("parameters", local_bytes(on_device))
-    recorder.probe_memory("gathered", prepared.gathered_bytes)
     return prepared
 
 
