@@ -131,14 +131,15 @@ def test_nothing_is_dropped(ran: tuple[Jobs, dict[str, Plan]]) -> None:
     assert result(jobs, "dropout")["loss"] == pytest.approx(alone(plans["dropout"])[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-3", "ring"])
+@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-3", "ring", "experts"])
 def test_ranks_send_what_is_planned(ran: tuple[Jobs, dict[str, Plan]], name: str) -> None:
     jobs, plans = ran
     (summary,) = (event for event in jobs.events(name, "summary") if event["scope"] == "rank")
     planned = traffic_bytes(job_of_plan(plans[name], plans[name].devices), plans[name].layout)
-    for term in ("parameter_gather", "sequence"):
+    # Odd rows are padded, and which expert a token takes is drawn.
+    for term, error in (("parameter_gather", 0.01), ("sequence", 0.01), ("expert", 0.05)):
         measured = summary["measures"]["traffic"].get(term, {"value": 0.0})["value"]
-        assert measured == pytest.approx(planned[term], rel=0.01), term  # odd rows are padded
+        assert measured == pytest.approx(planned[term], rel=error), term
     assert planned["parameter_gather"] > 0
     assert planned["gradient_sync"] == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import TIE, Priced, bounds_s, room
 from partool.planner.search.solve import solve
+from partool.planner.search.tiers import is_small
+from partool.planner.stopping import forecast
 from partool.report.timeline import planned as planned_timeline
 from partool.report.timeline import predicted_times
 from partool.schedule import span_s
@@ -210,3 +213,42 @@ def test_a_pipeline_waits_for_no_gradients() -> None:
     assert sum(terms_s[name] for name in PASSES) == pytest.approx(span_s(schedule, times))
     assert planned_timeline(plan, 10_000).span_s == pytest.approx(span_s(schedule, times))
     assert span_s(schedule, times) < span_s(schedule_of(plan.layout), times)
+
+
+def test_half_of_a_trainings_traffic_goes_forward() -> None:
+    def sent(job: str, **parallel: Any) -> dict[str, int]:
+        layout = {**ALIKE, "data": {"zero": 0}, "micro_batch": 1, "recompute": "none", **parallel}
+        sizes = {"global_batch": 16, "sequence_length": 64}
+        plan = plan_of(job, model=SMALL | {"layers": 4, "heads": 4}, hardware=H100, parallel=layout, training=sizes)
+        return plan.prediction.time.traffic_bytes
+
+    stages = {"pipeline": {"stages": 4, "schedule": "gpipe"}}
+    assert 2 * sent("evaluate", **stages)["pipeline"] == sent("train", **stages)["pipeline"] > 0
+    shares = sent("evaluate", tensor=2)["tensor"] / sent("train", tensor=2)["tensor"]
+    assert shares == pytest.approx(0.5, abs=0.05)
+
+
+def test_data_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("0123456789" * 200)
+    sections = {"data": str(tmp_path), "training": {"global_batch": 4, "sequence_length": 64, "steps": 1000}}
+    prediction = plan_of(**sections).prediction
+    assert prediction.totals is not None
+    tokens = prediction.totals.data_tokens
+    assert tokens is not None
+    assert 1900 < tokens < 2100
+    assert prediction.totals.trained_tokens == tokens
+    assert prediction.time.total_s == pytest.approx(math.ceil(tokens / 256) * prediction.time.step_time_s)
+
+
+def test_a_model_is_small_if_its_weights_are() -> None:
+    def problem(job: str) -> Problem:
+        document = {"job": job, "model": {"preset": "llama3-70b"}, "hardware": H100}
+        return random_problems.problem_of(document)
+
+    assert is_small(problem("evaluate"))
+    assert not is_small(problem("train"))
+
+
+def test_what_a_stop_loses_are_steps_of_the_log() -> None:
+    expected = forecast(plan_of(training={"log_every": 7}))
+    assert (expected.saves, expected.loss) == (True, "up to 7 steps")

@@ -132,6 +132,7 @@ class PipelinePasses:
                 total += self._engine.evaluate(together)
                 together = []
         if together:
+            self._timed_actions.clear()
             total += self._engine.evaluate(together)
         return total
 

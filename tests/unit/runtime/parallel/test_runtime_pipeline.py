@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from partool_runtime import deferral
 from partool_runtime.model.loss import loss
 from partool_runtime.parallel.pipeline import wires
 from partool_runtime.parallel.pipeline.handover import unfinished
+from partool_runtime.parallel.pipeline.passes import PipelinePasses
 from partool_runtime.parallel.pipeline.program import Arrival, compile_program, halved, until
 from partool_runtime.parallel.pipeline.types import Boundary, split_linears
 from partool_runtime.parallel.pipeline.wires import TransferError, _Buffers, connected
@@ -209,3 +212,20 @@ def test_a_wait_asks_without_pause_only_at_first(monkeypatch) -> None:
     monkeypatch.setattr(Work, "is_completed", lambda self: bool(now_s.__setitem__(0, now_s[0] + 1e-5)))
     with pytest.raises(TransferError, match="nothing moved for 1 s"):
         wire._poll(Work(), now_s[0], Action("RECV_F", 0, 0), 1)
+
+
+def test_evaluations_keep_no_times_of_earlier_batches() -> None:
+    engine = SimpleNamespace(schedule=SimpleNamespace(micro_batches=2), watch=None)
+
+    def evaluate(together: list[object]) -> torch.Tensor:
+        for micro in together:
+            engine.watch(micro)
+        return torch.tensor(float(len(together)))
+
+    engine.evaluate = evaluate
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+    none: Any = None
+    passes = PipelinePasses(cast(Any, engine), none, none, ranks, tied=None, tensor=None, report=none)
+    total = passes.evaluate(cast(Any, [object() for _ in range(9)]), lambda: False)
+    assert total == 9.0
+    assert len(passes._timed_actions) <= 2
