@@ -75,6 +75,7 @@ def accelerator(
     devices = Devices(
         accelerator=name,
         architecture=entry["kernel_limits"]["architecture"],
+        measured_as="" if spec.slice else entry.get("measured_as", ""),
         slice=spec.slice or "",
         backend=entry["backend"],
         nodes=spec.nodes,

@@ -110,6 +110,9 @@ class Devices(Section):
     """Catalog name, or ``cpu``."""
     architecture: str = ""
     """Instruction set that kernels are compiled for (``sm_90``, ``gfx950``); empty for a CPU, or if not known."""
+    measured_as: str = ""
+    """Catalog name of the device whose measured kernels price this one's, scaled by the ratio of both devices' rates;
+    empty if there is none (:mod:`partool.catalog.silicon`)."""
     slice: str = ""
     """MIG profile of the slice that each rank has; empty for a whole device."""
     backend: Backend
@@ -179,7 +182,7 @@ class Devices(Section):
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize devices without a slice, or without figures that few have, as before these fields existed."""
         fields: dict[str, Any] = dump(self)
-        for name in ("slice", "product_element_s", "attention_by_length", "fresh_bytes_per_s"):
+        for name in ("slice", "measured_as", "product_element_s", "attention_by_length", "fresh_bytes_per_s"):
             if not getattr(self, name):
                 fields.pop(name, None)
         return fields

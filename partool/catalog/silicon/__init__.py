@@ -1,0 +1,1 @@
+"""Times of kernels and collectives that others measured on devices, distilled into grids."""
