@@ -105,7 +105,8 @@ def _deferred_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_fligh
     Logits that are held whole last until their backward pass, with a fused kernel in the compute type: the gradient
     overwrites them, and is scaled into a new tensor. Otherwise the log-softmax lasts, and two gradients of its size
     exist with it at once. In parts, the backward pass computes the logits again: the gradient of a part exists together
-    with that of the part before, and the head's gradient is summed in a wide type and then cast.
+    with that of the part before, or the part's share of the head's gradient exists together with the sum of these
+    shares in a wide type.
     """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     vocab, logits, at_once = _logits(job, layouts, stack)
@@ -116,7 +117,7 @@ def _deferred_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_fligh
     narrow = small if small != wide else 0
     kept = in_flight * each * logits
     one = at_once * (each * (1.0 if fused else stack.logit_wide) + small) + head * wide + state
-    last = np.maximum(one, head * (wide + narrow) + state)
+    last = np.maximum(one, at_once * small + head * (wide + small) + state)
     forward = np.where(in_parts, at_once * each * (1.0 if fused else 2.0), kept + (0.0 if fused else each * logits))
     backward = np.where(in_parts, last, kept + more * each * logits)
     freed = np.where(in_parts | fused, 0.0, narrow * at_once)

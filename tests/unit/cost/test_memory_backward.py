@@ -202,6 +202,8 @@ LOSSES: dict[str, LossCase] = {
     "in chunks": LossCase(tokens=4096, vocab=32768),
     "deferred, in chunks": LossCase(fused=True, schedule="gpipe", tokens=4096, vocab=32768),
     "in tiles": LossCase(tile=512),
+    "in small tiles": LossCase(tile=128, fused=True, schedule="gpipe"),
+    "wide, in small tiles": LossCase("fp32", tile=200),
     "deferred, in tiles": LossCase(tile=512, fused=True, schedule="gpipe"),
     "wide, in tiles": LossCase("fp32", tile=512),
     "wide": LossCase("fp32"),
@@ -210,7 +212,9 @@ LOSSES: dict[str, LossCase] = {
 }
 
 
-@pytest.mark.parametrize("case", named(LOSSES, ("of torch's operators", "early", "early, in tiles", "deferred")))
+@pytest.mark.parametrize(
+    "case", named(LOSSES, ("of torch's operators", "early", "early, in tiles", "deferred", "in small tiles"))
+)
 def test_a_loss_holds_what_the_equations_say(case: LossCase) -> None:
     """At most in the forward pass, after it, at most in the backward pass, and after that the head's gradient."""
     dtype, kernels = COMPUTE_DTYPE[case.precision], LossKernels("auto", not case.schedule, case.vocab)
