@@ -14,6 +14,8 @@ from thinned import thin
 
 pytest_plugins = ["processes"]
 LONGEST = (
+    "test_verify_matching.py", "test_verify_plan.py", "test_dry_terms.py", "test_dry.py", "test_planner_tiers.py",
+    "test_host_kernels_builds.py", "test_graph_windows.py",
     "test_slurm_cluster.py", "test_sequence_compiled.py", "test_offload.py", "test_kill_resume.py",
     "test_sequence_trainer.py", "test_pipeline_trainer.py", "test_experts.py", "test_agent_nodes.py",
     "test_tensor_trainer.py", "test_agent_signals.py", "test_model_code.py", "test_dry_collectives.py",
