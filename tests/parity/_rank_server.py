@@ -98,8 +98,9 @@ def _prepare() -> None:
 
 
 _LATER = (
-    "numpy.ma", "partool_kernels.registry.aiter", "partool_kernels.registry.aiter_csv", "partool_kernels.registry.extra",
-    "partool_kernels.registry.vllm", "torch._subclasses.schema_check_mode", "torch.utils.serialization",
+    "numpy.ma", "partool_kernels.registry.aiter", "partool_kernels.registry.aiter_csv",
+    "partool_kernels.registry.extra", "partool_kernels.registry.vllm", "torch._subclasses.schema_check_mode",
+    "torch.utils.serialization",
 )  # fmt: skip
 """Modules that a run imports within functions."""
 
