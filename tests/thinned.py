@@ -36,7 +36,6 @@ THINNED: dict[str, int] = {
     "unit/project/test_api.py::test_names_are_functions_whatever_was_imported_before": 2,
     "unit/launch/test_deploy.py::test_the_action_passes_good_specs": 0,
     "unit/launch/test_slices.py::test_kubernetes_is_asked_for_the_profiles_resource": 2,
-    "unit/render/test_render_k8s_text.py::test_hostile_text_is_refused_or_kept": 3,
     "unit/report/test_report_html.py::test_every_kind_of_schedule_is_drawn": 2,
     "unit/planner/test_planner_allocator.py::test_the_allocators_setting": 2,
     "unit/planner/test_planner_bounds.py::test_the_winner_is_the_best_of_all_layouts": 3,
