@@ -11,17 +11,15 @@ from partool.work.stacks import STACKS, Stack, own_stack, sending_once
 
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
-_OLD = (
-    "vtrain",
-    "sc21",
-    "sc'21",
-    "bigscience",
-    "bloom",
-    "korthikanti",
-    "mt-nlg",
-    "megatron-deepspeed",
-    "reducing activation",
-)
+_OLD = ("vtrain", "sc21", "sc'21", "korthikanti", "reducing activation")
+_MEGATRON_DEEPSPEED = r"megatron[-_ +/&]*deepspeed|deepspeed[-_ +/&]*megatron|bigscience|bloom\b|mt-?nlg"
+"""Runs of Megatron's layers under DeepSpeed's engine, its pipeline and its ZeRO (BLOOM, arXiv 2211.05100, section 3.2;
+MT-NLG, arXiv 2201.11990, section 3.1)."""
+_FLASH_YEAR = 2023
+"""First year in which trainers of Megatron's family had flash attention and shared norms among tensor ranks; before,
+attention was unfused (Korthikanti et al., arXiv 2205.05198, and Dao et al., arXiv 2205.14135, are of May 2022)."""
+UNFUSED = "+unfused"
+"""Suffix of the name of a code base from before flash attention."""
 _MEGATRON = (
     "megatron",
     "nemo",
@@ -113,6 +111,8 @@ def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stac
         return STACKS["fsdp2" if eager else "fsdp2-compiled"]
     if "nanotron" in source or "picotron" in source:
         return STACKS["nanotron"]
+    if re.search(_MEGATRON_DEEPSPEED, source) and "vtrain" not in source:
+        return _megatron_deepspeed(text, zero, year)
     if any(part in source for part in _OLD):
         return STACKS["deepspeed-2021" if "zero-3" in zero else "megatron-2021"]
     if any(part in source for part in _MEGATRON):
@@ -127,3 +127,15 @@ def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stac
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
     return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
+
+
+def _megatron_deepspeed(text: str, zero: str, year: int) -> Stack:
+    """Return the code base of a run of Megatron's layers, whose engine was DeepSpeed unless the row says otherwise."""
+    if "megatron only" in text:
+        return STACKS["megatron-2021" if year < _FLASH_YEAR else "megatron"]
+    if year >= _FLASH_YEAR:
+        return STACKS["deepspeed" if "zero-3" in zero else "deepspeed-pipeline"]
+    if "zero-3" in zero:
+        return STACKS["deepspeed-2021"]
+    stack = STACKS["deepspeed-pipeline"]
+    return replace(stack, name=stack.name + UNFUSED, attention="unfused", sequence_parallel=False)
