@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from partool.replay.cells import Cells
 from partool.strategies.engines import ENGINES
-from partool.work.stacks import STACKS, Stack, own_stack, sending_once
+from partool.work.stacks import STACKS, Stack, gathering_alone, own_stack, scaled_by, sending_once
 
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
@@ -32,6 +32,11 @@ _MEGATRON = (
     "modelzoo",
     "swiss",
 )
+_ASYNC_TP = r"async(?:hronous)?[- ]?(?:tp\b|tensor parallel)"
+_GATHERS_ALONE = r"kempnerforge|transformers|accelerate|axolotl|\bhf\b|hugging ?face"
+"""Trainers whose plan for tensor ranks has an entry per projection: KempnerForge (``kempnerforge/distributed/
+tensor_parallel.py``) and Hugging Face's ``base_model_tp_plan``."""
+_EIGHT_BITS = r"fp8|float8|\bf8\b"
 _JAX = r"\bjax\b|maxtext|\bpaxml|axlearn|levanter|\bxla\b|t5x"
 """Trainers that XLA compiles as a whole step."""
 
@@ -51,14 +56,8 @@ def compiled(cells: Cells) -> bool | None:
 
 def stack_of(cells: Cells) -> Stack:
     """Return the code base of a run: as the column ``stack`` says, else by names that appear in the row."""
-    source, text = cells.lower("source"), cells.everything
-    stack = _stated(cells) or _named(
-        source,
-        f"{text} {cells.lower('dtype')}",
-        cells.used("zero_or_fsdp"),
-        cells.count("year", 2024),
-        cells.count("pp", 1) > 1,
-    )
+    text = cells.everything
+    stack = _stated(cells) or _named(cells)
     if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
         stack = replace(stack, sequence_parallel=True)
     if cells.lower("sequence_parallel").startswith(("n", "false", "0")):
@@ -67,8 +66,12 @@ def stack_of(cells: Cells) -> Stack:
         stack = replace(stack, elementwise=1.2, derate=1.05)
     if stack.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
         stack = replace(stack, attention="unfused")  # flash attention needs Ampere or newer
-    if "async tp" in text:
+    if re.search(_ASYNC_TP, text):
         stack = replace(stack, overlap_tensor=0.5)
+    if stack.name.startswith("fsdp") and re.search(_GATHERS_ALONE, cells.lower("source")):
+        stack = gathering_alone(stack)
+    if stack.name.startswith("fsdp2"):
+        stack = _scaled(stack, f"{cells.lower('dtype')} {text}")
     if re.search(r"deep-?ep|hybrid-?ep", text):
         stack = sending_once(stack)
     if re.search(
@@ -98,7 +101,9 @@ def _stated(cells: Cells) -> Stack | None:
     return STACKS[name]
 
 
-def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stack:
+def _named(cells: Cells) -> Stack:
+    source, text = cells.lower("source"), f"{cells.everything} {cells.lower('dtype')}"
+    zero, year, pipeline = cells.used("zero_or_fsdp"), cells.count("year", 2024), cells.count("pp", 1) > 1
     if re.search(_JAX, f"{source} {text}"):
         return STACKS["jax"]
     if "torchtune" in source:
@@ -107,8 +112,7 @@ def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stac
         # Transformers' own trainer on weights of that type: no wide copies, heads of keys repeated, the whole loss.
         return replace(STACKS["torchtune"], name="torchtune+whole-loss")
     if "torchtitan" in source or "fsdp2" in text or "torchao" in source or "titan" in source:
-        eager = "no compile" in text or "compile" not in text
-        return STACKS["fsdp2" if eager else "fsdp2-compiled"]
+        return STACKS["fsdp2-compiled" if _torch_compiles(cells) else "fsdp2"]
     if "nanotron" in source or "picotron" in source:
         return STACKS["nanotron"]
     if re.search(_MEGATRON_DEEPSPEED, source) and "vtrain" not in source:
@@ -127,6 +131,28 @@ def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stac
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
     return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
+
+
+def _torch_compiles(cells: Cells) -> bool:
+    """Return True if a run of torchtitan or torchao was compiled: if it says so, or does what only the compiler does.
+
+    Asynchronous tensor parallelism is a pass of the compiler, and eight-bit training is slower than bf16 without it
+    (https://github.com/pytorch/torchtitan/blob/main/docs/float8.md), so that nobody publishes it.
+    """
+    if "compile" in cells.everything:
+        return "no compile" not in cells.everything
+    return bool(re.search(_ASYNC_TP, cells.everything) or re.search(_EIGHT_BITS, cells.lower("dtype")))
+
+
+def _scaled(stack: Stack, text: str) -> Stack:
+    """Return a torch code base with the recipe of eight-bit training that a row names."""
+    if re.search(r"row[- ]?wise", text):
+        stack = scaled_by(stack, "rowwise")
+    elif re.search(r"\bmx[- ]?fp8|\bmx[- ]?float8", text):
+        stack = scaled_by(stack, "mx")
+    if re.search(rf"(?:{_EIGHT_BITS})\d* (?:fsdp )?all-?gather", text):
+        stack = replace(stack, gather_bytes=1.0)
+    return stack
 
 
 def _megatron_deepspeed(text: str, zero: str, year: int) -> Stack:

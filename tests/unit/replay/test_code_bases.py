@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from partool.cost.training.predict import predict_time
 from partool.replay.cases import case_of
 from partool.replay.cells import Cells
 from partool.work.stacks import Stack
@@ -51,3 +54,66 @@ def test_megatrons_layers_under_deepspeed(source: str, notes: str, zero: str, ye
 def test_runs_of_that_time_recompute_layers_unless_they_say_otherwise() -> None:
     case = case_of(Cells({**BASE, **PIPED, "source": "BLOOM paper", "year": "2022", "recompute": ""}))
     assert {layout.recompute for _, layout in case.options} == {("full",) * 32}
+
+
+TENSOR = {"dp": "2", "tp": "4", "zero_or_fsdp": "FSDP2"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "off"])
+def test_a_cell_does_not_turn_off_what_another_cell_says(recompute: str) -> None:
+    """FSDP2 beside recomputation "none" is no run without FSDP2, which would be one of Megatron with tensor ranks."""
+    assert stack_of(**TENSOR, recompute=recompute, notes="TP 4").name == "fsdp2"
+    assert stack_of(**TENSOR, recompute=recompute, notes="torch.compile").name == "fsdp2-compiled"
+
+
+@pytest.mark.parametrize(
+    ("source", "notes", "dtype", "name"),
+    [
+        ("torchtitan docs", "async TP", "bf16", "fsdp2-compiled"), ("torchtitan docs", "", "float8", "fsdp2-compiled"),
+        ("torchtitan docs", "base differs from fp8", "bf16", "fsdp2"),
+        ("torchao docs", "no compile", "float8", "fsdp2"),
+    ],
+)  # fmt: skip
+def test_what_only_the_compiler_does_was_compiled(source: str, notes: str, dtype: str, name: str) -> None:
+    assert stack_of(source=source, notes=notes, dtype=dtype, zero_or_fsdp="FSDP2").name == name
+
+
+def test_recipes_of_eight_bit_training() -> None:
+    """Scales per row take more casts and a slower product, and nothing is gathered in eight bits."""
+    whole, rows, blocks = (
+        stack_of(source="torchtitan docs", dtype=dtype, zero_or_fsdp="FSDP2", notes="torch.compile")
+        for dtype in ("float8 tensorwise", "float8 rowwise", "MXFP8")
+    )
+    assert (whole.fp8_casts, whole.fp8_product, whole.fp8_tensor_gathers) == (3.75, 1.0, True)
+    assert (rows.fp8_casts, rows.fp8_product, rows.fp8_tensor_gathers) == (7.5, 1.25, False)
+    assert (blocks.fp8_casts, blocks.fp8_tensor_gathers) == (4.8, False)
+    narrow = stack_of(source="torchtitan docs", dtype="float8", zero_or_fsdp="FSDP2", notes="float8 all-gather")
+    assert (narrow.gather_bytes, whole.gather_bytes) == (1.0, 2.0)
+    assert stack_of(source="Megatron recipes", dtype="fp8", notes="rowwise").fp8_product == 1.0
+
+
+def step_s(stack: Stack | None = None, **changes: str) -> float:
+    job, layout = case_of(Cells({**BASE, **changes})).options[0]
+    return predict_time(job if stack is None else replace(job, stack=stack), layout, 1).step_time_s
+
+
+def test_collectives_of_projections_that_gather_alone_count_each() -> None:
+    """Fourteen collectives instead of eight: the part of the time that collectives take grows by three quarters."""
+    alone, together = (stack_of(**TENSOR, source=source) for source in ("KempnerForge", "torchtitan"))
+    assert (alone.tensor_exchanges, alone.tensor_copies) == (1.75, 1.0)
+    assert (together.tensor_exchanges, together.tensor_copies) == (1.0, 1.6)
+    none, one, more = (
+        step_s(replace(alone, tensor_exchanges=number), **TENSOR, source="KempnerForge") for number in (0.0, 1.0, 1.75)
+    )
+    assert more - one == pytest.approx(0.75 * (one - none), rel=0.02)
+
+
+def test_gathers_in_eight_bits_are_shorter() -> None:
+    row = {**TENSOR, "source": "torchtitan", "dtype": "float8", "notes": "torch.compile"}
+    narrow = stack_of(**row)
+    wide = replace(narrow, fp8_tensor_gathers=False)
+    none = step_s(replace(narrow, tensor_exchanges=0.0), **row)
+    # Sums of the head's float32 results stay wide.
+    assert 0.74 < (step_s(narrow, **row) - none) / (step_s(wide, **row) - none) < 0.85
+    bf16 = {**row, "dtype": "bf16"}
+    assert step_s(narrow, **bf16) == step_s(wide, **bf16)
