@@ -37,6 +37,15 @@ _GATHERS_ALONE = r"kempnerforge|transformers|accelerate|axolotl|\bhf\b|hugging ?
 """Trainers whose plan for tensor ranks has an entry per projection: KempnerForge (``kempnerforge/distributed/
 tensor_parallel.py``) and Hugging Face's ``base_model_tp_plan``."""
 _EIGHT_BITS = r"fp8|float8|\bf8\b"
+_RECIPES = r"megatron[- ]?bridge|modelzoo|model zoo|\bnemo\b|\bdgxc?\b"
+_RECIPES_YEAR = 2025
+"""First year of recipes with DeepEP: it was published in February 2025 (https://github.com/deepseek-ai/DeepEP)."""
+_PLAIN_EXCHANGE = (
+    r"\b(?:a2a|all-?to-?all) dispatcher|dispatcher[ :=]*(?:a2a|all-?to-?all|nccl)|\bno (?:deep|hybrid)-?ep"
+)
+_EP = r"(?:\bep\b|expert|a2a|all-?to-?all|moe)"
+_EXCHANGE_BESIDE = rf"overlap\w*[^;,.]{{0,20}}{_EP}|(?:\bep|a2a|moe)[ _]\w{{0,8}}[ _]?overlap|\b1f1b[ -]?overlap"
+_EXCHANGE_ALONE = rf"\b(?:no|without|w/o)\b[^;,.]{{0,12}}(?:overlap[^;,.]{{0,20}}{_EP}|{_EP}[ _-]?overlap)|overlap off"
 _JAX = r"\bjax\b|maxtext|\bpaxml|axlearn|levanter|\bxla\b|t5x"
 """Trainers that XLA compiles as a whole step."""
 
@@ -72,12 +81,7 @@ def stack_of(cells: Cells) -> Stack:
         stack = gathering_alone(stack)
     if stack.name.startswith("fsdp2"):
         stack = _scaled(stack, f"{cells.lower('dtype')} {text}")
-    if re.search(r"deep-?ep|hybrid-?ep", text):
-        stack = sending_once(stack)
-    if re.search(
-        r"(overlap\w*[^;,.]{0,20}(\bep\b|expert|a2a|all-?to-?all|moe))|((\bep|a2a|moe)[ _]\w{0,8}[ _]?overlap)", text
-    ):
-        stack = replace(stack, overlap_expert=0.6)
+    stack = _exchanging(stack, cells, text)
     if re.search(r"cuda[ _-]?graph", text) and not re.search(r"(no|without|w/o) cuda[ _-]?graph", text):
         stack = replace(stack, host_slowdown=0.1)  # a graph starts its kernels at once
     if stack.attention == "flash2" and cells.count("year") >= 2025:
@@ -131,6 +135,31 @@ def _named(cells: Cells) -> Stack:
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
     return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
+
+
+def _exchanging(stack: Stack, cells: Cells, text: str) -> Stack:
+    """Return a code base with the exchanges of experts that a row states, or that its recipes set.
+
+    NVIDIA's recipes for models with experts (:data:`_RECIPES`) send by DeepEP or HybridEP. On machines of eight GPUs
+    (H100, B200) their exchanges run beside the next micro-batch (``moe_a2a_overlap=True``); in GB200's and GB300's
+    domains of 72 GPUs, where all experts are within NVLink, they do not
+    (``scripts/performance/configs/deepseek/deepseek_workload_base_configs.py`` of Megatron-Bridge).
+    """
+    recipes = stack.name == "megatron" and cells.count("ep", 1) > 1 and _has_recipes(cells)
+    plain = re.search(_PLAIN_EXCHANGE, text) is not None
+    if re.search(r"deep-?ep|hybrid-?ep", text) or (recipes and not plain):
+        stack = sending_once(stack)
+    beside = recipes and not plain and re.search(r"\bgb[23]00", cells.lower("gpu")) is None
+    if re.search(_EXCHANGE_ALONE, text):
+        beside = False
+    elif re.search(_EXCHANGE_BESIDE, text):
+        beside = True
+    return replace(stack, overlap_expert=0.6) if beside else stack
+
+
+def _has_recipes(cells: Cells) -> bool:
+    source = cells.lower("source")
+    return re.search(_RECIPES, source) is not None and cells.count("year", 2024) >= _RECIPES_YEAR
 
 
 def _torch_compiles(cells: Cells) -> bool:

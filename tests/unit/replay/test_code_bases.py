@@ -117,3 +117,31 @@ def test_gathers_in_eight_bits_are_shorter() -> None:
     assert 0.74 < (step_s(narrow, **row) - none) / (step_s(wide, **row) - none) < 0.85
     bf16 = {**row, "dtype": "bf16"}
     assert step_s(narrow, **bf16) == step_s(wide, **bf16)
+
+
+EXPERTS = {"model": "Qwen3-30B-A3B", "year": "2025", "n_gpus": "64", "dp": "64", "ep": "32", "global_batch": "64"}
+
+
+@pytest.mark.parametrize(
+    ("source", "year", "gpu", "notes", "once", "overlap"),
+    [
+        ("Megatron-Bridge performance summary", "2025", "H100", "", True, 0.6),
+        ("Megatron-Bridge performance summary", "2025", "GB200", "", True, 0.0),
+        ("Megatron-MoE-ModelZoo", "2025", "H100", "no a2a overlap", True, 0.0),
+        ("Megatron-MoE-ModelZoo", "2025", "H100", "A2A dispatcher", False, 0.0),
+        ("Megatron-MoE-ModelZoo", "2025", "GB200", "+1f1b overlap", True, 0.6),
+        ("NVIDIA NeMo 24.x performance summary", "2024", "H100", "", False, 0.0),
+        ("Megatron-LM README", "2025", "H100", "", False, 0.0),
+        ("Megatron-LM README", "2025", "H100", "DeepEP; EP overlap", True, 0.6),
+    ],
+)
+def test_exchanges_of_experts_by_recipe(
+    source: str, year: str, gpu: str, notes: str, once: bool, overlap: float
+) -> None:
+    stack = stack_of(**EXPERTS | {"source": source, "year": year, "gpu": gpu, "notes": notes})
+    assert (stack.sends_once, stack.overlap_expert) == (once, overlap)
+
+
+def test_dense_rows_of_the_same_recipes_stay() -> None:
+    stack = stack_of(source="Megatron-Bridge performance summary", year="2025")
+    assert (stack.sends_once, stack.overlap_expert) == (False, 0.0)
