@@ -61,6 +61,14 @@ class Stack:
     layout."""
     overlap_blocks: float = 0.9
     """Share of one block's attention time that can hide the transfer of the next block in a ring."""
+    ring_merge_bytes: float = 10.0
+    """Bytes per element of attention's result that a ring moves forward to merge what each received block of keys adds:
+    10 where a fused kernel reads the block's result and the float32 sum and writes the sum (Transformer Engine's
+    ``flash_attn_fwd_out_correction``); 30 to 34 where a difference, a product and a sum are kernels of their own
+    (torch's ``_SDPAMerger``, partool's ``Attending.merge``)."""
+    ring_gradient_bytes: float = 6.0
+    """Bytes per element that a ring moves backward to add each block's gradient of the queries: 6 in 16-bit sums, 10 in
+    float32."""
     elementwise: float = 1.0
     """Memory traffic of norms, residuals and activations relative to fused kernels: 1.6 to 1.8 in eager mode."""
     fused: tuple[Fused, ...] = ()
@@ -175,6 +183,7 @@ class Stack:
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8, stops_early=True, folded_experts=True, staged_offload=True, compile_varies=True,
+    ring_merge_bytes=30.0, ring_gradient_bytes=10.0,
 )  # fmt: skip
 """partool's runtime with compiled blocks. On single GPUs, steps of dense models were predicted from 29 % too long to
 6 % too short (docs/results/gpu.md); no run had several GPUs. Apart from attention, its figures are those of the nearest
@@ -197,6 +206,8 @@ PARTOOL_CPU = replace(
     overlap_gathers=0.0,
     overlap_products=0.0,
     overlap_blocks=0.0,
+    ring_merge_bytes=0.0,
+    ring_gradient_bytes=0.0,
     contention=1.0,
     wait_share=0.12,
     overlapped_wait_share=0.03,
@@ -204,6 +215,8 @@ PARTOOL_CPU = replace(
     overhead_s=4e-3,
 )
 """partool's runtime on CPU ranks, not compiled.
+
+What attention was measured to take on a CPU has the merges of a ring's blocks in it.
 
 Gloo runs on the cores that compute (checked on two cores of a 2.3 GHz Xeon).
 
@@ -302,13 +315,15 @@ STACKS: dict[str, Stack] = {
             attention="flash1", gradient_bytes=2.0, logit_bytes=30.0,
         ),
         Stack(
-            "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
+            "fsdp2", ring_merge_bytes=34.0, ring_gradient_bytes=10.0,
+            elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
             selective_matmul=0.5, attention="flash2", ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=30.0,
             tensor_copies=1.6, tensor_operators=80.0, operators_expert=48.0, selective_gathers=True,
             fp8_casts=_EAGER_CASTS * FP8_RECIPES["tensorwise"].casts, fp8_tensor_gathers=True, operators_fp8=140.0,
         ),
         Stack(
-            "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
+            "fsdp2-compiled", ring_merge_bytes=34.0, ring_gradient_bytes=10.0,
+            elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
             ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0, tensor_copies=1.2,
             selective_gathers=True, stops_early=True, fp8_casts=FP8_RECIPES["tensorwise"].casts,
             fp8_tensor_gathers=True,

@@ -168,7 +168,8 @@ def _pass(
     layer_pass = LayerPass(
         matmul_s=matmul,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
-        elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
+        elementwise_s=derate * (_elementwise_s(job, layouts, kind, backward=backward) + shared.merges)
+        + operators * _gap_s(job),
         tensor_s=tensor.total,
         sequence_s=shared.total,
         shared=shared,
