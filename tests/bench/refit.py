@@ -30,7 +30,7 @@ DEFAULTS = (
     "deepspeed-pipeline.derate=1:1.6", "deepspeed-pipeline.host_slowdown=1:8",
     "deepspeed-2021.derate=1:1.6", "deepspeed-2021.overlap_gathers=0:1", "deepspeed-2021.host_share=0.05:1",
     "fsdp1.derate=1:1.6", "fsdp1.overlap_gathers=0:1",
-    "fsdp2,fsdp2-compiled.tensor_copies=0:8", "fsdp2.derate=1:1.6", "fsdp2.elementwise=1:2.6",
+    "fsdp2.tensor_copies=0:8", "fsdp2-compiled.tensor_copies=0:8", "fsdp2.derate=1:1.6", "fsdp2.elementwise=1:2.6",
     "fsdp2.host_slowdown=1:6", "fsdp2-compiled.derate=1:1.6", "fsdp2,fsdp2-compiled.overlap_gathers=0:1",
 )  # fmt: skip
 """Constants that are fitted unless the command names others."""

@@ -19,6 +19,7 @@ from partool.replay.cells import Cells
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
+import refit as command  # noqa: E402
 from replaying.fit import Prices, Search, constant_of, fitted, refit, timed_rows  # noqa: E402
 
 BASE = {
@@ -98,11 +99,16 @@ def test_a_wrong_constant_is_told(text: str, problem: str) -> None:
         constant_of(text)
 
 
+def test_the_constants_of_the_command_are_there() -> None:
+    for constant in map(constant_of, command.DEFAULTS):
+        assert constant.low <= constant.shipped <= constant.high, constant.name
+
+
 def test_the_command_prints_both_tables(tmp_path: Path) -> None:
     file = tmp_path / "runs.csv"
     prices_of(file, [row("a", 8, 6.0), row("b", 8, 6.0)])
-    command = [sys.executable, str(BENCH / "refit.py"), str(file), "--constant", "fsdp2.tensor_copies=0:12"]
-    done = subprocess.run([*command, "--output", "json"], capture_output=True, text=True, timeout=60, check=True)
+    arguments = [sys.executable, str(BENCH / "refit.py"), str(file), "--constant", "fsdp2.tensor_copies=0:12"]
+    done = subprocess.run([*arguments, "--output", "json"], capture_output=True, text=True, timeout=60, check=True)
     data = json.loads(done.stdout)
     (constant,) = data["constants"]
     assert (constant["name"], constant["sources"], constant["shipped"]) == ("fsdp2.tensor_copies", 2, COPIES.shipped)
