@@ -114,6 +114,9 @@ class Stack:
     the whole input, and the gradients are added before the reduce-scatter. A sum reads two tensors and writes one, so
     three sums are 4.5 copies. In eager mode a layer has 8 + 4.5 copies at its 8 collectives. A compiled backward pass
     adds all gradients of an input and orders the sum in one kernel, 3.5 copies in the place of 6.5."""
+    copies_several: bool = False
+    """True if ``tensor_copies`` apply only where gathers and reduce-scatters move several sequences: the parts of one
+    sequence are in their order as they come."""
     tensor_exchanges: float = 1.0
     """Number of tensor parallelism's collectives relative to one gather and one reduce-scatter per pair of matrices."""
     tensor_operators: float = 0.0
@@ -183,7 +186,7 @@ class Stack:
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8, stops_early=True, folded_experts=True, staged_offload=True, compile_varies=True,
-    ring_merge_bytes=30.0, ring_gradient_bytes=10.0,
+    ring_merge_bytes=30.0, ring_gradient_bytes=10.0, tensor_copies=1.0, copies_several=True,
 )  # fmt: skip
 """partool's runtime with compiled blocks. On single GPUs, steps of dense models were predicted from 29 % too long to
 6 % too short (docs/results/gpu.md); no run had several GPUs. Apart from attention, its figures are those of the nearest
@@ -208,6 +211,7 @@ PARTOOL_CPU = replace(
     overlap_blocks=0.0,
     ring_merge_bytes=0.0,
     ring_gradient_bytes=0.0,
+    tensor_copies=0.0,
     contention=1.0,
     wait_share=0.12,
     overlapped_wait_share=0.03,
@@ -216,7 +220,7 @@ PARTOOL_CPU = replace(
 )
 """partool's runtime on CPU ranks, not compiled.
 
-What attention was measured to take on a CPU has the merges of a ring's blocks in it.
+Wait shares were measured with the merges of a ring's blocks and the copies of tensor parallelism in them.
 
 Gloo runs on the cores that compute (checked on two cores of a 2.3 GHz Xeon).
 
