@@ -12,6 +12,8 @@ from typing import Literal
 
 from partool.cost.evidence import DeviceClass, mechanisms, memory_error, step_error
 from partool.replay.cases import RunCase, SkipError, case_of
+from partool.replay.cells import Cells
+from partool.replay.measured import partial_peak
 from partool.replay.predicted import Result, memory_result, time_result
 from partool.replay.table import MEASURES, RunTable, read_table
 
@@ -159,8 +161,15 @@ def _take(table: RunTable, result: Audit, on_progress: Callable[[int, int], None
             result.unread.append(Unread(line.number, str(reason)))
             continue
         if not _compare(result, line.number, case):
-            blank = ", ".join(MEASURES[:-1])
-            result.unread.append(Unread(line.number, f"nothing was measured: {blank} are blank"))
+            result.unread.append(Unread(line.number, f"nothing was measured: {_lacking(line.cells)}"))
+
+
+def _lacking(cells: Cells) -> str:
+    """Return why a row has neither a time nor a peak of memory."""
+    partial = partial_peak(cells)
+    if partial and (cells.number("peak_mem_value") or cells.number("peak_mem_gib")):
+        return f"its memory is no peak: {partial}"
+    return f"{', '.join(MEASURES[:-1])} are blank"
 
 
 def _compare(result: Audit, line: int, case: RunCase) -> bool:

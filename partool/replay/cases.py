@@ -26,6 +26,8 @@ from partool.work.training import TrainingWork
 
 _MOST = 48
 """Readings of one row that are tried."""
+_PADS = ("megatron", "deepspeed-pipeline")
+"""Code bases with Megatron's embedding, whose vocabulary is padded to a multiple of 128 per tensor rank."""
 _DEFAULT_LENGTH = {"torchtitan": 8192, "torchtune": 2048}
 
 
@@ -178,7 +180,7 @@ def _options(
     for layout in islice((layout for layout in layouts if layout is not None), _MOST):
         mesh = layout.mesh
         batch = layout.micro_batch * layout.derived.accumulation * mesh.dp
-        vocab = -(-model.vocab // (128 * mesh.tp)) * 128 * mesh.tp if "megatron" in stack.name else None
+        vocab = -(-model.vocab // (128 * mesh.tp)) * 128 * mesh.tp if stack.name.startswith(_PADS) else None
         yield TrainingWork(model, devices, length, precision, stack, global_batch=batch, padded_vocab=vocab), layout  # type: ignore[arg-type]
 
 

@@ -45,8 +45,11 @@ class Cells:
         return default if value is None or value > 1e9 else max(round(value), 0) or default
 
     def used(self, *names: str) -> str:
-        """Return some cells in lower case without the kinds of sharding that they say are off."""
-        return _OFF.sub(" ", self.lower(*names))
+        """Return some cells in lower case without the kinds of sharding that they say are off, each cell by itself.
+
+        A cell does not speak of another: FSDP2 beside a blank schedule and recomputation ``none`` is on.
+        """
+        return " ".join(_OFF.sub(" ", self.lower(name)) for name in names)
 
     @property
     def everything(self) -> str:

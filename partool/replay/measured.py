@@ -49,11 +49,34 @@ def counted_flops(cells: Cells, job: TrainingWork) -> float:
     return (4.0 if recomputation_counts and ("full" in policy or not policy) else 3.0) * tokens * forward
 
 
+_PARTS = (
+    (r"(?:\+|\bplus|\badd)\s*\d+(?:\.\d+)?\s*(?:bytes?|b)\s*(?:per|/|a|for each|each)\s*param",
+     "bytes per parameter come on top of it"),
+    (r"\bactivations?(?: memory)?(?: (?:is|are))?[ -](?:only|alone)\b|\bonly (?:the )?activations?\b"
+     r"|\b(?:bars?|columns?|figures?|values?|y[- ]axis) (?:shows?|of|for|is|are|with|holds?) (?:the )?activations?\b"
+     r"|\bactivation memory (?:per|of a|of one) (?:gpu|device|rank|layer)\b",
+     "it is of activations alone"),
+    (r"\b(?:model|optimizer|weight|parameter)s?(?: and \w+)? states? (?:only|alone)\b|\bonly (?:the )?model states\b",
+     "it is of model states alone"),
+    (r"\b(?:excl(?:uding|udes|\.)?|without|w/o|not counting|does not include) "
+     r"(?:the )?(?:weights|parameters|model states|optimizer states?|activations)\b[^;.]{0,20}"
+     r"(?:memory|peak|figure|bars?|$|[;.])",
+     "parts are not in it"),
+)  # fmt: skip
+"""Notes that say that a figure of memory is no peak of everything, and what they say."""
+
+
+def partial_peak(cells: Cells) -> str:
+    """Return why a row's figure of memory is no peak of all that a run needs; empty if nothing says so."""
+    text = f"{cells.lower('reading_kind')}; {cells.lower('notes')}"
+    return next((reason for pattern, reason in _PARTS if re.search(pattern, text)), "")
+
+
 def peak_bytes(cells: Cells) -> float | None:
-    """Return the measured peak. Tools of torch print GiB whatever they call them."""
+    """Return the measured peak; None if there is none, or only a part of it. Tools of torch print GiB in any case."""
     value = cells.number("peak_mem_value") or cells.number("peak_mem_gib")
     unit = cells.lower("peak_mem_unit_as_printed")
-    if value is None:
+    if value is None or partial_peak(cells):
         return None
     return value * (2**20 if unit.startswith(("mb", "mib")) else _GIB)
 

@@ -9,6 +9,7 @@ from partool.cost.case import FULL, RECOMPUTE
 from partool.plan.layout import OffloadLayout
 from partool.replay.cells import Cells
 from partool.replay.models import hybrid
+from partool.replay.stacks import UNFUSED
 from partool.spec.parallel import ZeroStage
 from partool.strategies.schedules import SCHEDULES
 from partool.work.stacks import Stack
@@ -105,7 +106,7 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
     selective = 2 if stack.name.startswith(("fsdp2", "jax")) else 1
     if policy := _policy(stated, selective):
         return [policy]
-    if stack.name == "megatron-2021" or re.search(AGAIN, cells.lower("notes")):
+    if stack.name in ("megatron-2021", f"deepspeed-pipeline{UNFUSED}") or re.search(AGAIN, cells.lower("notes")):
         return [Recompute(FULL)]  # before selective recomputation there was no other; "hardware FLOPs" tell of it
     return [Recompute(0), Recompute(selective), Recompute(FULL, 0.25), Recompute(FULL, 0.5), Recompute(FULL)]
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from partool.catalog.lookup import table
 from partool.replay.cells import Cells
+from partool.replay.experts import experts_of, has_experts
 from partool.spec.model import ModelConfig, Moe
 
 DIMENSIONS = Path(__file__).parent / "model_dims.csv"
@@ -57,6 +58,8 @@ def model_of(cells: Cells) -> ModelConfig | None:
         fields = {**_by_size(cells), **fields} if not printed else {**_by_size(cells), **printed}
     if not {"layers", "hidden"} <= fields.keys():
         return None
+    if "moe" not in fields and has_experts(cells) and experts_of(cells) is None:
+        return None  # not one dense network in the place of experts whose number is unknown
     return _completed(fields, cells)
 
 
@@ -93,11 +96,16 @@ def _completed(fields: dict[str, Any], cells: Cells) -> ModelConfig | None:
     if fields["heads"] % fields["kv_heads"]:
         fields["kv_heads"] = fields["heads"]
     fields.setdefault("head_dim", max(fields["hidden"] // fields["heads"], 1))
+    experts = None if "moe" in fields else experts_of(cells)
+    if experts is not None:
+        fields.setdefault("activation", "swiglu")
     if "activation" not in fields and not any(part in name for part in _LLAMA_LIKE):
         fields |= {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied_embeddings": True}
         fields |= {"qkv_bias": True, "out_bias": True, "ffn_bias": True}
     gated = fields.get("activation", "swiglu") in ("swiglu", "geglu")
     fields.setdefault("ffn_hidden", -(-8 * fields["hidden"] // (3 * 256)) * 256 if gated else 4 * fields["hidden"])
+    if experts is not None:
+        fields["moe"] = {**experts, "ffn_hidden": fields["ffn_hidden"]}
     fields.setdefault("vocab", 32000 if gated else 51200)
     if fields.get("position", "rope") == "rope" and fields["head_dim"] % 2:
         fields["head_dim"] += 1
@@ -191,9 +199,8 @@ def _contains(text: str, part: str) -> bool:
 
 def _by_size(cells: Cells) -> dict[str, Any]:
     """Return layers, width and heads of the published GPT that is nearest in size, layers scaled to match."""
-    name = cells.text("model").lower()
-    if re.search(r"\ba\d+(?:\.\d+)?b\b|moe|\d+x\d+b", name.replace("_", "-")):
-        return {}  # experts: a size says nothing of what one token costs
+    if has_experts(cells):
+        return {}  # a size says nothing of what one token costs
     billions = _billions(cells)
     if billions is None:
         return {}

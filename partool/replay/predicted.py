@@ -28,26 +28,40 @@ class Result:
     verdict: str = ""
     fits: bool = True
 
+    @property
+    def per_sequence_s(self) -> float:
+        """Predicted seconds per sequence of the global batch, by which readings with other batches compare."""
+        return self.predicted / self.job.global_batch
+
 
 def time_result(case: RunCase) -> Result | None:
     """Return the predicted and measured step time of a row, by its most plausible reading; None without a time.
 
-    Of several readings, those that may fit come first, then those that recompute least: recomputation is stated where
-    it is unusual. Of the rest the fastest is taken: settings that published tables leave out were tuned.
+    Of the most plausible readings the fastest is taken: settings that published tables leave out were tuned.
     """
-    best: tuple[float, float, float, Result] | None = None
-    for job, layout in case.options:
+    best: Result | None = None
+    for job, layout in plausible(case):
         seconds = measured.step_s(case.cells, job, layout)
         if seconds is None:
             return None
-        predicted = predict_time(job, layout, 1).step_time_s
-        over = _over(job, layout) if len(case.options) > 1 else 0.0
-        # Readings may differ in their batch: compare time per sequence.
-        recomputed = sum(map(RECOMPUTE.index, layout.recompute)) / len(layout.recompute)
-        key = (over, recomputed, predicted / job.global_batch)
-        if best is None or key < best[:3]:
-            best = (*key, Result(case, job, layout, predicted, seconds))
-    return best[3] if best else None
+        result = Result(case, job, layout, predict_time(job, layout, 1).step_time_s, seconds)
+        if best is None or result.per_sequence_s < best.per_sequence_s:
+            best = result
+    return best
+
+
+def plausible(case: RunCase) -> list[tuple[TrainingWork, Layout]]:
+    """Return the most plausible readings of a row: those that may fit, and of these those that recompute least.
+
+    A run that recomputes activations usually says so.
+    """
+    if len(case.options) == 1:
+        return list(case.options)
+    keys = [
+        (_over(job, layout), sum(map(RECOMPUTE.index, layout.recompute)) / len(layout.recompute))
+        for job, layout in case.options
+    ]
+    return [option for option, key in zip(case.options, keys, strict=True) if key == min(keys)]
 
 
 def _over(job: TrainingWork, layout: Layout) -> float:

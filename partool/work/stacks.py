@@ -14,6 +14,38 @@ from partool.strategies.engines import ENGINES
 
 
 @dataclass(frozen=True)
+class Fp8Recipe:
+    """How torch's eight-bit training finds scales and casts (torchao's ``float8`` and ``mx_formats``)."""
+
+    casts: float
+    """:attr:`Stack.fp8_casts` of compiled blocks."""
+    product: float
+    """:attr:`Stack.fp8_product`."""
+    tensor_gathers: bool
+    """:attr:`Stack.fp8_tensor_gathers`."""
+
+
+FP8_RECIPES: dict[str, Fp8Recipe] = {
+    "tensorwise": Fp8Recipe(3.75, 1.0, tensor_gathers=True),
+    "rowwise": Fp8Recipe(7.5, 1.25, tensor_gathers=False),
+    "mx": Fp8Recipe(4.8, 1.0, tensor_gathers=False),
+}
+"""Recipes of eight-bit training in torch, by the shape of what shares a scale.
+
+Counts are of a Llama layer, whose inner width is 3.5 hidden widths: inputs of its products are 6.5 hidden widths,
+gradients of their results 10, and the unit (two hidden widths and one inner) 5.5. A cast with one scale per tensor
+reads a tensor for its largest value, reads it again and writes half as many bytes, 2.5 reads and writes, once for each
+tensor. Scales per row need a second cast, of the transposed tensor, for products that sum over the other dimension;
+blocks of 32 elements (MX) are cast twice, too, but in a single read. ``float8`` gathers inputs of tensor ranks in eight
+bits with one scale per tensor only (https://github.com/pytorch/torchtitan/blob/main/docs/float8.md). The product with a
+scale per row takes 1.25 times as long on an H100: fitted to four runs of torchtitan with eight tensor ranks
+(benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), which gain nothing from it over bf16."""
+_EAGER_CASTS = 7.0
+"""Reads and writes of a cast in eager mode relative to a compiled one: absolute value, maximum, conversion to float32,
+product with the scale, clamp and conversion are kernels of their own, and move 17.5 elements instead of 2.5."""
+
+
+@dataclass(frozen=True)
 class Stack:
     """Facts about a code base."""
 
@@ -29,6 +61,14 @@ class Stack:
     layout."""
     overlap_blocks: float = 0.9
     """Share of one block's attention time that can hide the transfer of the next block in a ring."""
+    ring_merge_bytes: float = 10.0
+    """Bytes per element of attention's result that a ring moves forward to merge what each received block of keys adds:
+    10 where a fused kernel reads the block's result and the float32 sum and writes the sum (Transformer Engine's
+    ``flash_attn_fwd_out_correction``); 30 to 34 where a difference, a product and a sum are kernels of their own
+    (torch's ``_SDPAMerger``, partool's ``Attending.merge``)."""
+    ring_gradient_bytes: float = 6.0
+    """Bytes per element that a ring moves backward to add each block's gradient of the queries: 6 in 16-bit sums, 10 in
+    float32."""
     elementwise: float = 1.0
     """Memory traffic of norms, residuals and activations relative to fused kernels: 1.6 to 1.8 in eager mode."""
     fused: tuple[Fused, ...] = ()
@@ -65,9 +105,20 @@ class Stack:
     overlap_products: float = 0.0
     """Share of a matrix product that can hide a collective of tensor parallelism running at the same time."""
     tensor_copies: float = 0.0
-    """Reads and writes of the whole tensor beside each all-gather and reduce-scatter of tensor parallelism: DTensor
-    shards along the sequence, which is not the leading dimension, so that parts are copied into their order
-    (``torch.distributed._functional_collectives.all_gather_tensor``)."""
+    """Reads and writes of the whole tensor beside each all-gather and reduce-scatter of tensor parallelism, on average.
+
+    DTensor shards along the sequence, which is not the leading dimension: a gathered tensor is split and concatenated
+    into its order, and so is a tensor before it is reduced and scattered, one copy each
+    (``all_gather_single`` and ``reduce_scatter_single`` in ``torch/distributed/_functional_collectives.py``). Queries,
+    keys and values are separate products, as are gate and up projection: backward, each of them writes a gradient of
+    the whole input, and the gradients are added before the reduce-scatter. A sum reads two tensors and writes one, so
+    three sums are 4.5 copies. In eager mode a layer has 8 + 4.5 copies at its 8 collectives. A compiled backward pass
+    adds all gradients of an input and orders the sum in one kernel, 3.5 copies in the place of 6.5."""
+    copies_several: bool = False
+    """True if ``tensor_copies`` apply only where gathers and reduce-scatters move several sequences: the parts of one
+    sequence are in their order as they come."""
+    tensor_exchanges: float = 1.0
+    """Number of tensor parallelism's collectives relative to one gather and one reduce-scatter per pair of matrices."""
     tensor_operators: float = 0.0
     """Host time that tensor parallelism adds to a layer's forward pass, in operators: DTensor's dispatch of each
     product, norm and collective in eager mode. A backward pass takes twice as many."""
@@ -90,7 +141,16 @@ class Stack:
     host_slowdown: float = 1.0
     """Ratio of host time per operator to the machine's figure."""
     operators_fp8: float = 0.0
-    """Operators that eight-bit products add to a layer's forward pass; a backward pass has twice as many."""
+    """Operators that eight-bit products add to a layer's forward pass; a backward pass has twice as many. In eager mode
+    torchao calls ten per cast, and casts input and weight of seven products."""
+    fp8_casts: float = 1.5
+    """Reads and writes in the compute type, per pass and per element of two hidden widths and one inner width, to find
+    scales and to cast. The default stands for casts that are fused with the kernels before them (Transformer Engine);
+    :data:`FP8_RECIPES` has the counts of torch's."""
+    fp8_product: float = 1.0
+    """Time of an eight-bit product relative to the same product with one scale per tensor."""
+    fp8_tensor_gathers: bool = False
+    """True if all-gathers of tensor parallelism send eight-bit elements under fp8."""
     host_again: float = 1.0
     """Ratio of the host's time to recompute operators to its time for the same operators in the forward pass."""
     operators_head: float = 8.0
@@ -126,6 +186,7 @@ class Stack:
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8, stops_early=True, folded_experts=True, staged_offload=True, compile_varies=True,
+    ring_merge_bytes=30.0, ring_gradient_bytes=10.0, tensor_copies=1.0, copies_several=True,
 )  # fmt: skip
 """partool's runtime with compiled blocks. On single GPUs, steps of dense models were predicted from 29 % too long to
 6 % too short (docs/results/gpu.md); no run had several GPUs. Apart from attention, its figures are those of the nearest
@@ -148,6 +209,9 @@ PARTOOL_CPU = replace(
     overlap_gathers=0.0,
     overlap_products=0.0,
     overlap_blocks=0.0,
+    ring_merge_bytes=0.0,
+    ring_gradient_bytes=0.0,
+    tensor_copies=0.0,
     contention=1.0,
     wait_share=0.12,
     overlapped_wait_share=0.03,
@@ -155,6 +219,8 @@ PARTOOL_CPU = replace(
     overhead_s=4e-3,
 )
 """partool's runtime on CPU ranks, not compiled.
+
+Wait shares were measured with the merges of a ring's blocks and the copies of tensor parallelism in them.
 
 Gloo runs on the cores that compute (checked on two cores of a 2.3 GHz Xeon).
 
@@ -192,6 +258,24 @@ def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stac
     )
     compiled = replace(PARTOOL, fused=fused, logit_bytes=logit_bytes, experts=eager)
     return compiled if compile == "block" else eager
+
+
+def gathering_alone(stack: Stack) -> Stack:
+    """Return the facts of a torch code base in which each projection gathers its input itself.
+
+    Without a common ``PrepareModuleInput`` (torchtitan has one), queries, keys and values gather their input three
+    times and reduce its gradient three times, gate and up projection twice. A gated layer has 14 collectives instead of
+    8; without sharded norms it has 7 all-reduces instead of 4. Gradients are summed once they are scattered, so that
+    one copy is left for each collective.
+    """
+    return replace(stack, tensor_exchanges=1.75, tensor_copies=1.0)
+
+
+def scaled_by(stack: Stack, recipe: str) -> Stack:
+    """Return the facts of a torch code base that scales eight-bit products by a recipe of :data:`FP8_RECIPES`."""
+    record, usual = FP8_RECIPES[recipe], FP8_RECIPES["tensorwise"]
+    casts = stack.fp8_casts * record.casts / usual.casts
+    return replace(stack, fp8_casts=casts, fp8_product=record.product, fp8_tensor_gathers=record.tensor_gathers)
 
 
 def sending_once(stack: Stack) -> Stack:
@@ -235,14 +319,18 @@ STACKS: dict[str, Stack] = {
             attention="flash1", gradient_bytes=2.0, logit_bytes=30.0,
         ),
         Stack(
-            "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
+            "fsdp2", ring_merge_bytes=34.0, ring_gradient_bytes=10.0,
+            elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
             selective_matmul=0.5, attention="flash2", ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=30.0,
-            tensor_copies=1.0, tensor_operators=80.0, operators_expert=48.0, selective_gathers=True,
+            tensor_copies=1.6, tensor_operators=80.0, operators_expert=48.0, selective_gathers=True,
+            fp8_casts=_EAGER_CASTS * FP8_RECIPES["tensorwise"].casts, fp8_tensor_gathers=True, operators_fp8=140.0,
         ),
         Stack(
-            "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
-            ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0, tensor_copies=1.0,
-            selective_gathers=True, stops_early=True,
+            "fsdp2-compiled", ring_merge_bytes=34.0, ring_gradient_bytes=10.0,
+            elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
+            ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0, tensor_copies=1.2,
+            selective_gathers=True, stops_early=True, fp8_casts=FP8_RECIPES["tensorwise"].casts,
+            fp8_tensor_gathers=True,
         ),
         Stack(
             "jax", family="jax",

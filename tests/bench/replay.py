@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _record import write
 from replaying import evidence
-from replaying.score import Tally, summary
+from replaying.score import Tally, overall, summary
 
 from partool.replay.cases import RunCase, SkipError, case_of
 from partool.replay.predicted import Result, memory_result, time_result
@@ -37,8 +37,11 @@ _COLUMNS = (
     "p90",
     "median_scaled",
     "regret_mean",
+    "kendall",
     "null_median",
 )
+_OF_SWEEPS = ("regret_mean", "kendall", "null_median")
+"""Columns of step times alone."""
 
 
 def replay(path: Path, predict: Callable[[RunCase], Result | None], only: str = "") -> dict[str, Tally]:
@@ -75,23 +78,23 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print each row")
     parser.add_argument("--evidence", action="store_true", help="write partool/cost/evidence.json, the errors of plans")
     arguments = parser.parse_args()
-    found: list[tuple[str, dict[str, Tally]]] = [("step_time", replay(arguments.runs, time_result, arguments.source))]
+    tallies: list[tuple[str, dict[str, Tally]]] = [("step_time", replay(arguments.runs, time_result, arguments.source))]
     if arguments.memory:
-        found.append(("memory", replay(arguments.memory, memory_result, arguments.source)))
-    summaries = [summary(source, metric, tally) for metric, by in found for source, tally in by.items()]
+        tallies.append(("memory", replay(arguments.memory, memory_result, arguments.source)))
+    summaries = [summary(source, metric, tally) for metric, by in tallies for source, tally in by.items()]
     if arguments.evidence:
-        _EVIDENCE.write_text(json.dumps(evidence_of(found), indent=1) + "\n", encoding="utf-8")
+        _EVIDENCE.write_text(json.dumps(evidence_of(tallies), indent=1) + "\n", encoding="utf-8")
         return
+    files = [path.name for path in (arguments.runs, arguments.memory) if path]
+    totals = {metric: overall(one for one in summaries if one["metric"] == metric) for metric, _ in tallies}
+    data = {"files": files, "overall": totals, "sources": summaries}
     if arguments.record:
-        write(
-            "replay",
-            {"files": [path.name for path in (arguments.runs, arguments.memory) if path], "sources": summaries},
-        )
+        write("replay", data)
         return
     if arguments.output == "json":
-        print(json.dumps(summaries, indent=1))
+        print(json.dumps(data, indent=1))
         return
-    for metric, by_source in found:
+    for metric, by_source in tallies:
         if arguments.rows:
             for tally in by_source.values():
                 for result in tally.results:
@@ -99,9 +102,9 @@ def main() -> None:
         table([one for one in summaries if one["metric"] == metric], metric)
 
 
-def evidence_of(found: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
+def evidence_of(tallies: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
     """Return the table of evidence: errors of step times by mechanism, and how often green runs fitted."""
-    results = {metric: [result for tally in by.values() for result in tally.results] for metric, by in found}
+    results = {metric: [result for tally in by.values() for result in tally.results] for metric, by in tallies}
     green = [result.fits for result in results.get("memory", []) if result.verdict == "green"]
     steps = json.loads(_OWN.read_text(encoding="utf-8"))["rows"]
     own = {"h100-sxm": sum("predicted_s" in row for row in steps)}
@@ -114,12 +117,15 @@ def table(summaries: list[dict[str, Any]], metric: str) -> None:
     """Print the figures of all sources in percent, and why rows were skipped."""
     extra = () if metric == "step_time" else ("fitting", "green", "false_rejects", "false_fits")
     names = (
-        *(name for name in _COLUMNS if metric == "step_time" or name not in ("regret_mean", "null_median")),
+        *(name for name in _COLUMNS if metric == "step_time" or name not in _OF_SWEEPS),
         *extra,
     )
     print(f"{metric:44.44}" + "".join(f"{name:>14}" for name in names))
     for one in sorted(summaries, key=lambda one: -one["rows"]):
         print(f"{one['source']:44.44}" + "".join(f"{_shown(name, one[name]):>14}" for name in names))
+    total = overall(summaries)
+    words = [f"{name.replace('_', ' ')} {_shown(name, value)}" for name, value in total.items() if value is not None]
+    print("all sources: " + ", ".join(words))
     for one in summaries:
         if one["open"]:
             print(f"  open     {one['source'][:40]}: " + ", ".join(f"{name} {n}" for name, n in one["open"].items()))
@@ -150,6 +156,8 @@ def line(result: Result, metric: str) -> str:
 def _shown(name: str, value: float | None) -> str:
     if value is None:
         return "-"
+    if name == "kendall":
+        return f"{value:.2f}"
     return str(value) if isinstance(value, int) else f"{100 * value:.1f} %"
 
 

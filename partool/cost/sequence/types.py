@@ -131,6 +131,8 @@ class ExchangeTime:
     """Seconds of changes of the sharded axis before and after whole layers."""
     operators: Column = 0.0
     """Number of kernels that the host starts for the exchanges."""
+    merges: Column = 0.0
+    """Seconds of kernels that merge the results of received blocks; they are compute and no part of the exchanges."""
 
     @property
     def rings(self) -> Column:
@@ -165,6 +167,7 @@ class ExchangeTime:
         self.steps += [step._replace(times=where(step.times)) for step in other.steps]
         self.hidden, self.turns = self.hidden + where(other.hidden), self.turns + where(other.turns)
         self.operators = self.operators + where(other.operators)
+        self.merges = self.merges + where(other.merges)
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,13 @@ class SequencePass:
         _, keys, values = widths(self.job, self.layouts)
         _, heads = tensor_shares.heads(self.job.model, self.layouts.tp)
         return (keys + values) / heads * sequence_shares.heads(self.job, self.layouts).keys
+
+    @property
+    def result_width(self) -> Column:
+        """Number of elements of one token's result within attention."""
+        _, _, values = widths(self.job, self.layouts)
+        _, heads = tensor_shares.heads(self.job.model, self.layouts.tp)
+        return values / heads * sequence_shares.heads(self.job, self.layouts).queries
 
     def group(self, size: Column, stride: Column) -> RankGroup:
         """Return a group of ``size`` ranks that are ``stride`` ranks apart among the ranks of one sequence."""

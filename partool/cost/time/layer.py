@@ -152,13 +152,14 @@ def _pass(
         operators = operators + passes * stack.operators_fp8
     operators = operators + np.where(np.asarray(layouts.tp) > 1, passes * stack.tensor_operators, 0.0)
     derate = stack.derate
+    slower = derate * (stack.fp8_product if job.precision == "fp8" else 1.0)
     if backward:
-        inputs, others, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
+        inputs, others, first = (slower * each for each in _matmul_backward_s(job, layouts, kind))
         others, first = (others, first) if weights else (0.0 * others, 0.0 * first)
         matmul, first = inputs + others, np.where(np.asarray(layouts.tensor_inner) > 1, others, first)
         tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
     else:
-        matmul, second = (derate * each for each in _matmul_s(job, layouts, kind))
+        matmul, second = (slower * each for each in _matmul_s(job, layouts, kind))
         # With two dimensions, the results of all products are summed over ranks.
         second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
@@ -167,7 +168,8 @@ def _pass(
     layer_pass = LayerPass(
         matmul_s=matmul,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
-        elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
+        elementwise_s=derate * (_elementwise_s(job, layouts, kind, backward=backward) + shared.merges)
+        + operators * _gap_s(job),
         tensor_s=tensor.total,
         sequence_s=shared.total,
         shared=shared,
@@ -375,7 +377,7 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     elements = moves * (1.7 if backward and job.devices.backend != "cpu" else 1.0)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
-        elements = elements + 1.5 * (2.0 * model.hidden + inner)
+        elements = elements + stack.fp8_casts * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     # Gate, up projection, activation and their product are new tensors; backward, so are their gradients.
     inside = inner * tokens(job, layouts) * job.compute_bytes

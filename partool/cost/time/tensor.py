@@ -73,15 +73,31 @@ def tensor_group(job: Workload, layouts: Layouts, axis: Axis) -> RankGroup:
 def move_s(job: Workload, layouts: Layouts, move: Move) -> Column:
     """Return the seconds of a collective over all its calls and pieces; 0 where a layout has no such collective."""
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
-    payload_bytes = move.rows * move.width * each
+    payload_bytes = move.rows * move.width * each * _narrowed(job, move)
     ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
     pieces = np.where(np.asarray(layouts.compiled) == 1, 1, np.maximum(move.pieces, 1))
     seconds = pieces * cost(job, payload_bytes / pieces, ranks)
-    if job.stack.tensor_copies:
-        # Other code bases' pairs of gathers and reduce-scatters are listed as all-reduces, which are as long.
-        calls = 2.0 if move.kind == "all_reduce" else 1.0
-        seconds = seconds + calls * job.stack.tensor_copies * streamed_s(job, 2.0 * np.asarray(payload_bytes))
-    return np.where(np.asarray(payload_bytes) > 0, move.times * seconds, 0.0)
+    copies = _copies(job, layouts, move)
+    if np.any(copies):
+        seconds = seconds + copies * streamed_s(job, 2.0 * np.asarray(payload_bytes))
+    return np.where(np.asarray(payload_bytes) > 0, job.stack.tensor_exchanges * move.times * seconds, 0.0)
+
+
+def _copies(job: Workload, layouts: Layouts, move: Move) -> Column:
+    """Return how often a collective's whole tensor is read and written beside it, in one call."""
+    copies = job.stack.tensor_copies
+    if job.stack.copies_several:
+        return 0.0 if move.kind == "all_reduce" else np.where(np.asarray(layouts.micro_batch) > 1, copies, 0.0)
+    # Other code bases' pairs of gathers and reduce-scatters are listed as all-reduces, which are as long.
+    return 2.0 * copies if move.kind == "all_reduce" else copies
+
+
+def _narrowed(job: Workload, move: Move) -> float:
+    """Return the share of a collective's bytes that is left where gathers send eight-bit elements."""
+    if job.precision != "fp8" or not job.stack.fp8_tensor_gathers or move.wide:
+        return 1.0
+    # An all-reduce stands for a gather and a reduce-scatter, of which only the gather is narrow.
+    return {"all_gather": 0.5, "all_reduce": 0.75}.get(move.kind, 1.0)
 
 
 def layer_seconds(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool = True) -> TensorSeconds:

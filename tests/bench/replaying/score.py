@@ -1,14 +1,22 @@
-"""Errors of predictions: per source, without and with one scalar, and what choosing by prediction would cost."""
+"""Errors of predictions: per source, without and with one scalar, the order within sweeps and what choosing
+by prediction would cost."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import fmean, median
 from typing import Any
 
 from partool.replay import measured
 from partool.replay.predicted import Result
+
+LEAST_SWEEP = 3
+"""Configurations from which on a sweep is judged."""
+TIE = 1e-9
+"""Relative difference up to which two times are the same."""
 
 
 @dataclass
@@ -35,11 +43,13 @@ def summary(source: str, metric: str, tally: Tally) -> dict[str, Any]:
         "p90": quantile([abs(error) for error in errors], 0.9), "median_scaled": median(scaled) if scaled else None,
         "stated": len(stated), "median_stated": median(stated) if stated else None,
         "open": dict(Counter(name for result in tally.results for name in result.case.open).most_common()),
-        "regret_mean": None, "false_fits": None, "false_rejects": None,
+        "regret_mean": None, "kendall": None, "sweeps": 0, "false_fits": None, "false_rejects": None,
     }  # fmt: skip
     if metric == "step_time":
-        regrets = [regret for regret in map(regret_of, sweeps(tally.results)) if regret is not None]
-        values["regret_mean"], values["sweeps"] = (fmean(regrets) if regrets else None), len(regrets)
+        timed = [times for times in map(times_of, sweeps(tally.results)) if len(times) >= LEAST_SWEEP]
+        taus = [tau for tau in map(kendall, timed) if tau is not None]
+        values["regret_mean"], values["sweeps"] = (fmean(map(regret_of, timed)) if timed else None), len(timed)
+        values["kendall"] = fmean(taus) if taus else None
         values["null_median"] = null_model(tally.results)
     else:
         fitting = [result for result in tally.results if result.fits]
@@ -58,24 +68,56 @@ def left_one_out(pairs: list[tuple[float, float | None]]) -> list[float]:
     return [median(ratios[:index] + ratios[index + 1 :]) / ratio - 1.0 for index, ratio in enumerate(ratios)]
 
 
+def overall(summaries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a metric over its sources, each of which counts the same whatever its number of rows."""
+    rated = [one for one in summaries if one["median"] is not None]
+    taus = [one["kendall"] for one in rated if one["kendall"] is not None]
+    regrets = [one["regret_mean"] for one in rated if one["regret_mean"] is not None]
+    return {
+        "sources": len(rated),
+        "median_of_medians": median(one["median"] for one in rated) if rated else None,
+        "worst_median": max(one["median"] for one in rated) if rated else None,
+        "median_of_biases": median(one["bias"] for one in rated) if rated else None,
+        "sources_too_low": sum(one["bias"] < 0 for one in rated),
+        "kendall": fmean(taus) if taus else None,
+        "regret_mean": fmean(regrets) if regrets else None,
+        "sources_with_sweeps": len(regrets),
+    }
+
+
 def sweeps(results: list[Result]) -> list[list[Result]]:
-    """Return the sweeps of at least three configurations."""
-    found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    """Return the rows of each sweep: runs of one source that differ only in their configuration."""
+    by: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for result in results:
-        found[result.case.sweep].append(result)
-    return [rows for rows in found.values() if len(rows) >= 3]
+        by[result.case.sweep].append(result)
+    return list(by.values())
 
 
-def regret_of(rows: list[Result]) -> float | None:
+def times_of(rows: list[Result]) -> list[tuple[float, float]]:
+    """Return the predicted and measured seconds per sequence of the rows that have a time."""
+    return [(row.per_sequence_s, row.measured / row.job.global_batch) for row in rows if row.measured]
+
+
+def regret_of(times: list[tuple[float, float]]) -> float:
     """Return how much slower than the best the configuration is that was predicted to be the best."""
-    timed = [
-        (row.predicted / row.job.global_batch, row.measured / row.job.global_batch) for row in rows if row.measured
-    ]
-    if len(timed) < 3:
-        return None
-    least = min(predicted for predicted, _ in timed)
-    chosen = fmean(truth for predicted, truth in timed if predicted <= least * (1.0 + 1e-9))
-    return chosen / min(truth for _, truth in timed) - 1.0
+    least = min(predicted for predicted, _ in times)
+    chosen = fmean(truth for predicted, truth in times if predicted <= least * (1.0 + TIE))
+    return chosen / min(truth for _, truth in times) - 1.0
+
+
+def kendall(times: list[tuple[float, float]]) -> float | None:
+    """Return Kendall's tau-b of predicted and measured times; None where one of them is the same in all rows.
+
+    M. G. Kendall, The treatment of ties in ranking problems, Biometrika 33 (1945).
+    """
+    signs = [(_sign(a[0], b[0]), _sign(a[1], b[1])) for a, b in combinations(times, 2)]
+    predicted, truth = (sum(each[at] != 0 for each in signs) for at in (0, 1))
+    return sum(a * b for a, b in signs) / (predicted * truth) ** 0.5 if predicted and truth else None
+
+
+def _sign(first: float, second: float) -> int:
+    """Return 1 or -1 as the second time is longer or shorter, 0 if both are the same."""
+    return 0 if abs(second / first - 1.0) <= TIE else 1 if second > first else -1
 
 
 def null_model(results: list[Result]) -> float | None:

@@ -19,6 +19,7 @@ from partool.cost.memory.sequence import buffer_bytes, saved_bytes
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime, SequenceTeams
 from partool.cost.time.attention import attention_s, pairs
+from partool.cost.time.layer import layer
 from partool.cost.traffic.sequence import heads_of, sent_by_rank
 from partool.cost.training.bound import bound_s
 from partool.cost.training.communicators import communicators
@@ -102,6 +103,26 @@ def test_a_ring_hides_behind_the_attention_to_the_block_before() -> None:
     assert found.exposed(job(), 0.0) == pytest.approx(7 * block)
     assert found.exposed(job(), 8 * block) < 0.2 * found.total
     assert found.exposed(job(), 80 * block) == pytest.approx(0.08 * found.total), "it slows what it hides behind"
+
+
+@pytest.mark.parametrize(("order", "part"), [(0, 1.0), (1, 0.75)])
+def test_each_received_block_is_merged(order: int, part: float) -> None:
+    """A result of 4096 values per token; zigzag shares merge three quarters of it per block."""
+    columns = {"cp": 8, "sequence_method": RING_OF_KEYS, "sequence_order": order}
+    few, many = (sent(with_merges(moved), **columns) for moved in (10.0, 20.0))
+    width = job().model.heads * job().model.head_dim
+    rows = job().sequence_length / 8
+    wanted = 7 * part * rows * width * 10.0 / (0.8 * GPU.memory_bytes_per_s)
+    assert many.merges - few.merges == pytest.approx(wanted, rel=0.1)
+    assert (few.total, few.exposed(job(), 1.0)) == (many.total, many.exposed(job(), 1.0))
+    assert sent(with_merges(10.0), **{**columns, "cp": 1}).merges == 0.0
+    layers = [layer(with_merges(moved), Layouts(**columns), FULL) for moved in (10.0, 20.0)]
+    more = layers[1].forward.compute_s - layers[0].forward.compute_s
+    assert more == pytest.approx(job().stack.derate * (many.merges - few.merges)), "merges are compute"
+
+
+def with_merges(moved_bytes: float) -> Any:
+    return replace(job(), stack=replace(job().stack, ring_merge_bytes=moved_bytes))
 
 
 def test_gradients_of_keys_go_round_wide_and_come_home_beside_nothing() -> None:

@@ -192,11 +192,24 @@ def test_tensor_ranks_of_torch_copy_and_gather_again() -> None:
         for stack in (STACKS["fsdp2-compiled"], plain)
     )
     stream_bytes = 4096 * 4096 * 2
-    copied_s = 2 * 2 * streamed_s(job(), 2.0 * stream_bytes)
+    copied_s = 2 * 2 * STACKS["fsdp2-compiled"].tensor_copies * streamed_s(job(), 2.0 * stream_bytes)
     assert torch.forward.tensor_s - megatron.forward.tensor_s == pytest.approx(copied_s)
     assert megatron.recompute.exposed["tensor_parallel"] == 0.0
     half = 0.5 * torch.forward.exposed["tensor_parallel"]
     assert torch.recompute.exposed["tensor_parallel"] == pytest.approx(half)
+
+
+def test_partool_copies_gathered_tokens_of_several_sequences() -> None:
+    """Gathers and reduce-scatters of one sequence are views, and all-reduces have no order."""
+    stack = replace(PARTOOL, tensor_copies=0.0)
+
+    def copied_s(batch: int, shares: int) -> float:
+        layouts = Layouts(tp=4, sequence_norms=shares, micro_batch=batch)
+        whole, none = (layer(replace(job(), stack=one), layouts, kinds(LARGE)[0]) for one in (PARTOOL, stack))
+        return float(whole.forward.tensor_s - none.forward.tensor_s)
+
+    assert copied_s(2, 1) == pytest.approx(4 * streamed_s(job(), 2.0 * 2 * 4096 * 4096 * 2))
+    assert (copied_s(1, 1), copied_s(2, 0)) == (0.0, 0.0)
 
 
 def test_latent_attention_counts_all_its_products() -> None:

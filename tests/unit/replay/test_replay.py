@@ -45,7 +45,7 @@ sys.path.insert(0, str(BENCH))
 import replay  # noqa: E402
 from layouts import laid  # noqa: E402
 from replaying import evidence  # noqa: E402
-from replaying.score import left_one_out, quantile, summary  # noqa: E402
+from replaying.score import kendall, left_one_out, overall, quantile, summary  # noqa: E402
 
 RUNS, MEMORY = DATA / "measured_runs.csv", DATA / "measured_memory.csv"
 with RUNS.open(encoding="utf-8", newline="") as file:
@@ -296,7 +296,30 @@ def test_regret_is_paid_for_the_predicted_best() -> None:
     found = summary("test", "step_time", tally)
     assert found["sweeps"] == 1
     assert found["regret_mean"] == pytest.approx(1.0)
+    assert found["kendall"] == pytest.approx(1 / 3)
     assert found["rows"] == 3
+
+
+def test_order_by_hand() -> None:
+    """Of the six pairs of four rows one is turned round; a tie in the predictions leaves five pairs."""
+    assert kendall([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (4.0, 4.0)]) == pytest.approx(4 / 6)
+    assert kendall([(1.0, 1.0), (1.0, 2.0), (3.0, 3.0), (4.0, 4.0)]) == pytest.approx(5 / (5 * 6) ** 0.5)
+    assert kendall([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]) == -1.0
+    assert kendall([(1.0, 3.0), (1.0, 2.0)]) is None
+
+
+def test_sources_count_alike_over_all() -> None:
+    blank = {"regret_mean": None, "kendall": None}
+    rows = [
+        {"median": 0.1, "bias": -0.1, "rows": 1000, **blank},
+        {"median": 0.2, "bias": -0.2, "rows": 1, "regret_mean": 0.5, "kendall": 0.5},
+        {"median": 0.4, "bias": 0.4, "rows": 1, "regret_mean": 0.1, "kendall": 1.0},
+        {"median": None, "bias": None, "rows": 0, **blank},
+    ]
+    found = overall(rows)
+    assert (found["sources"], found["sources_too_low"], found["sources_with_sweeps"]) == (3, 2, 2)
+    assert (found["median_of_medians"], found["worst_median"], found["median_of_biases"]) == (0.2, 0.4, -0.1)
+    assert (found["kendall"], found["regret_mean"]) == (0.75, pytest.approx(0.3))
 
 
 def test_runs_that_do_not_fit_are_not_green() -> None:
@@ -330,8 +353,10 @@ def test_the_command_prints_data(tmp_path: Path) -> None:
         writer.writerows([BASE, {**BASE, "gpu": "TPU"}, {**BASE, "global_batch": "64", "step_time_s": "6.0"}])
     command = [sys.executable, str(BENCH / "replay.py"), str(file), "--output", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    (found,) = json.loads(done.stdout)
-    wanted = {"source", "rows", "skipped", "metric", "bias", "median", "p90", "median_scaled", "regret_mean"}
+    data = json.loads(done.stdout)
+    (found,) = data["sources"]
+    assert data["overall"]["step_time"]["median_of_medians"] == found["median"]
+    wanted = {"kendall", "source", "rows", "skipped", "metric", "bias", "median", "p90", "median_scaled", "regret_mean"}
     assert wanted | {"false_fits", "false_rejects"} <= found.keys()
     assert (found["rows"], found["skipped"], found["metric"]) == (2, 1, "step_time")
 
