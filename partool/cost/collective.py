@@ -26,18 +26,21 @@ from partool.work.base import Workload
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 """Ratio of the bus bandwidth of large collectives to the link's line rate, for devices without a table: 230 of 300 GB/s
 on A100, 365 of 450 GB/s on H100. With RCCL the ratio is 0.70 (AMD Primus' projection defaults)."""
-_FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
+_FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.85}
+"""Ratio of the rate of large collectives to that of the network adapters. Published lines of idle clusters have 0.77 to
+0.96; on networks that other jobs use, less remains."""
 _HOP = 0.4
 """Ratio of the time of one hop in a ring to the time that a collective takes to start. NCCL's tuning table has 3.4 us
 per NVLink hop."""
 _QUICK_HOP = 0.1
 """The same ratio inside a node for the protocol of low latency: tables of H100 have 0.8 us per rank."""
-_MORE_START = 1.2
+_MORE_START = 1.5
 """Ratio of what the protocol of high bandwidth adds to the start of an all-reduce, per doubling of the nodes, to the
-time that a collective between nodes takes to start: 30 us on two to eight nodes of H100 with InfiniBand."""
-_QUICK_BYTES_PER_S = {"cpu": np.inf, "cuda": 24e9, "rocm": 24e9}
-"""Rate of the protocol of low latency between nodes: NCCL's tuning table has 35 to 45 GB/s of bus bandwidth on Hopper,
-which is half as much of the tensor in an all-reduce."""
+time that a collective between nodes takes to start: 37 us, fitted to published lines of two to eight nodes of H100 and
+B200 with InfiniBand."""
+_QUICK_BYTES_PER_S = {"cpu": np.inf, "cuda": 16e9, "rocm": 16e9}
+"""Rate of the protocol of low latency between nodes, fitted to the same lines. NCCL's tuning table has 35 to 45 GB/s of
+bus bandwidth on Hopper, which is half as much of the tensor in an all-reduce."""
 _FIRST_PIECES_S = 60e-6
 """Longest part of the shorter phase, inside nodes or between them, that the longer one does not hide."""
 _RACK_ADAPTERS = 8
