@@ -1,9 +1,15 @@
 """Seconds of collectives over two tiers: the link inside a node (or rack), and the network between nodes.
 
-The equation is ``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the tensor once
-in an all-gather or reduce-scatter (g = 1) and twice in an all-reduce (g = 2; Thakur, Rabenseifner and Gropp, IJHPCA
-2005). A ring that crosses nodes enters and leaves each node once; its rate is bounded by the network adapters of all
-members in a node.
+Inside a node, measured tables give the seconds (:mod:`partool.cost.silicon.collectives`). Devices without a table take
+``latency + g (n-1)/n bytes / rate``: rings move (n-1)/n of the tensor once in an all-gather or reduce-scatter (g = 1)
+and twice in an all-reduce (g = 2; Thakur, Rabenseifner and Gropp, IJHPCA 2005).
+
+A collective that crosses nodes does the same work inside each node and sends over the network at the same time, after a
+start that grows with the number of hops (a ring of gathers) or with its logarithm (trees of all-reduces) and with the
+message, as small messages go by the protocol of low latency and larger ones by that of high bandwidth. The part of the
+shorter of both phases that is not hidden is that of the first pieces. The few figures are NCCL's
+(https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) and those of published nccl-tests lines, with which
+tests compare the model (tests/data/silicon/nccl_tests.csv).
 """
 
 from __future__ import annotations
@@ -12,19 +18,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from partool.catalog.silicon.collectives import Operation
 from partool.cost.case import Column, Layouts
+from partool.cost.silicon import collectives as measured
 from partool.work.base import Workload
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
-"""Ratio of the bus bandwidth of large collectives to the link's line rate: 230 of 300 GB/s on A100, 365 of 450 GB/s on
-H100. With RCCL the ratio is 0.70 (AMD Primus' projection defaults)."""
-_FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
+"""Ratio of the bus bandwidth of large collectives to the link's line rate, for devices without a table: 230 of 300 GB/s
+on A100, 365 of 450 GB/s on H100. With RCCL the ratio is 0.70 (AMD Primus' projection defaults)."""
+_FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.85}
+"""Ratio of the rate of large collectives to that of the network adapters. Published lines of idle clusters have 0.77 to
+0.96; on networks that other jobs use, less remains."""
 _HOP = 0.4
 """Ratio of the time of one hop in a ring to the time that a collective takes to start. NCCL's tuning table has 3.4 us
 per NVLink hop."""
+_QUICK_HOP = 0.1
+"""The same ratio inside a node for the protocol of low latency: tables of H100 have 0.8 us per rank."""
+_MORE_START = 1.5
+"""Ratio of what the protocol of high bandwidth adds to the start of an all-reduce, per doubling of the nodes, to the
+time that a collective between nodes takes to start: 37 us, fitted to published lines of two to eight nodes of H100 and
+B200 with InfiniBand."""
+_QUICK_BYTES_PER_S = {"cpu": np.inf, "cuda": 16e9, "rocm": 16e9}
+"""Rate of the protocol of low latency between nodes, fitted to the same lines. NCCL's tuning table has 35 to 45 GB/s of
+bus bandwidth on Hopper, which is half as much of the tensor in an all-reduce."""
+_FIRST_PIECES_S = 60e-6
+"""Longest part of the shorter phase, inside nodes or between them, that the longer one does not hide."""
+_RACK_ADAPTERS = 8
+"""Network adapters of a rack-scale domain that one collective drives: two racks of GB200 all-reduce 408 GB/s, twenty
+203 GB/s, which is 8 adapters of 50 GB/s once and twice (https://github.com/coreweave/nccl-tests#2-racks)."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 """Ratio of the time of reductions to the time of gathers of the same bytes. Gloo sums on the core that also sends, and
 its reduce-scatter is an all-reduce of which each rank keeps a part (measured ratio: 1.7 to 1.9)."""
+_ONCE_START_S, _ONCE_NODE_START_S = 75e-6, 65e-6
+"""Start of a dispatch and a combine of kernels that send a token once, and what each doubling of the nodes adds to it
+(DeepEP in tables of H100: 74, 142, 213 and 260 us on 1, 2, 4 and 8 nodes)."""
+_ONCE_LINK_SHARE, _ONCE_LINK_BYTES_PER_S = 0.70, 400e9
+"""Share of the link's rate that these kernels reach with 24 units, and the most that 24 units move (both fitted to
+DeepEP's tables: 315 GB/s on H100 and H200, 340 to 440 on B200 and B300)."""
+_ONCE_FABRIC_SHARE = {"two": 0.73, "more": 0.90}
+"""Share of an adapter's rate that they reach between two nodes, and between more (fitted to the same tables)."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +95,15 @@ def axis_group(job: Workload, layouts: Layouts, axis: str) -> RankGroup:
 
 
 def rate(job: Workload, ranks: RankGroup) -> Column:
-    """Return the bytes per second of a ring over a group; the slowest tier that the ring crosses sets this rate."""
+    """Return the bytes per second at which a group's ring crosses the network; infinite within one node."""
     devices = job.devices
-    inside = inside_rate(job, ranks.inside)
-    network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s * ranks.inside
-    within = np.where(ranks.inside > 1, inside, np.inf)
-    return np.where(ranks.domains > 1, np.minimum(within, network), inside)
+    adapters = np.minimum(ranks.inside, _RACK_ADAPTERS) if job.domain > devices.per_node else ranks.inside
+    network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s * adapters
+    return np.where(ranks.domains > 1, network, np.inf)
 
 
 def inside_rate(job: Workload, members: Column) -> Column:
-    """Return the bytes per second of a ring over ``members`` devices of a node.
+    """Return the bytes per second of a ring over ``members`` devices of a node that no table prices.
 
     In a node whose devices are linked pairwise, the ring uses only the links between these devices.
     """
@@ -82,56 +113,131 @@ def inside_rate(job: Workload, members: Column) -> Column:
     return _LINK_SHARE[devices.backend] * np.minimum(ring_bytes_per_s, devices.link_bytes_per_s)
 
 
-def latency(job: Workload, ranks: RankGroup) -> Column:
-    """Return the latency of a collective in seconds, which is the time to start it plus the time of all hops.
+def inside_s(
+    job: Workload, operation: Operation, whole_bytes: Column, members: Column, at_least: Column | None = None
+) -> Column:
+    """Return the seconds of a collective of ``members`` ranks of one node; 0 for one rank.
 
-    Hops are inside nodes and between nodes. A ring of 8 A100 takes about 65 us to all-reduce zero bytes. Between nodes
-    collectives use trees, so the latency grows with the logarithm of the number of nodes.
+    With ``at_least``, the result is a lower bound for messages of at least so many bytes, and convex in the bytes.
     """
+    seconds = measured.seconds(job.devices, operation, whole_bytes, members, at_least)
+    if seconds is not None:
+        return seconds
+    sums = operation == "all_reduce"
+    slow = _REDUCE_SLOWDOWN[job.devices.backend] if operation == "reduce_scatter" else 1.0
+    passes = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend] if sums else slow
+    start = job.devices.link_latency_s * (1.0 + _HOP * (members - 1)) * (2.0 if sums else 1.0)
+    moved = passes * whole_bytes * (members - 1) / members / inside_rate(job, members)
+    return np.where(np.asarray(members) > 1, start + moved, 0.0)
+
+
+def gather_s(
+    job: Workload,
+    whole_bytes: Column,
+    ranks: RankGroup,
+    at_least: Column | None = None,
+    operation: Operation = "all_gather",
+) -> Column:
+    """Return the seconds of an all-gather whose full tensor has ``whole_bytes``; 0 for one rank.
+
+    ``at_least`` is that of :func:`inside_s`. ``operation`` is ``reduce_scatter`` for :func:`reduce_scatter_s`.
+    """
+    within = inside_s(job, operation, whole_bytes, ranks.inside, at_least)
+    if np.all(ranks.domains <= 1):
+        return within
     devices = job.devices
-    inside = devices.link_latency_s * (1.0 + _HOP * (ranks.inside - 1))
-    between = devices.fabric_latency_s * np.log2(np.maximum(ranks.domains, 1.0) + 1.0)
-    return inside + np.where(ranks.domains > 1, between, 0.0)
-
-
-def ring_latency(job: Workload, ranks: RankGroup) -> Column:
-    """Return the latency in seconds of a gather or scatter that goes hop by hop around all ranks."""
-    devices = job.devices
-    inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
-    between = _HOP * devices.fabric_latency_s * np.maximum(ranks.domains - 1.0, 0.0)
-    return devices.link_latency_s + inside + between
-
-
-def gather_s(job: Workload, whole_bytes: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of an all-gather or reduce-scatter whose full tensor has ``whole_bytes``; 0 for one rank."""
-    moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
-    return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
+    slow = _REDUCE_SLOWDOWN[devices.backend] if operation == "reduce_scatter" else 1.0
+    network = slow * whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
+    # A ring goes through all ranks of all nodes; the table has the hops of one node.
+    hops = ranks.size - ranks.domains - np.maximum(ranks.inside - 1, 0)
+    quick = _QUICK_HOP * devices.link_latency_s * hops + _HOP * devices.fabric_latency_s * (ranks.domains - 1)
+    more = (_HOP - _QUICK_HOP) * devices.link_latency_s * hops + _MORE_START * devices.fabric_latency_s
+    start = np.where(ranks.domains > 1, quick, 0.0)
+    return start + _across(job, whole_bytes, at_least, (within, network), np.where(ranks.domains > 1, more, 0.0))
 
 
 def reduce_scatter_s(job: Workload, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of a reduce-scatter whose full tensor has ``whole_bytes``; 0 for one rank."""
-    moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks) * _REDUCE_SLOWDOWN[job.devices.backend]
-    return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
+    return gather_s(job, whole_bytes, ranks, operation="reduce_scatter")
 
 
-def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank."""
-    slow = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend]
-    moved = slow * whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
-    return np.where(ranks.size > 1, 2.0 * latency(job, ranks) + moved, 0.0)
+def scatter_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least: Column | None = None) -> Column:
+    """Return the seconds of a reduce-scatter that sends each part once, also on CPUs; 0 for one rank."""
+    on_cpu = job.devices.backend == "cpu"
+    return gather_s(job, whole_bytes, ranks, at_least, "all_gather" if on_cpu else "reduce_scatter")
 
 
-def all_to_all_s(job: Workload, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
+def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least: Column | None = None) -> Column:
+    """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank. ``at_least``: see :func:`inside_s`."""
+    within = inside_s(job, "all_reduce", whole_bytes, ranks.inside, at_least)
+    if np.all(ranks.domains <= 1):
+        return within
+    devices = job.devices
+    slow = 1.0 + _REDUCE_SLOWDOWN[devices.backend]
+    share = slow * (ranks.size - 1) / ranks.size
+    if devices.backend == "cuda":
+        # Between two nodes a tree sends each sum once in each direction.
+        share = np.where(ranks.domains == 2, 1.0, share)
+    network = share * whole_bytes / rate(job, ranks)
+    doublings = np.log2(np.maximum(ranks.domains, 1.0))
+    start, more = (part * devices.fabric_latency_s * doublings for part in (_HOP, _MORE_START))
+    return start + _across(job, whole_bytes, at_least, (within, network), more)
+
+
+def _across(
+    job: Workload, whole_bytes: Column, at_least: Column | None, phases: tuple[Column, Column], more: Column
+) -> Column:
+    """Return the seconds of both phases of a collective that crosses nodes, inside nodes and between them.
+
+    ``more`` is what the protocol of high bandwidth adds to the start. Where ``at_least`` is given, terms that are not
+    convex in the bytes are those of the smallest message.
+    """
+    within, network = phases
+    shorter = np.minimum(within, network)
+    sent = whole_bytes
+    if at_least is not None:
+        sent = np.minimum(at_least, whole_bytes)
+        shorter = shorter * np.minimum(sent / np.maximum(whole_bytes, 1e-30), 1.0)
+    switched = np.minimum(sent / _QUICK_BYTES_PER_S[job.devices.backend], more)
+    return switched + np.maximum(within, network) + np.minimum(shorter, _FIRST_PIECES_S)
+
+
+def all_to_all_s(job: Workload, sent_bytes: Column, ranks: RankGroup, at_least: Column | None = None) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    Bytes for other nodes go through the rank's network adapter; ``between`` is the share of these bytes that remains if
-    a node receives only one copy of each token. At the same time, all other bytes go over the links inside the node.
+    Bytes for other nodes go through the rank's network adapter. At the same time, all other bytes go over the links
+    inside the node. ``at_least``: see :func:`inside_s`.
     """
     devices = job.devices
-    inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)
+    own_share = ranks.inside / ranks.size
+    least = None if at_least is None else at_least * own_share
+    within = inside_s(job, "all_to_all", sent_bytes * own_share, ranks.inside, least)
+    if np.all(ranks.domains <= 1):
+        return within
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s
-    across = between * sent_bytes * (ranks.size - ranks.inside) / ranks.size / network
-    return np.where(ranks.size > 1, latency(job, ranks) + np.maximum(inside, across), 0.0)
+    across = sent_bytes * (1.0 - own_share) / network
+    start = devices.fabric_latency_s * np.log2(np.maximum(ranks.domains, 1.0) + 1.0)
+    return np.where(ranks.domains > 1, start, 0.0) + np.maximum(within, across)
+
+
+def token_exchange_s(job: Workload, token_bytes: Column, ranks: RankGroup, visits: Column) -> Column:
+    """Return the seconds of a dispatch and a combine by kernels that send a token once; 0 for one rank.
+
+    A rank sends ``token_bytes`` of tokens, each of which has ``visits`` experts: once to each node with one of them,
+    however many are there, and from there once to each rank. The numbers of nodes and ranks are the expected ones of
+    experts chosen at random. Both directions take 16-bit tokens; the tables' dispatch is in eight bits, of half the
+    bytes.
+    """
+    devices = job.devices
+    size, nodes = np.maximum(ranks.size, 1.0), np.maximum(ranks.domains, 1.0)
+    ranks_of_token = size * (1.0 - (1.0 - 1.0 / size) ** visits)
+    nodes_of_token = nodes * (1.0 - (1.0 - 1.0 / nodes) ** visits)
+    link = np.minimum(_ONCE_LINK_SHARE * devices.link_bytes_per_s, _ONCE_LINK_BYTES_PER_S)
+    within = token_bytes * ranks_of_token * (ranks.inside - 1) / ranks.inside / link
+    share = np.where(nodes > 2, _ONCE_FABRIC_SHARE["more"], _ONCE_FABRIC_SHARE["two"])
+    across = token_bytes * nodes_of_token * (nodes - 1) / nodes / (share * devices.fabric_bytes_per_s)
+    start = _ONCE_START_S + _ONCE_NODE_START_S * np.log2(nodes)
+    return np.where(ranks.size > 1, start + 2.0 * np.maximum(within, across), 0.0)
 
 
 def send_s(job: Workload, sent_bytes: Column, stride: Column) -> Column:

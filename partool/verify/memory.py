@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partool.cost.memory.fit import fit_probability, verdict
-from partool.cost.training.communicators import COMMUNICATOR_BYTES, WIRE_BYTES
+from partool.cost.training.communicators import Communicators
 from partool.cost.training.peak import EMPTY_SHARE
 from partool.plan.rank_trace import COMPUTE, MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
@@ -78,6 +78,7 @@ def communicator_bytes(plan: Plan, trace: RankTrace) -> int:
     for each in used:
         if len(each.group) > 1:
             kinds.setdefault((each.group, each.purpose), set()).add(each.kind)
-    wires = sum(of <= set(MESSAGES) for of in kinds.values())
-    backend = plan.devices.backend
-    return (len(kinds) - wires) * COMMUNICATOR_BYTES[backend] + wires * WIRE_BYTES[backend]
+    wires = {use for use, of in kinds.items() if of <= set(MESSAGES)}
+    pairs = sum(len(group) == 2 for group, purpose in kinds if (group, purpose) not in wires)
+    counted = Communicators(len(kinds) - len(wires), len(wires), pairs)
+    return int(counted.memory_bytes(plan.devices.backend))

@@ -402,13 +402,10 @@ def _expert_s(job: Workload, layouts: Layouts) -> Column:
     rows = tokens(job, layouts) / layouts.tp
     ranks = collective.axis_group(job, layouts, "ep")
     visits = job.model.moe.top_k * layouts.etp
-    sent = job.load * rows * visits * job.model.hidden * job.compute_bytes
-    if not job.stack.sends_once:
-        return 2.0 * collective.all_to_all_s(job, sent, ranks)
-    # A token is sent once to each node, however many of its experts are there; this is the expected number of nodes.
-    nodes = np.maximum(ranks.domains, 1.0)
-    different = nodes * (1.0 - (1.0 - 1.0 / nodes) ** job.model.moe.top_k)
-    return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
+    token_bytes = job.load * rows * job.model.hidden * job.compute_bytes
+    if job.stack.sends_once:
+        return collective.token_exchange_s(job, token_bytes, ranks, visits)
+    return 2.0 * collective.all_to_all_s(job, visits * token_bytes, ranks)
 
 
 def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = True) -> Column:

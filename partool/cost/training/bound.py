@@ -14,12 +14,13 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.training.crowd import crowds
+from partool.cost.training.micro import Micro
 from partool.cost.training.offload import offload
 from partool.cost.training.optimizer import update_s
 from partool.cost.training.passes import PassLimits, passes, recorded, shared_most
 from partool.cost.training.split import Split, split
 from partool.cost.training.step import held_elements, owned_elements, saved_bytes
-from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait, sync, tensor_sync_s
+from partool.cost.training.sync import LeastElements, PassSeconds, RankParameters, pipeline_wait, sync, tensor_sync_s
 from partool.work.training import TrainingWork
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
@@ -28,6 +29,8 @@ _FOLLOWED = 200_000
 """Number of actions up to which exact predictions follow a schedule (:mod:`partool.schedule.makespan`)."""
 _SEARCHED = 20_000
 """The same number for schedules whose action lists a search finds."""
+_ANY = 1e30
+"""Number of elements that is larger than any message."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def _outside_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, ope
         # Ranks without experts do not wait for those of others.
         sum(count for kind, count in costs.counts.items() if kind.moe) / pp,
         np.where(pp > 1, layers + 3.0 - pp, layers + 2.0),
+        _least_elements(pp, costs),
     )
     # Longer passes hide more, so the passes that collectives run beside are the longest possible ones. Where ranks
     # share cores nothing is hidden, and ranks wait for each other in proportion to the passes.
@@ -134,6 +138,22 @@ def _outside_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, ope
     share = layouts.gpu_fraction if open_choices is None else open_choices.updated
     optimizer = update_s(job, layouts, owned * share)
     return exposed + slowdown + tensor + optimizer + job.stack.overhead_s
+
+
+def _least_elements(pp: Column, costs: Micro) -> LeastElements | None:
+    """Return the least elements of a group on average over any pipeline rank's groups; None if no layout has several.
+
+    A rank has a layer or more, and perhaps the embedding, the head, or both. A layout with one pipeline rank has no
+    mean to be bounded: its least size is any larger one, as messages themselves limit it.
+    """
+    several = np.asarray(pp) > 1
+    if not np.any(several):
+        return None
+    layer = np.minimum.reduce([np.asarray(unit.dense) for unit in costs.layers.values()])
+    expert = np.minimum.reduce([np.asarray(unit.expert) for unit in costs.layers.values()])
+    ends = costs.first.dense, costs.last.dense
+    dense = np.minimum.reduce([layer, *((layer + end) / 2.0 for end in ends), (layer + sum(ends)) / 3.0])
+    return LeastElements(np.where(several, dense, _ANY), np.where(several, expert / 3.0, _ANY))
 
 
 def _offloaded(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, owned: Column) -> tuple[Column, Column]:

@@ -15,8 +15,12 @@ from partool.spec.model import Moe
 from partool.spec.numbers import MIB
 from partool.work.training import TrainingWork
 
-COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
-"""Bytes per communicator of collectives (a process group of more than one rank)."""
+PAIR_BYTES = {"cpu": 0, "cuda": 342 * MIB, "rocm": 400 * MIB}
+"""Bytes per communicator of collectives of two ranks: measured with NCCL on H100 (aiconfigurator-core 0.12.0, NVIDIA,
+Apache-2.0)."""
+COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 392 * MIB, "rocm": 400 * MIB}
+"""Bytes per communicator of collectives of more ranks: measured with 4 and 8 ranks (same source). RCCL's bytes are an
+assumption."""
 WIRE_BYTES = {"cpu": 0, "cuda": 50 * MIB, "rocm": 50 * MIB}
 """Bytes per communicator that only sends from rank to rank: 4 channels (``MOST_BLOCKS`` of the runtime's groups), each
 with a buffer of 4 MiB (``NCCL_BUFFSIZE`` in NCCL's user guide), and a fixed part, which is an assumption."""
@@ -29,10 +33,13 @@ class Communicators(NamedTuple):
     """Groups of more than one rank in which collectives run, the group of the world included."""
     wires: Column
     """Groups that only send messages from rank to rank."""
+    pairs: Column = 0
+    """Those of ``collective`` that have two ranks."""
 
     def memory_bytes(self, backend: str) -> Column:
         """Return the device memory of all of them."""
-        return self.collective * COMMUNICATOR_BYTES[backend] + self.wires * WIRE_BYTES[backend]
+        larger = (self.collective - self.pairs) * COMMUNICATOR_BYTES[backend]
+        return larger + self.pairs * PAIR_BYTES[backend] + self.wires * WIRE_BYTES[backend]
 
 
 def communicators(job: TrainingWork, layouts: Layouts) -> Communicators:
@@ -45,7 +52,7 @@ def communicators(job: TrainingWork, layouts: Layouts) -> Communicators:
     if not memory_stack(job.stack.name).counted_groups:
         # With head exchange inside a ring, there are groups for the heads and groups for the rings.
         axes = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // inner, inner, layouts.expert_ranks)
-        return Communicators(sum(np.where(ranks > 1, 1, 0) for ranks in axes), 0)
+        return _counted([(ranks > 1, ranks) for ranks in axes], 0)
     world, ring = layouts.world, layouts.ring
     stateless = ring | (np.asarray(layouts.zero) == 0)  # each data-parallel rank has a whole copy of the state
     sharers = np.where(stateless, 1, layouts.shards * layouts.cp)
@@ -55,27 +62,39 @@ def communicators(job: TrainingWork, layouts: Layouts) -> Communicators:
         state += _of_experts(job.model.moe, layouts, sharers)
     if job.matrices is not None:
         state.append((layouts.dp * layouts.cp * layouts.tp, 1))
-    groups = _distinct(state, world)
+    opened = [*_distinct(state, world)]
     both = (layouts.tensor_inner > 1) & (layouts.tensor_inner < layouts.tp)
-    groups = groups + np.where(both, 2, 0) + np.where(_some_keys(job, layouts), 1, 0)
-    groups = groups + np.where(layouts.cp > 1, np.where((inner > 1) & (inner < layouts.cp), 2, 1), 0)
+    opened += [(both, layouts.tensor_inner), (both, layouts.tp // layouts.tensor_inner)]
+    split = (inner > 1) & (inner < layouts.cp)
+    whole = (layouts.cp > 1) & np.logical_not(split)
+    opened += [(split & (layouts.cp > 1), inner), (split & (layouts.cp > 1), layouts.cp // inner), (whole, layouts.cp)]
     tied = _ends_apart(job, layouts) & (layouts.pp > 1) & (world > 2) if job.model.tied_embeddings else False
-    groups = groups + np.where(tied, 1, 0) + np.where(layouts.ep > 1, 1, 0) + np.where(world > 1, 1, 0)
-    return Communicators(groups, np.where(ring, 4, _wires(job, layouts)))
+    opened += [(tied, 2), (layouts.ep > 1, layouts.expert_ranks), (world > 1, world)]
+    keys = job.model.heads if job.model.mla else job.model.kv_heads
+    opened.append((_some_keys(job, layouts), layouts.tp // layouts.tensor_inner // keys))
+    return _counted(opened, np.where(ring, 4, _wires(job, layouts)))
+
+
+Opened = tuple[Mask, Column]
+"""Mask of layouts that open a group, and its number of ranks."""
+
+
+def _counted(opened: Sequence[Opened], wires: Column) -> Communicators:
+    """Return how many groups are opened, and how many of them have two ranks."""
+    groups = sum(np.where(mask, 1, 0) for mask, _ in opened)
+    return Communicators(groups, wires, sum(np.where(np.equal(ranks, 2) & mask, 1, 0) for mask, ranks in opened))
 
 
 Axis = tuple[Column, Column]
 """Number of ranks of a group, and the distance of their rank numbers."""
 
 
-def _distinct(axes: Sequence[Axis], world: Column) -> Column:
-    """Return how many groups of several ranks, but not all, there are along axes; equal groups are one."""
-    total: Column = 0
+def _distinct(axes: Sequence[Axis], world: Column) -> Iterator[Opened]:
+    """Yield the groups of several ranks, but not all, along axes; equal groups are one."""
     for at, (ranks, apart) in enumerate(axes):
         equal = [(ranks == others) & (apart == distance) for others, distance in axes[:at]]
         new = (ranks > 1) & (ranks < world) & ~np.any(np.array(np.broadcast_arrays(False, *equal)), axis=0)
-        total = total + np.where(new, 1, 0)
-    return total
+        yield new, ranks
 
 
 def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:

@@ -112,7 +112,7 @@ def matrices_s(job: TrainingWork, layouts: Layouts) -> Column:
     compute = np.maximum(stacks_s / layouts.pp / owners, max(each.values()))
     turns = np.maximum(np.ceil(sum(stack.count for stack in stacks) / layouts.pp / owners), 1.0)
     ranks = collective.group(job, owners, 1)
-    start = np.where(owners > 1, 2.0 * turns * collective.latency(job, ranks), 0.0)
+    start = 2.0 * turns * collective.all_to_all_s(job, 0.0, ranks)
     sent = matrix_bytes(job, layouts) * owners / np.maximum(owners - 1, 1)
     exchange = start + collective.all_to_all_s(job, sent, ranks)
     last = np.where(owners > 1, np.minimum(compute, exchange) / turns, 0.0)

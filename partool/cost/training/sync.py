@@ -36,6 +36,14 @@ class Sync:
 
 
 @dataclass(frozen=True)
+class LeastElements:
+    """Least numbers of elements of any pipeline rank per group of parameters: outside experts and inside."""
+
+    dense: Column
+    expert: Column
+
+
+@dataclass(frozen=True)
 class RankParameters:
     """Numbers of one rank's parameters outside and inside experts, and of the groups in which parameters are sent."""
 
@@ -46,6 +54,9 @@ class RankParameters:
     """Number of groups that hold experts, for a mean over pipeline ranks; None: all groups, if there are experts."""
     most_groups: Column | None = None
     """Largest number of groups of any pipeline rank, for a mean over pipeline ranks; None: ``groups``."""
+    least: LeastElements | None = None
+    """Least elements of a group of any pipeline rank, for a mean over pipeline ranks: collectives take the convex lower
+    bound of their time for messages of at least this size. None: they take their time."""
 
     @property
     def expert_messages(self) -> Column:
@@ -67,9 +78,11 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     reduce_bytes, gather_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
-    scatter = _groups_s(job, collective.gather_s, parameters, reduce_bytes, (shards, owners))
+    scatter = _groups_s(job, collective.scatter_s, parameters, reduce_bytes, (shards, owners))
     gather = _gather_s(job, parameters, gather_bytes, zero, (shards, owners))
-    between = collective.all_reduce_s(job, parameters.dense / shards.size * reduce_bytes, replicas)
+    each = reduce_bytes / shards.size
+    least = None if parameters.least is None else parameters.least.dense * each
+    between = collective.all_reduce_s(job, parameters.dense * each, replicas, least)
     around = _groups_s(job, collective.all_reduce_s, parameters, reduce_bytes, (everyone, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient: Column = job.backward * np.where(zero == 0, around, rounds * scatter + between)
@@ -120,9 +133,13 @@ def _one_bit(
     bits come after the passes, which hide nothing of them.
     """
     full, one_bit = updates.share("full"), updates.share("one_bit")
-    message = message_bytes(job, parameters.dense * trained_share(job.model, job.frozen))
+    trained = trained_share(job.model, job.frozen)
+    message = message_bytes(job, parameters.dense * trained)
+    least = None if parameters.least is None else message_bytes(job, parameters.least.dense * trained)
     exchange = np.where(
-        ranks.size > 1, collective.all_to_all_s(job, message, ranks) + collective.gather_s(job, message, ranks), 0.0
+        ranks.size > 1,
+        collective.all_to_all_s(job, message, ranks, least) + collective.gather_s(job, message, ranks, least),
+        0.0,
     )
     gradient, exposed, waits = averaged
     return full * gradient + one_bit * exchange, full * (exposed + waits) + one_bit * (exchange + waits)
@@ -171,18 +188,20 @@ class PassSeconds:
 
 def _groups_s(
     job: TrainingWork,
-    cost: Callable[[TrainingWork, Column, RankGroup], Column],
+    cost: Callable[[TrainingWork, Column, RankGroup, Column | None], Column],
     parameters: RankParameters,
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
     """Return the total seconds of collectives, one per group of parameters; experts have a separate rank group."""
     everyone, owners = ranks
-    groups, some = (
-        count * job.stack.collectives_per_layer for count in (parameters.groups, parameters.expert_messages)
+    per_layer, least = job.stack.collectives_per_layer, parameters.least
+    groups, some = per_layer * parameters.groups, per_layer * parameters.expert_messages
+    least_dense, least_expert = (
+        (None, None) if least is None else (size * each_bytes / per_layer for size in (least.dense, least.expert))
     )
-    dense = cost(job, parameters.dense * each_bytes / groups, everyone)
-    expert = cost(job, parameters.expert * each_bytes / np.maximum(some, 1e-30), owners)
+    dense = cost(job, parameters.dense * each_bytes / groups, everyone, least_dense)
+    expert = cost(job, parameters.expert * each_bytes / np.maximum(some, 1e-30), owners, least_expert)
     return groups * dense + some * expert
 
 
@@ -198,14 +217,16 @@ def _gather_s(
         return everything
     kept = np.minimum(parameters.dense, kept_elements(job.model, controls.persistent_elements))
     fewer = messages_of_unit(job.model, controls, zero=3)
-    rest = _in_messages(replace(parameters, dense=parameters.dense - kept), fewer)
+    least = parameters.least and LeastElements(0.0, 0.0)
+    rest = _in_messages(replace(parameters, dense=parameters.dense - kept, least=least), fewer)
     return np.where(zero == 3, _groups_s(job, collective.gather_s, rest, each_bytes, ranks), everything)
 
 
 def _in_messages(parameters: RankParameters, each: int) -> RankParameters:
     """Return the same parameters, with ``each`` messages per group."""
     some = None if parameters.expert_groups is None else parameters.expert_groups * each
-    return replace(parameters, groups=parameters.groups * each, expert_groups=some)
+    least = parameters.least and LeastElements(parameters.least.dense / each, parameters.least.expert / each)
+    return replace(parameters, groups=parameters.groups * each, expert_groups=some, least=least)
 
 
 def _refresh_s(

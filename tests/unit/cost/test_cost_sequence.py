@@ -72,7 +72,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_ulysses_trades_heads_for_tokens() -> None:
     rows = 32768 / 8
     elements = rows * (4096 + 1024 + 1024 + 4096) * 7 / 8
-    start = 4 * collective.latency(job(), collective.group(job(), 8, 1))
+    start = float(4 * collective.all_to_all_s(job(), 0.0, collective.group(job(), 8, 1)))
     for backward in (False, True):
         found = sent(job(), cp=8, sequence_method=ULYSSES, backward=backward)
         assert found.total == pytest.approx(2 * elements / (0.78 * 4e11) + start)
@@ -82,7 +82,7 @@ def test_ulysses_trades_heads_for_tokens() -> None:
 
 def test_ulysses_sends_heads_of_keys_to_all_that_need_them() -> None:
     few = MODEL.model_copy(update={"kv_heads": 2})
-    start = 4 * collective.latency(job(), collective.group(job(), 8, 1))
+    start = float(4 * collective.all_to_all_s(job(), 0.0, collective.group(job(), 8, 1)))
     found = sent(job(few), cp=8, sequence_method=ULYSSES).total - start
     assert found == pytest.approx(2 * 4096 * (4096 + 8 * 128 + 8 * 128 + 4096) * 7 / 8 / (0.78 * 4e11))
 

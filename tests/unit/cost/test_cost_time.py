@@ -88,18 +88,19 @@ def test_wide_products_under_fp8_use_the_wide_rate() -> None:
 
 
 def test_tiers() -> None:
-    """Eight ranks per node; a ring over nodes uses the adapters of all members in a node."""
+    """Eight ranks per node; a ring over nodes uses the adapters of all members in a node, of a rack at most eight."""
     inside = collective.group(job(), 8, 1)
     assert (inside.size, inside.inside, inside.domains) == (8, 8, 1)
     across = collective.group(job(), 32, 1)
     assert (across.inside, across.domains) == (8, 4)
     thin = collective.group(job(), 4, 8)
     assert (thin.inside, thin.domains) == (1, 4)
-    assert collective.rate(job(), inside) == pytest.approx(0.78 * 4e11)
-    assert collective.rate(job(), across) == pytest.approx(min(0.78 * 4e11, 8 * 0.85 * 5e10))
+    assert collective.rate(job(), inside) == np.inf
+    assert collective.rate(job(), across) == pytest.approx(8 * 0.85 * 5e10)
     assert collective.rate(job(), thin) == pytest.approx(0.85 * 5e10)
     rack = job(devices=devices(domain=32))
-    assert collective.rate(rack, collective.group(rack, 32, 1)) == pytest.approx(0.78 * 4e11)
+    assert collective.rate(rack, collective.group(rack, 32, 1)) == np.inf
+    assert collective.rate(rack, collective.group(rack, 64, 1)) == pytest.approx(8 * 0.85 * 5e10)
 
 
 def test_a_mesh_gives_a_pair_one_link() -> None:
@@ -110,20 +111,50 @@ def test_a_mesh_gives_a_pair_one_link() -> None:
 
 
 def test_rings_move_their_share() -> None:
+    """The devices of these tests have no measured table."""
     ranks = collective.group(job(), 8, 1)
-    start = collective.latency(job(), ranks)
+    start = 10e-6 * (1 + 0.4 * 7)
     assert collective.gather_s(job(), 8e9, ranks) == pytest.approx(start + 7e9 / (0.78 * 4e11))
-    across = collective.group(job(), 32, 1)
-    hops = 10e-6 * (1 + 0.4 * 28) + 0.4 * 25e-6 * 3
-    assert collective.gather_s(job(), 0.0, across) == pytest.approx(hops)
+    assert collective.reduce_scatter_s(job(), 8e9, ranks) == collective.gather_s(job(), 8e9, ranks)
     assert collective.all_reduce_s(job(), 8e9, ranks) == pytest.approx(2 * start + 14e9 / (0.78 * 4e11))
     assert collective.all_reduce_s(job(), 8e9, collective.group(job(), 1, 1)) == 0.0
 
 
+def test_collectives_across_nodes_do_the_work_of_a_node_and_of_the_network_at_the_same_time() -> None:
+    """Four nodes of eight ranks: 21 hops of a ring beyond a node's and three between nodes, or two doublings."""
+    across = collective.group(job(), 32, 1)
+    node = 10e-6 * (1 + 0.4 * 7)
+    ring = 0.1 * 10e-6 * 21 + 0.4 * 25e-6 * 3
+    assert collective.gather_s(job(), 0.0, across) == pytest.approx(node + ring)
+    more = 0.3 * 10e-6 * 21 + 1.5 * 25e-6
+    inside, network = node + 7e9 / (0.78 * 4e11), 8e9 * 31 / 32 / (8 * 0.85 * 5e10)
+    assert collective.gather_s(job(), 8e9, across) == pytest.approx(ring + more + max(inside, network) + 60e-6)
+    tree = 2 * 0.4 * 25e-6
+    assert collective.all_reduce_s(job(), 0.0, across) == pytest.approx(2 * node + tree)
+    two = collective.group(job(), 16, 1)
+    network = 8e9 / (8 * 0.85 * 5e10)
+    inside = 2 * node + 14e9 / (0.78 * 4e11)
+    once = (0.4 + 1.5) * 25e-6 + max(inside, network) + 60e-6
+    assert collective.all_reduce_s(job(), 8e9, two) == pytest.approx(once), "a tree of two nodes sends sums once"
+
+
 def test_all_to_all_is_as_slow_as_its_slower_tier() -> None:
     across = collective.group(job(), 32, 1)
-    seconds = collective.all_to_all_s(job(), 32e9, across) - collective.latency(job(), across)
-    assert seconds == pytest.approx(24e9 / (0.85 * 5e10))
+    start = 25e-6 * np.log2(4 + 1)
+    assert collective.all_to_all_s(job(), 32e9, across) == pytest.approx(start + 24e9 / (0.85 * 5e10))
+
+
+def test_kernels_that_send_a_token_once_send_it_to_each_node_and_each_rank_once() -> None:
+    """Of 8 experts on 4 nodes of 8 ranks a token meets 3.6 nodes and 7.2 ranks."""
+    across = collective.group(job(), 32, 1)
+    nodes, ranks = 4 * (1 - 0.75**8), 32 * (1 - (31 / 32) ** 8)
+    network, link = 1e9 * nodes * 0.75 / (0.9 * 5e10), 1e9 * ranks * 7 / 8 / (0.7 * 4e11)
+    start = 75e-6 + 2 * 65e-6
+    assert collective.token_exchange_s(job(), 1e9, across, 8) == pytest.approx(start + 2 * max(network, link))
+    inside = collective.group(job(), 8, 1)
+    link = 1e9 * 8 * (1 - 0.875**8) * 7 / 8 / (0.7 * 4e11)
+    assert collective.token_exchange_s(job(), 1e9, inside, 8) == pytest.approx(75e-6 + 2 * link)
+    assert collective.token_exchange_s(job(), 1e9, collective.group(job(), 1, 1), 8) == 0.0
 
 
 # Attention.

@@ -119,8 +119,8 @@ def world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def opened(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return how many groups of several ranks a rank opens for collectives, and how many for messages."""
+def opened(plan: Plan, rank: int) -> tuple[int, int, int]:
+    """Return how many groups of several ranks a rank opens for collectives, for messages, and of two ranks."""
     with world(rank, plan.layout.mesh.world_size):
         ranks = replace(build_ranks(plan, torch.device("cpu")), groups=Groups(in_order=True))
         prepare(plan, ranks, lambda done, sent: None)
@@ -128,21 +128,24 @@ def opened(plan: Plan, rank: int) -> tuple[int, int]:
         assert all(group.size() > 1 for group in groups)
         wires = [group for group in groups if group.group_desc.partition(" ")[0] in ("pipeline", "weipipe")]
         assert all(group.size() == 2 for group in wires if group.group_desc.startswith("pipeline"))
-        return len(groups) - len(wires), len(wires)
+        pairs = sum(group.size() == 2 for group in groups if group not in wires)
+        return len(groups) - len(wires), len(wires), pairs
 
 
-def counted(plan: Plan) -> tuple[int, int]:
+def counted(plan: Plan) -> tuple[int, int, int]:
     """Return how many groups of each kind the planner counts for the fullest rank."""
     lists = schedule_of(plan.layout) if plan.layout.pipeline.schedule == "file" else None
     job = TrainingWork(plan.model, plan.devices, 64, "bf16", global_batch=32, lists=lists)
-    collective, wires = communicators(job, encode(plan.layout))
-    return int(collective), int(wires)
+    collective, wires, pairs = communicators(job, encode(plan.layout))
+    return int(collective), int(wires), int(pairs)
 
 
-def most(plan: Plan) -> tuple[int, int]:
-    """Return the largest number of groups of each kind that a rank opens."""
+def most(plan: Plan) -> tuple[int, int, int]:
+    """Return the largest number of groups of each kind that a rank opens, and the pairs of the fullest rank."""
     ranks = [opened(plan, rank) for rank in range(plan.layout.mesh.world_size)]
-    return max(collective for collective, _ in ranks), max(wires for _, wires in ranks)
+    collective = max(groups for groups, _, _ in ranks)
+    fewest = min(pairs for groups, _, pairs in ranks if groups == collective)
+    return collective, max(wires for _, wires, _ in ranks), fewest
 
 
 OFTEN = (

@@ -134,8 +134,8 @@ def test_memory_is_corrected_by_the_fullest_rank_of_each_position() -> None:
     assert memory.rank == 1
     assert memory.terms_bytes == first.terms_bytes
     assert set(first.terms_bytes) == set(MEMORY_TERMS)
-    # One group of collectives, one wire.
-    assert communicator_bytes(plan, traces[0]) == (300 + 50) * 2**20 == first.terms_bytes["communication"]
+    # One group of collectives of four ranks, one wire.
+    assert communicator_bytes(plan, traces[0]) == (392 + 50) * 2**20 == first.terms_bytes["communication"]
     assert memory.sigma_bytes == plan.prediction.memory.sigma_bytes
 
 

@@ -1,0 +1,1 @@
+"""Prices from measured kernels and collectives (:mod:`partool.catalog.silicon`)."""

@@ -1,0 +1,139 @@
+"""Seconds of collectives within a node from measured tables, and lower bounds of them that are convex in the bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.catalog.lookup import table
+from partool.catalog.silicon.collectives import Operation, collectives, measured_device, seconds_by_rank
+from partool.cost.case import Column
+from partool.cost.silicon.origin import PriceOrigin
+from partool.spec.hardware import Devices
+
+_LARGEST = 46
+"""Base-2 logarithm of the bytes up to which curves are tabulated: 64 TiB, more than any message."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Seconds of one operation by number of ranks and bytes, at all powers of two from the smallest measured size.
+
+    Smaller messages take the time of the smallest one; larger ones go at the rate of the largest measured one.
+    """
+
+    first: int
+    """Base-2 logarithm of the smallest size."""
+    seconds: NDArray[np.float64]
+    """Array [ranks from 2 on, sizes]."""
+
+    @cached_property
+    def _log_s(self) -> NDArray[np.float64]:
+        return np.log(self.seconds)
+
+    @cached_property
+    def _convex(self) -> NDArray[np.float64]:
+        """Largest convex seconds below the curve from each size on: an array [ranks, first size, sizes].
+
+        The curve is lowered first where its time per byte grows. Then each of its parts between two sizes lies above
+        the chord, so that chords between sizes suffice, and what n messages of equal size take together grows with n.
+        """
+        bytes_ = 2.0 ** np.arange(self.first, self.first + self.seconds.shape[1])
+        lowered = bytes_ * np.minimum.accumulate(self.seconds / bytes_, axis=1)
+        count = len(bytes_)
+        below = np.repeat(lowered[:, None, :], count, axis=1)
+        rows = np.arange(len(lowered))
+        for start in reversed(range(count - 1)):
+            slopes = (lowered[:, start + 1 :] - lowered[:, start, None]) / (bytes_[start + 1 :] - bytes_[start])
+            steps = np.argmin(slopes, axis=1)
+            line = lowered[:, start, None] + slopes[rows, steps][:, None] * (bytes_ - bytes_[start])
+            after = below[rows, start + 1 + steps]
+            inside = np.arange(count) <= (start + 1 + steps)[:, None]
+            below[:, start] = np.where(inside, line, after)
+        return below
+
+    def at(self, whole_bytes: Column, members: Column) -> Column:
+        """Return the seconds, whose logarithm is linear in that of the bytes between two sizes."""
+        row, low, place = self._places(whole_bytes, members)
+        from_s = self._log_s[row, low]
+        return np.exp(from_s + (place - low) * (self._log_s[row, low + 1] - from_s))
+
+    def least(self, whole_bytes: Column, members: Column, at_least: Column) -> Column:
+        """Return convex lower bounds of :meth:`at` for messages of ``at_least`` bytes or more."""
+        row, low, _ = self._places(whole_bytes, members)
+        _, start, _ = self._places(np.minimum(at_least, whole_bytes), members)
+        share = np.maximum(np.asarray(whole_bytes) * 2.0 ** -(self.first + low) - 1.0, 0.0)
+        from_s = self._convex[row, start, low]
+        return from_s + share * (self._convex[row, start, low + 1] - from_s)
+
+    def _places(self, whole_bytes: Column, members: Column) -> tuple[NDArray[np.intp], NDArray[np.intp], Column]:
+        place = np.log2(np.maximum(whole_bytes, 2.0**self.first)) - self.first
+        low = np.minimum(np.asarray(place).astype(np.intp), self.seconds.shape[1] - 2)
+        return np.maximum(np.asarray(members).astype(np.intp) - 2, 0), low, place
+
+
+def curves(devices: Devices, operation: Operation) -> Curves | None:
+    """Return the curves that price an operation within a node of these devices; None without a table.
+
+    The table's device gives start times and rates; both are scaled by what the devices' own link says, so that a
+    device that is priced by a relative, or a rate in a spec, has its share. Only names choose the table.
+    """
+    if devices.backend != "cuda" or devices.slice:
+        return None
+    device = measured_device(devices.accelerator, devices.measured_as)
+    if not device:
+        return None
+    most = max(devices.domain, devices.per_node, 2)
+    pair = devices.pair_bytes_per_s if devices.topology == "mesh" else None
+    return _curves(device, operation, most, (devices.link_latency_s, devices.link_bytes_per_s, pair))
+
+
+@lru_cache(maxsize=256)
+def _curves(
+    device: str, operation: Operation, most: int, link: tuple[float, float, float | None]
+) -> Curves | None:
+    measured = collectives(device, operation)
+    if measured is None:
+        return None
+    latency_s, link_bytes_per_s, pair_bytes_per_s = link
+    entry = table("accelerators")[device]
+    seconds = seconds_by_rank(measured, most)
+    others = np.arange(1, len(seconds) + 1)
+    # In a node whose devices are linked pairwise, a ring uses only the links between its members.
+    own = link_bytes_per_s if pair_bytes_per_s is None else np.minimum(pair_bytes_per_s * others, link_bytes_per_s)
+    slower = (entry["link_gb_per_s"] * 1e9 / own * np.ones(len(seconds)))[:, None]
+    start_s = seconds[:, :1]
+    seconds = latency_s / (entry["link_latency_us"] * 1e-6) * start_s + slower * (seconds - start_s)
+    first = round(np.log2(measured.axes["bytes"][0]))
+    beyond = 2.0 ** np.arange(1, _LARGEST - first - seconds.shape[1] + 1)
+    return Curves(first, np.concatenate([seconds, seconds[:, -1:] * beyond], axis=1))
+
+
+def seconds(
+    devices: Devices, operation: Operation, whole_bytes: Column, members: Column, at_least: Column | None = None
+) -> Column | None:
+    """Return the seconds of a collective of ``members`` ranks of one node; None if no table prices these devices.
+
+    ``whole_bytes`` is the size of the whole tensor, in an all-to-all what each rank holds for all members together.
+    With ``at_least``, the result is a lower bound for messages of at least this size, and convex in the bytes.
+    """
+    measured = curves(devices, operation)
+    if measured is None:
+        return None
+    exact = measured.at if at_least is None else lambda size, ranks: measured.least(size, ranks, at_least)
+    return np.where(np.asarray(members) > 1, exact(whole_bytes, members), 0.0)
+
+
+def origin(devices: Devices, operation: Operation, members: int) -> PriceOrigin:
+    """Return where the price of a collective of ``members`` ranks within a node comes from."""
+    device = measured_device(devices.accelerator, devices.measured_as)
+    measured = collectives(device, operation) if device and curves(devices, operation) is not None else None
+    if measured is None:
+        return PriceOrigin("assumed", "start time and bytes / rate of the link")
+    text = f"{operation} by {measured.origin['framework']} on {device}, {measured.origin['source']}"
+    if device != devices.accelerator or members > measured.axes["ranks"][-1]:
+        return PriceOrigin("scaled", text)
+    return PriceOrigin("measured" if members in measured.axes["ranks"] else "interpolated", text)
