@@ -1,0 +1,1 @@
+"""Prices that come from measured kernels (:mod:`partool.catalog.silicon`)."""
