@@ -54,6 +54,11 @@ class Stack:
     """Kind of code base; errors of predictions are counted by family (:mod:`partool.cost.evidence`)."""
     sequence_parallel: bool | None = True
     """True if norms, dropout and residuals are sharded over tensor ranks; None means that each layout decides."""
+    product_kernel: Literal["linear", "transformer-engine"] = "linear"
+    """Code that calls matrix products: torch's linear layers, or those of Transformer Engine."""
+    fp8_kernel: Literal["scaled_mm", "block"] = "scaled_mm"
+    """Scales of fp8 products: one per tensor or row (``torch._scaled_mm``, Transformer Engine), or one per block of 128
+    (DeepGEMM)."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
     """Generation of the attention kernels; flash3 stands for the best generation that a device has."""
     ring_balanced: bool = True
@@ -289,7 +294,7 @@ STACKS: dict[str, Stack] = {
     for stack in (
         PARTOOL,
         Stack(
-            "megatron", family="megatron", overlap_tensor=0.65, folded_experts=True, pipeline_keeps_whole=True,
+            "megatron", family="megatron", product_kernel="transformer-engine", overlap_tensor=0.65, folded_experts=True, pipeline_keeps_whole=True,
             logit_bytes=50.0, overhead_s=10e-3,
         ),
         Stack(

@@ -58,7 +58,8 @@ class MeasuredGrid:
     origin: Origin
 
     @cached_property
-    def _log_axes(self) -> list[NDArray[np.float64]]:
+    def log_axes(self) -> list[NDArray[np.float64]]:
+        """Return the logarithms of the axes' values."""
         return [np.log(values) for values in self.axes.values()]
 
     def seconds(self, *at: NDArray[np.float64] | float) -> NDArray[np.float64]:
@@ -67,7 +68,7 @@ class MeasuredGrid:
         Between the axes' values the logarithm of the seconds is linear in the logarithm of each coordinate; beyond the
         first and last value it is that at this value.
         """
-        return np.exp(interpolate(self._log_axes, self.log_s, [np.log(column) for column in at]))
+        return np.exp(interpolate(self.log_axes, self.log_s, [np.log(column) for column in at]))
 
     def contains(self, *at: NDArray[np.float64] | float) -> NDArray[np.bool_]:
         """Return True where a point lies between the first and the last value of every axis."""

@@ -1,1 +1,1 @@
-"""Prices from measured kernels and collectives (:mod:`partool.catalog.silicon`)."""
+"""Prices from tables of measured kernels and collectives (:mod:`partool.catalog.silicon`)."""

@@ -1,4 +1,4 @@
-"""Where a price comes from, for reports."""
+"""Says where a price comes from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ PriceKind = Literal["measured", "interpolated", "scaled", "assumed"]
 
 
 class PriceOrigin(NamedTuple):
-    """Where a price comes from.
-
-    ``measured``: a point of a table; ``interpolated``: between points of a table; ``scaled``: from a table by a stated
-    ratio; ``assumed``: an equation.
-    """
+    """Where a price comes from."""
 
     kind: PriceKind
+    """``measured``: at this point; ``interpolated``: between measured points; ``scaled``: from a measurement of another
+    kernel, device or size by a stated ratio; ``assumed``: an equation without a measurement."""
     text: str
-    """Kernel, software and device that were measured, or the equation."""
+    """Kernel, software and device that were measured, or what the equation assumes."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, Mask
+from partool.cost.silicon.products import product_table
 from partool.work.base import Workload
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
@@ -30,8 +31,29 @@ _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
 Multiplication Background User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
 
 
+_MEASURED_WIDTHS = 32
+"""The widths of measured products are multiples of this number."""
+
+
 def matmul_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
-    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; under fp8, ``wide`` products use 16 bits."""
+    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; under fp8, ``wide`` products use 16 bits.
+
+    They come from a table of measurements where there is one for the device (:mod:`partool.cost.silicon.products`).
+    Tables have single products of widths that are multiples of 32; the ratios to other products are the equations'.
+    """
+    table = product_table(job, wide=wide)
+    if table is None:
+        return equations_s(job, m, n, k, wide=wide, batch=batch)
+    m, n, k = (np.maximum(side, 1.0) for side in (m, n, k))
+    seconds = table.seconds(m, n, k) * misaligned(n, _MEASURED_WIDTHS) * misaligned(k, _MEASURED_WIDTHS)
+    if np.ndim(batch) == 0 and batch == 1:
+        return seconds
+    several, one = (equations_s(job, m, n, k, wide=wide, batch=each) for each in (batch, 1))
+    return seconds * (several / one)
+
+
+def equations_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
+    """Return the seconds of products from a device's rates alone; see :func:`matmul_s`."""
     devices = job.devices
     rate = devices.achievable_flops
     if wide and devices.wide_flops:
@@ -87,9 +109,9 @@ def streamed_s(job: Workload, moved_bytes: Column) -> Column:
     return moved_bytes / (_MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
 
 
-def misaligned(width: Column) -> Column:
-    """Return the slowdown of a product whose inner or outer width is not a multiple of 64 elements."""
-    (widest, _), (eight, some), (_, none) = _MISALIGNED
+def misaligned(width: Column, widest: int = _MISALIGNED[0][0]) -> Column:
+    """Return the slowdown of a product whose inner or outer width is not a multiple of ``widest`` elements."""
+    _, (eight, some), (_, none) = _MISALIGNED
     if not hasattr(width, "shape") or width.shape == ():
         return 1.0 if width % widest == 0 else some if width % eight == 0 else none
     return np.where(np.mod(width, widest) == 0, 1.0, np.where(np.mod(width, eight) == 0, some, none))
