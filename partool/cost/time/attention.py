@@ -10,6 +10,8 @@ from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, among
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
+from partool.cost.silicon import attention as silicon
+from partool.cost.silicon.origin import PriceOrigin
 from partool.cost.time.gemm import matmul_s
 from partool.work.base import Workload
 
@@ -95,17 +97,63 @@ def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward:
     """Return the seconds that the busiest rank spends on the core of one layer's attention for one micro-batch."""
     if job.stack.attention == "unfused":
         return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
-    model = job.model
-    head = model.head_dim + model.head_dim
-    if model.mla:
-        head = model.mla.nope_head_dim + model.mla.rope_head_dim + model.mla.v_head_dim
-    flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * head
-    devices = job.devices
+    model, devices, generation = job.model, job.devices, job.stack.attention
+    flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * sum(_head(job))
     rate = _rate_at(devices.attention_by_length, _length(job, kind)) or devices.attention_flops
     rate = rate or _FLASH_SHARE[devices.backend] * _peak(job)
-    share, limit, wide_heads = _GENERATIONS[job.stack.attention]
-    rate = min(share * rate, limit) * (_head_share(model.head_dim) if wide_heads else 1.0)
-    return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * sequence_shares.blocks(layouts, kind)
+    blocks, latent = sequence_shares.blocks(layouts, kind), model.mla is not None
+    if not silicon.covers(devices, generation, job.compute_bytes, latent=latent):
+        rate = _generation_rate(rate, generation) * (_head_share(model.head_dim) if _GENERATIONS[generation][2] else 1)
+        return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * blocks
+    measured = silicon.generation(devices, latent=latent)
+    passes = _BACKWARD / silicon.BACKWARD_RATE[measured] if backward else 1.0
+    measured_rate = _generation_rate(silicon.catalog_flops(devices.measured_as), measured)
+    ratio = silicon.slowness(devices, kernel(job, layouts, kind), lambda work: work / measured_rate + _START_S)
+    return (flops * passes / _generation_rate(rate, generation) + _START_S * blocks) * ratio
+
+
+def kernel(job: Workload, layouts: Layouts, kind: Kind = _ALL) -> silicon.AttentionShape:
+    """Return the attention that one kernel of the busiest rank computes.
+
+    In a ring a kernel attends to one block of keys, with as many queries: those of a rank or of a team. If keys are
+    gathered, a kernel reads all keys for a part of the queries, which is as much work per tile as in fewer heads.
+    """
+    heads = layouts.micro_batch * sequence_shares.heads(job, layouts).queries
+    length: Column = _length(job, kind)
+    if kind.axis and job.model.grid:
+        lines = job.model.grid[0] if kind.axis == "row" else job.model.grid[1]
+        on_grids = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
+        heads = heads * np.where(on_grids, tensor_shares.width(lines, layouts.cp), lines)
+    elif np.any(np.asarray(layouts.cp) > 1):
+        method = layouts.sequence_method
+        blocks = sequence_shares.ring(layouts) * np.where(
+            among(method, sequence_shares.TEAMS), np.maximum(layouts.sequence_teams, 1), 1
+        )
+        gathered = among(method, sequence_shares.GATHERED)
+        heads = heads * np.where(gathered, tensor_shares.width(length, layouts.cp) / length, 1.0)
+        length = np.where(gathered, length, length / blocks)
+    return silicon.AttentionShape(length, heads, kind.window, _head(job), job.model.mla is not None)
+
+
+def origin(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> PriceOrigin:
+    """Return where the seconds of :func:`attention_s` come from."""
+    if job.stack.attention == "unfused" or job.compute_bytes != 2:
+        return PriceOrigin("assumed", "equations of attention")
+    return silicon.origin(job.devices, kernel(job, layouts, kind), wanted=job.stack.attention, backward=backward)
+
+
+def _generation_rate(rate: float, generation: str) -> float:
+    """Return the FLOP/s of a kind of fused attention, given the best rate of a device."""
+    share, limit, _ = _GENERATIONS[generation]
+    return min(share * rate, limit)
+
+
+def _head(job: Workload) -> tuple[int, int]:
+    """Return the elements of a query (and key) and of a value, per head."""
+    model = job.model
+    if model.mla:
+        return model.mla.nope_head_dim + model.mla.rope_head_dim, model.mla.v_head_dim
+    return model.head_dim, model.head_dim
 
 
 def _length(job: Workload, kind: Kind) -> int:
