@@ -1,0 +1,1 @@
+"""Prices from tables of measured kernels (:mod:`partool.catalog.silicon`)."""
