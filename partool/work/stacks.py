@@ -12,6 +12,10 @@ from typing import Literal
 from partool.spec.training import Fused
 from partool.strategies.engines import ENGINES
 
+ExpertKernel = Literal["cutlass", "grouped_mm", "triton", "deepgemm"]
+"""Kernels of grouped products of experts: groups of CUTLASS with fused copies (Megatron's GroupedGEMM, Transformer
+Engine), torch's ``grouped_mm``, Triton, DeepSeek's DeepGEMM."""
+
 
 @dataclass(frozen=True)
 class Fp8Recipe:
@@ -130,6 +134,8 @@ class Stack:
     operators_expert: float = 32.0
     """Operators that experts add to a layer's forward pass: router, top-k, load-balancing loss, counts, permutation,
     sends, grouped products and the weighted sum. A backward pass has twice as many."""
+    expert_kernel: ExpertKernel = "grouped_mm"
+    """Kernel of the grouped products of experts (:mod:`partool.cost.silicon.experts`)."""
     overlap_expert: float = 0.0
     """Share that compute hides of the time to send tokens to experts and back."""
     sends_once: bool = False
@@ -191,7 +197,7 @@ class Stack:
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8, stops_early=True, folded_experts=True, staged_offload=True, compile_varies=True,
-    ring_merge_bytes=30.0, ring_gradient_bytes=10.0, tensor_copies=1.0, copies_several=True,
+    ring_merge_bytes=30.0, ring_gradient_bytes=10.0, tensor_copies=1.0, copies_several=True, expert_kernel="triton",
 )  # fmt: skip
 """partool's runtime with compiled blocks. On single GPUs, steps of dense models were predicted from 29 % too long to
 6 % too short (docs/results/gpu.md); no run had several GPUs. Apart from attention, its figures are those of the nearest
@@ -294,8 +300,8 @@ STACKS: dict[str, Stack] = {
     for stack in (
         PARTOOL,
         Stack(
-            "megatron", family="megatron", product_kernel="transformer-engine", overlap_tensor=0.65, folded_experts=True, pipeline_keeps_whole=True,
-            logit_bytes=50.0, overhead_s=10e-3,
+            "megatron", family="megatron", product_kernel="transformer-engine", expert_kernel="cutlass",
+            overlap_tensor=0.65, folded_experts=True, pipeline_keeps_whole=True, logit_bytes=50.0, overhead_s=10e-3,
         ),
         Stack(
             "megatron-2021", family="megatron",

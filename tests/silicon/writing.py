@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,13 @@ def origin(device: str, kernel: str, framework: str, rows: int, dropped: dict[st
     )  # fmt: skip
 
 
-def write(family: Family, grids: dict[str, MeasuredGrid]) -> int:
-    """Write a family's two files and return their bytes; the same grids give the same bytes."""
+def write(
+    family: Family, grids: dict[str, MeasuredGrid], integers: Mapping[str, NDArray[np.int16]] | None = None
+) -> int:
+    """Write a family's two files and return their bytes; the same grids give the same bytes.
+
+    ``integers`` are further arrays of the file of seconds, by name.
+    """
     entries = {
         name: TableEntry(**grid.origin, axes={axis: values.tolist() for axis, values in grid.axes.items()})
         for name, grid in sorted(grids.items())
@@ -41,9 +47,10 @@ def write(family: Family, grids: dict[str, MeasuredGrid]) -> int:
     (FOLDER / f"{family}.json").write_text(text.replace('"},"', '"},\n"') + "\n", encoding="utf-8")
     path = FOLDER / f"{family}.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, grid in sorted(grids.items()):
+        arrays = {name: encoded(grid.log_s) for name, grid in grids.items()} | dict(integers or {})
+        for name, array in sorted(arrays.items()):
             member = io.BytesIO()
-            np.lib.format.write_array(member, encoded(grid.log_s))
+            np.lib.format.write_array(member, array)
             info = zipfile.ZipInfo(f"{name.replace('/', '|')}.npy", date_time=(1980, 1, 1, 0, 0, 0))
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, member.getvalue())

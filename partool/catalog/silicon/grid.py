@@ -122,9 +122,14 @@ def grid(family: Family, name: str) -> MeasuredGrid | None:
     if entry is None:
         return None
     axes = {axis: np.array(values, float) for axis, values in entry["axes"].items()}
-    with np.load(_FOLDER / f"{family}.npz") as stored:
-        steps = stored[name.replace("/", "|")]
-    return MeasuredGrid(axes, decoded(steps), entry)
+    return MeasuredGrid(axes, decoded(stored(family, name)), entry)
+
+
+def stored(family: Family, name: str) -> NDArray[np.int16]:
+    """Return an array of a family's file of seconds as it is stored."""
+    with np.load(_FOLDER / f"{family}.npz") as archive:
+        steps: NDArray[np.int16] = archive[name.replace("/", "|")]
+    return steps
 
 
 def decoded(steps: NDArray[np.int16]) -> NDArray[np.float64]:

@@ -7,12 +7,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from partool.catalog.silicon.experts import Sizes
 from partool.cost import collective, tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, Mask, among
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime
+from partool.cost.silicon import experts
 from partool.cost.time import attention, eager
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
@@ -29,10 +31,11 @@ _KERNEL_GAP_S = 5e-6
 _FUSED_PASSES = 1.1
 """Memory traffic of a fused kernel or a compiled block, relative to reading each input and writing each result once."""
 _GROUPED_SHARE = 0.85
-"""Rate of grouped products of experts relative to one dense product of the same size: an assumption; published runs of
-models with experts are slower by more (docs/results/predictions.md)."""
+"""Rate of a CPU's products of experts relative to one dense product of the same size: an assumption. Devices have
+measured curves (:mod:`partool.cost.silicon.experts`)."""
 
-
+_ROUTED: tuple[Fused, Fused] = ("norm", "glu")
+"""Parts of a block that stand for the copies of rows and for the activations of experts."""
 _PERTURBATION_BYTES = 350.0
 """Bytes that are read and written per number of a perturbation: 20 operators on 8-byte integers draw it, and about as
 many on float32 move it and add it (``partool_runtime/model/perturbation.py``)."""
@@ -275,18 +278,38 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
     return layer_products
 
 
-def expert_products(job: Workload, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
-    """Return (experts per rank, tokens per expert, output width, input width) of each grouped product."""
+def expert_sizes(job: Workload, layouts: Layouts, rows: Column) -> Sizes | None:
+    """Return the experts on a rank and the rows of each; None for a model without experts."""
     model, moe = job.model, job.model.moe
     if moe is None:
-        return []
+        return None
     local = np.maximum(moe.experts / layouts.ep, 1.0)
     # Ranks that hold parts of the same experts all get these experts' tokens.
     each = job.load * rows * moe.top_k * layouts.etp / local
     # Experts are sharded by tensor parallelism only where no ranks are dedicated to sharing them.
     width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, layouts.etp, tensor_shares.outer(layouts)))
     each = np.where(layouts.ep > 1, each / layouts.tp, each)
-    return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
+    return Sizes(each, local, model.hidden, width, model.gated)
+
+
+def _experts_s(job: Workload, layouts: Layouts, rows: Column) -> tuple[Column, Column, Column]:
+    """Return the seconds of a layer's experts: forward, gradients of their inputs, gradients of their weights.
+
+    Of devices they contain the activation and the copies of rows, of a CPU the products only.
+    """
+    sizes = expert_sizes(job, layouts, rows)
+    if sizes is None:
+        return 0.0, 0.0, 0.0
+    if job.devices.backend != "cpu":
+        forward = experts.layer_s(job, sizes)
+        return forward, 0.5 * experts.BACKWARD * forward, 0.5 * experts.BACKWARD * forward
+    forward, inputs, weights = 0.0, 0.0, 0.0
+    pairs = (((1 + sizes.gated) * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner))
+    for n, k in pairs:
+        forward = forward + matmul_s(job, sizes.each, n, k, batch=sizes.experts) / _GROUPED_SHARE
+        inputs = inputs + matmul_s(job, sizes.each, k, n, batch=sizes.experts) / _GROUPED_SHARE
+        weights = weights + matmul_s(job, n, k, sizes.each, batch=sizes.experts) / _GROUPED_SHARE
+    return forward, inputs, weights
 
 
 def _matmul_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
@@ -302,8 +325,7 @@ def _matmul_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Column, Colu
             local_rows = rows / _sharers(layouts, place)
             total = total + matmul_s(job, local_rows, n, k) + _read_again_s(job, layouts, parts, local_rows * k)
     if kind.moe:
-        for local, each, n, k in expert_products(job, layouts, rows):
-            total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
+        total = total + _experts_s(job, layouts, rows)[0]
     return total, second
 
 
@@ -338,9 +360,8 @@ def _matmul_backward_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Col
         inputs, weights = inputs + matmul_s(job, local_rows, k, n) + read_s, weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
-        for local, each, n, k in expert_products(job, layouts, rows):
-            inputs = inputs + matmul_s(job, each, k, n, batch=local) / _GROUPED_SHARE
-            weights = weights + matmul_s(job, n, k, each, batch=local) / _GROUPED_SHARE
+        _, of_inputs, of_weights = _experts_s(job, layouts, rows)
+        inputs, weights = inputs + of_inputs, weights + of_weights
     return inputs, weights, first
 
 
@@ -366,23 +387,38 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     queries, keys = tensor_shares.heads(model, layouts.tp)
     rotated = 2.0 * (queries + keys) * model.head_dim if model.position == "rope" else 0.0
     gates = (3.0 if model.gated else 2.0) * stack.activation_passes
+    inner, chosen = tensor_shares.width(model.ffn_hidden, ranks), 0.0
     if kind.moe and model.moe:
-        inner = (model.moe.top_k + model.moe.shared_experts) * tensor_shares.width(model.moe.ffn_hidden, ranks)
-        # Tokens are copied into the experts' order, for sending and for the products, then weighted and summed back.
-        stream = stream + 7.0 * model.moe.top_k * layouts.etp * model.hidden / layouts.tp
-    else:
-        inner = tensor_shares.width(model.ffn_hidden, ranks)
+        width = tensor_shares.width(model.moe.ffn_hidden, ranks)
+        inner, chosen = model.moe.shared_experts * width, model.moe.top_k * width
     parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (rotated, "rope"), (gates * inner, "glu"))
     moves = sum(width * _traffic(job, part, backward=backward) for width, part in parts)
+    moves = moves + (_routed(job, layouts, gates * chosen, backward=backward) if kind.moe else 0.0)
     elements = moves * (1.7 if backward and job.devices.backend != "cpu" else 1.0)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
         elements = elements + stack.fp8_casts * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     # Gate, up projection, activation and their product are new tensors; backward, so are their gradients.
-    inside = inner * tokens(job, layouts) * job.compute_bytes
+    inside = (inner + chosen) * tokens(job, layouts) * job.compute_bytes
     one = np.where(in_tiles(job, layouts) | kind.moe, 0.0, inside)
     return moved / _stream(job) + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
+
+
+def _routed(job: Workload, layouts: Layouts, inner: Column, *, backward: bool) -> Column:
+    """Return the elements per token that copies to and from experts, and their activations, read and write.
+
+    Tokens are copied into the experts' order and back, weighted and summed, and on the way to other ranks once more. A
+    device's experts are priced with one pass over rows and ``inner`` elements; eager code makes more.
+    """
+    if job.model.moe is None:
+        return 0.0
+    rows = job.model.moe.top_k * layouts.etp * job.model.hidden / layouts.tp
+    copies, activations = (_traffic(job, part, backward=backward) for part in _ROUTED)
+    if job.devices.backend == "cpu":
+        return 7.0 * rows * copies + inner * activations
+    sends = np.where(np.asarray(layouts.ep) > 1, 3.0 * copies, 0.0)
+    return rows * (4.0 * max(copies - 1.0, 0.0) + sends) + inner * max(activations - 1.0, 0.0)
 
 
 def _stream(job: Workload) -> float:

@@ -1,0 +1,122 @@
+"""Seconds of layers of experts from measured curves (:mod:`partool.catalog.silicon.experts`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from partool.catalog.lookup import table
+from partool.catalog.silicon.experts import Curves, Rates, Sizes, curves, equation_s
+from partool.cost.case import Column
+from partool.cost.silicon.origin import PriceOrigin
+from partool.work.base import Workload
+from partool.work.stacks import ExpertKernel
+
+BACKWARD = 2.0
+"""Seconds of a layer's backward pass relative to its forward pass, which nobody measured: gradients of inputs and of
+weights are as many FLOPs each as the forward pass, and rows and inner values are moved about twice as often."""
+KERNEL_RATIO: dict[ExpertKernel, float] = {"cutlass": 1.0, "grouped_mm": 1.0, "triton": 1.0, "deepgemm": 1.0}
+"""Seconds of a code base's kernels relative to those of the measured family of :data:`_FAMILIES`. torch's
+``grouped_mm`` is made of CUTLASS's kernels, and reached 0.97 of a dense product's rate where it was measured once
+(docs/results/gpu.md); its other operators are priced by ``Stack.elementwise``."""
+_FAMILIES: dict[ExpertKernel, tuple[str, ...]] = {
+    "cutlass": ("cutlass", "trtllm-gen", "deepgemm", "triton", "triton-sglang", "ck"),
+    "grouped_mm": ("cutlass", "trtllm-gen", "deepgemm", "triton", "triton-sglang", "ck"),
+    "triton": ("triton", "triton-sglang", "cutlass", "ck"),
+    "deepgemm": ("deepgemm", "cutlass", "trtllm-gen", "triton", "ck"),
+}
+"""Kernel of a code base → families of measured kernels, the nearest first."""
+_SKEWED_LOAD = 2.0
+"""Load of the busiest rank for which the curves of skewed loads hold. Those were measured with experts' loads from
+power laws of 1.01 and 1.2, of which the busiest of 8 ranks with 256 experts has 1.6 times the mean, of 32 ranks 3."""
+_RELATIVES = {"cuda": "a100-80", "rocm": "mi300x"}
+"""Devices whose curves price devices of which no relative was measured: the oldest ones, which are nearest to these."""
+_NEAR = 0.7
+"""Distance of sizes from the nearest measured ones, in logarithms, up to which a price counts as interpolated."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Curves for a workload: of even and of skewed loads, or of one of them."""
+
+    even: Curves | None
+    skewed: Curves | None
+
+    @property
+    def any(self) -> Curves:
+        curve = self.even or self.skewed
+        assert curve is not None
+        return curve
+
+
+def layer_s(job: Workload, sizes: Sizes) -> Column:
+    """Return the seconds of columns of layers of experts in a forward pass, on a device that is no CPU.
+
+    They contain both products, the activation, and the copies of rows into the experts' order and back, each in one
+    kernel. They grow with the rows. The measured device's rates in the workload, relative to the catalog's, scale them.
+    """
+    measured = _measured(job)
+    table_sizes = sizes._replace(gated=measured.any.gated)
+    skew = min(max((job.load - 1.0) / (_SKEWED_LOAD - 1.0), 0.0), 1.0)
+    if measured.even is None or measured.skewed is None:
+        seconds = measured.any.seconds(table_sizes)
+    elif skew in (0.0, 1.0):
+        seconds = (measured.skewed if skew else measured.even).seconds(table_sizes)
+    else:
+        seconds = measured.even.seconds(table_sizes) ** (1.0 - skew) * measured.skewed.seconds(table_sizes) ** skew
+    scale = _equation_s(job, sizes) / equation_s(table_sizes, _rates_of(measured.any), measured.any.element_bytes)
+    return KERNEL_RATIO[job.stack.expert_kernel] * seconds * scale
+
+
+def origin(job: Workload, sizes: Sizes) -> PriceOrigin:
+    """Return where the price of one layer of experts comes from; ``sizes`` are plain numbers."""
+    if job.devices.backend == "cpu":
+        return PriceOrigin("assumed", "grouped products at 0.85 of a dense product's rate")
+    measured = _measured(job).any
+    entry = measured.origin
+    near = measured.distance((float(sizes.hidden), float(sizes.inner), float(sizes.experts))) <= _NEAR
+    inside = bool(measured.each[0] <= sizes.each <= measured.each[-1])
+    same = job.devices.accelerator == entry["device"] and entry["kernel"] == _FAMILIES[job.stack.expert_kernel][0]
+    measured_rates = np.allclose(_rates(job), _rates_of(measured)) or job.devices.sustained_share < 1.0
+    direct = same and near and inside and measured_rates and job.stack.expert_kernel != "grouped_mm"
+    return PriceOrigin(
+        "interpolated" if direct else "scaled", f"{entry['kernel']} of {entry['framework']} on {entry['device']}"
+    )
+
+
+def _measured(job: Workload) -> _Measured:
+    """Return the curves of the nearest measured device, kernel and precision."""
+    device = job.devices.measured_as
+    return _nearest(device, job.devices.backend, job.precision == "fp8", job.stack.expert_kernel, job.model.gated)
+
+
+@cache
+def _nearest(device: str, backend: str, eight_bits: bool, kernel: ExpertKernel, gated: bool) -> _Measured:
+    dtypes = ("fp8-block", "fp8") if kernel == "deepgemm" else ("fp8", "fp8-block")
+    plain = () if gated else ("cutlass-plain",)
+    for name in (device, _RELATIVES[backend]):
+        for dtype in (*(dtypes if eight_bits else ()), "bf16"):
+            for family in (*(plain if _FAMILIES[kernel][0] == "cutlass" else ()), *_FAMILIES[kernel]):
+                pair = _Measured(curves(f"{name}/{dtype}/{family}/even"), curves(f"{name}/{dtype}/{family}/skewed"))
+                if pair.even or pair.skewed:
+                    return pair
+    raise LookupError(f"no measured layers of experts for {backend}")
+
+
+def _rates(job: Workload) -> Rates:
+    """Return the workload's rates; over a whole step a device keeps only a share of its rate in products."""
+    return Rates(job.devices.achievable_flops * job.devices.sustained_share, job.devices.memory_bytes_per_s)
+
+
+def _rates_of(measured: Curves) -> Rates:
+    """Return the catalog's rates of the measured device, in the measured precision."""
+    entry = table("accelerators")[measured.origin["device"]]
+    tflops = entry["achievable_tflops"]["bf16" if measured.element_bytes == 2 else "fp8"]
+    return Rates(tflops * 1e12, entry["memory_gb_per_s"] * 1e9)
+
+
+def _equation_s(job: Workload, sizes: Sizes) -> Column:
+    weight_bytes = 1.0 if job.precision == "fp8" else float(job.compute_bytes)
+    return equation_s(sizes, _rates(job), weight_bytes, float(job.compute_bytes))
