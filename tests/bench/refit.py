@@ -1,12 +1,17 @@
 """Fit constants of code bases to published step times, and judge each on sources that it was not fitted to.
 
     python tests/bench/refit.py tests/data/measured_runs.csv
-    python tests/bench/refit.py RUNS.csv --constant fsdp2,fsdp2-compiled.tensor_copies=0:8 --constant fsdp2.derate=1:1.6
+    python tests/bench/refit.py RUNS.csv --constant fsdp2,fsdp2-compiled.overlap_gathers=0:1 --constant fsdp2.derate=1:2
 
 A constant is a number of `partool/work/stacks.py`, written STACK[,STACK...].FIELD=LOW:HIGH; stacks that are named
-together share it. Without --constant, those of DEFAULTS below are fitted. The loss is the mean over sources of the
-median error, so that sources count alike whatever their number of rows. Then each source is left out in turn, the
-constants are fitted to the others, and the source is predicted with them. Nothing is written to stacks.py.
+together share it, and must have the same value today. Without --constant, those of DEFAULTS below are fitted. The loss
+is the mean over sources of the median error, so that sources count alike whatever their number of rows. Then each
+source is left out in turn, the constants are fitted to the others, and the source is predicted with them. Nothing is
+written to stacks.py.
+
+Time grows with rows and constants: three constants on six rows of each source take ten seconds of a CPU, the defaults
+on 16 rows of each source many minutes. Name the constants of one code base, or give --most 10 --rounds 1, for a first
+look.
 """
 
 from __future__ import annotations

@@ -176,16 +176,21 @@ class Search:
 
 
 def fitted(
-    prices: Prices, constants: Iterable[Constant], search: Search, without: Collection[str] = ()
+    prices: Prices,
+    constants: Iterable[Constant],
+    search: Search,
+    without: Collection[str] = (),
+    others: Values | None = None,
 ) -> dict[Constant, float]:
-    """Return the constants with the smallest loss on the sources that are not left out.
+    """Return the constants with the smallest loss on the sources that are not left out, and ``others`` as they are.
 
     A constant that only rows of left-out sources have keeps its value.
     """
-    values = {one: one.shipped for one in constants}
+    free = list(constants)
+    values = {**(others or {}), **{one: one.shipped for one in free}}
     best = prices.loss(values, without)
     for turn in range(search.rounds):
-        for one in list(values):
+        for one in free:
             if not set(prices.sources(one)) - set(without):
                 continue
             centre, width = (0.5 * (one.low + one.high), 1.0) if turn == 0 else (values[one], 0.5**turn)
@@ -220,14 +225,18 @@ class Refit:
 
 
 def refit(prices: Prices, constants: Collection[Constant], search: Search) -> Refit:
-    """Fit constants to all sources, and with each source left out, on which they are then judged."""
+    """Fit constants to all sources, and with each source left out, on which they are then judged.
+
+    With a source left out, only constants that its rows have are fitted anew, from today's values on.
+    """
     shipped = {one: one.shipped for one in constants}
     values = fitted(prices, constants, search)
     without: dict[str, dict[Constant, float]] = {}
     judged: list[Judged] = []
     for source, errors in prices.by_source(shipped).items():
-        touched = any(source in prices.sources(one) for one in constants)
-        without[source] = fitted(prices, constants, search, (source,)) if touched else values
+        touched = [one for one in constants if source in prices.sources(one)]
+        others = {one: value for one, value in values.items() if one not in touched}
+        without[source] = fitted(prices, touched, search, (source,), others)
         stacks = tuple(sorted({row.stack for row in prices.rows if row.source == source}))
         figures = [_figures(prices.by_source(each)[source]) for each in (shipped, values, without[source])]
         judged.append(Judged(source, len(errors), stacks, *figures))
