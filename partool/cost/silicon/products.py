@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from partool.catalog.lookup import table as catalog
 from partool.catalog.silicon.grid import MeasuredGrid, entries, grid, interpolate
 from partool.cost.case import Column
-from partool.cost.silicon.origin import OriginKind, PriceOrigin
+from partool.cost.silicon.origin import PriceKind, PriceOrigin
 from partool.work.base import Workload
 
 _MEMORY_SHARE = 0.85
@@ -219,7 +219,7 @@ def origin(job: Workload, m: float, n: float, k: float, *, wide: bool = False, b
         return PriceOrigin("assumed", f"equations with the rates of {job.devices.accelerator}")
     measured = of.seconds_grid.origin
     who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
-    kind: OriginKind = "interpolated"
+    kind: PriceKind = "interpolated"
     if all(side in values for side, values in zip((m, n, k), of.seconds_grid.axes.values(), strict=True)):
         kind = "measured"
     ratios = _ratios(job, of, (m, n, k), batch)
