@@ -92,9 +92,7 @@ def curves(devices: Devices, operation: Operation) -> Curves | None:
 
 
 @lru_cache(maxsize=256)
-def _curves(
-    device: str, operation: Operation, most: int, link: tuple[float, float, float | None]
-) -> Curves | None:
+def _curves(device: str, operation: Operation, most: int, link: tuple[float, float, float | None]) -> Curves | None:
     measured = collectives(device, operation)
     if measured is None:
         return None
