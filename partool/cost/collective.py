@@ -52,9 +52,10 @@ its reduce-scatter is an all-reduce of which each rank keeps a part (measured ra
 _ONCE_START_S, _ONCE_NODE_START_S = 75e-6, 65e-6
 """Start of a dispatch and a combine of kernels that send a token once, and what each doubling of the nodes adds to it
 (DeepEP in tables of H100: 74, 142, 213 and 260 us on 1, 2, 4 and 8 nodes)."""
-_ONCE_LINK_SHARE, _ONCE_LINK_BYTES_PER_S = 0.70, 400e9
-"""Share of the link's rate that these kernels reach with 24 units, and the most that 24 units move (both fitted to
-DeepEP's tables: 315 GB/s on H100 and H200, 340 to 440 on B200 and B300)."""
+_ONCE_TOKEN_BYTES_PER_S, _ONCE_COPY_SHARE = 200e9, 1.2
+"""Rate at which 24 units take up tokens, and ratio of the rate at which they write copies to the link's rate. A token's
+copy for a rank of its own is among the copies and does not use the link. Both are fitted to DeepEP's tables of one node
+of H100, B200 and GB200."""
 _ONCE_FABRIC_SHARE = {"two": 0.73, "more": 0.90}
 """Share of an adapter's rate that they reach between two nodes, and between more (fitted to the same tables)."""
 
@@ -232,8 +233,8 @@ def token_exchange_s(job: Workload, token_bytes: Column, ranks: RankGroup, visit
     size, nodes = np.maximum(ranks.size, 1.0), np.maximum(ranks.domains, 1.0)
     ranks_of_token = size * (1.0 - (1.0 - 1.0 / size) ** visits)
     nodes_of_token = nodes * (1.0 - (1.0 - 1.0 / nodes) ** visits)
-    link = np.minimum(_ONCE_LINK_SHARE * devices.link_bytes_per_s, _ONCE_LINK_BYTES_PER_S)
-    within = token_bytes * ranks_of_token * (ranks.inside - 1) / ranks.inside / link
+    each = 1.0 / _ONCE_TOKEN_BYTES_PER_S + ranks_of_token / (_ONCE_COPY_SHARE * devices.link_bytes_per_s)
+    within = np.where(ranks.inside > 1, token_bytes * each, 0.0)
     share = np.where(nodes > 2, _ONCE_FABRIC_SHARE["more"], _ONCE_FABRIC_SHARE["two"])
     across = token_bytes * nodes_of_token * (nodes - 1) / nodes / (share * devices.fabric_bytes_per_s)
     start = _ONCE_START_S + _ONCE_NODE_START_S * np.log2(nodes)

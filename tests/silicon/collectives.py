@@ -29,7 +29,8 @@ SMALLEST = 1024
 FAR = 2.5
 """Largest ratio of a measurement to the median of its point, or of the median to it."""
 OPERATION: dict[str, Operation] = {
-    "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce", "alltoall": "all_to_all",
+    "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce", "alltoall": "all_to_all",
 }  # fmt: skip
 _BYTES = {"half": 2, "int8": 1}
 

@@ -1,7 +1,7 @@
 """Compares prices of collectives with the measurements and with published nccl-tests lines.
 
-``python tests/silicon/judge_collectives.py`` writes ``tests/bench/results/silicon_collectives.json``; with ``sample`` it
-draws ``tests/data/silicon/collectives.csv.gz`` anew, which needs ``../shared/data/silicon``.
+``python tests/silicon/judge_collectives.py`` writes ``tests/bench/results/silicon_collectives.json``. With ``sample``
+it draws ``tests/data/silicon/collectives.csv.gz`` and ``deepep.csv`` anew. Both need ``../shared/data/silicon``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ from partool.spec.hardware import Devices, HardwareSpec
 from partool.work.base import Workload
 
 sys.path.insert(0, str(Path(__file__).parent))
+import pyarrow.parquet as pq
 from collectives import SMALLEST, Point, distilled, rows
+from writing import DATA, SYSTEMS
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLE = REPOSITORY / "tests" / "data" / "silicon" / "collectives.csv.gz"
+EXCHANGES = REPOSITORY / "tests" / "data" / "silicon" / "deepep.csv"
 PUBLISHED = REPOSITORY / "tests" / "data" / "silicon" / "nccl_tests.csv"
 RESULTS = REPOSITORY / "tests" / "bench" / "results" / "silicon_collectives.json"
 SEED = 50
@@ -66,6 +70,7 @@ class Errors:
         )  # fmt: skip
 
 
+@cache
 def machine(accelerator: str, **given: Any) -> Devices:
     """Return machines of the catalog, with figures as in a spec's ``hardware`` section."""
     devices = resolve_hardware(HardwareSpec(accelerator=accelerator, **given), "bf16").devices
@@ -141,6 +146,48 @@ def published() -> list[dict[str, Any]]:
     return lines
 
 
+UNITS = 24
+"""Units of a device that the measured kernels of exchanges take; DeepEP's own default is 20."""
+
+
+def measured_exchanges() -> list[dict[str, Any]]:
+    """Return measured exchanges of 1,024 to 65,536 tokens by kernels that send a token once.
+
+    A dispatch was measured in eight bits. Training sends 16 bits both ways, so both ways count as a combine. Rows of
+    H200 on several nodes are copies of H100's.
+    """
+    return [
+        {
+            "device": SYSTEMS[row["system"]], "nodes": row["node_num"], "tokens": row["num_token"],
+            "hidden": row["hidden_size"], "top_k": row["num_topk"],
+            "us": round(2.0 * (row["combine_transmit_us"] + row["combine_notify_us"]), 1),
+        }
+        for row in pq.read_table(DATA / "deepep.parquet").to_pylist()
+        if row["dispatch_sms"] == UNITS and 1024 <= row["num_token"] <= 65536
+        and (row["node_num"] == 1 or row["system"] != "h200_sxm")
+    ]  # fmt: skip
+
+
+def exchanges(measured: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], list[float]]:
+    """Return predicted over measured seconds of exchanges, by device and number of nodes."""
+    ratios: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in measured:
+        device, nodes = row["device"], int(row["nodes"])
+        per_node = 4 if device.startswith("gb") else 8
+        job: Workload = _Job(machine(device, nodes=nodes, per_node=per_node, fabric="ib-ndr"))  # type: ignore[assignment]
+        token_bytes = 2.0 * int(row["tokens"]) * int(row["hidden"])
+        everyone = collective.group(job, nodes * per_node, 1)
+        price = float(collective.token_exchange_s(job, token_bytes, everyone, float(row["top_k"])))
+        ratios[device, nodes].append(1e6 * price / float(row["us"]))
+    return ratios
+
+
+def sampled_exchanges() -> list[dict[str, str]]:
+    """Return the committed sample of exchanges."""
+    with EXCHANGES.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def sampled() -> dict[Point, list[float]]:
     """Return the committed sample: one of the repeats of each point."""
     points: dict[Point, list[float]] = {}
@@ -159,6 +206,13 @@ def draw() -> None:
         if at[-1] >= SMALLEST:
             writer.writerow([*at, f"{1e6 * pick.choice(seconds):.4g}"])
     SAMPLE.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+    by_size = defaultdict(list)
+    for row in measured_exchanges():
+        by_size[row["device"], row["nodes"], row["tokens"]].append(row)
+    with EXCHANGES.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.DictWriter(file, next(iter(by_size.values()))[0], lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(row for _, of in sorted(by_size.items()) for row in pick.sample(of, min(4, len(of))))
 
 
 def results() -> dict[str, Any]:
@@ -178,7 +232,11 @@ def results() -> dict[str, Any]:
     for line in lines:
         name = f"{line['device']} {line['nodes']}x{line['ranks_per_node']} {line['fabric']} {line['operation']}"
         across[name].append(line["predicted_us"] / float(line["us"]))
+    once = {
+        f"{device} x {nodes}": vars(Errors.of(of)) for (device, nodes), of in exchanges(measured_exchanges()).items()
+    }
     return {
+        "exchanges of tokens": dict(sorted(once.items())),
         "devices": dict(sorted(by_device.items())),
         "tables": tables,
         "published": {name: vars(Errors.of(ratios)) for name, ratios in sorted(across.items())},

@@ -59,7 +59,8 @@ class Curves:
         """Return the seconds, whose logarithm is linear in that of the bytes between two sizes."""
         row, low, place = self._places(whole_bytes, members)
         from_s = self._log_s[row, low]
-        return np.exp(from_s + (place - low) * (self._log_s[row, low + 1] - from_s))
+        seconds: Column = np.exp(from_s + (place - low) * (self._log_s[row, low + 1] - from_s))
+        return seconds
 
     def least(self, whole_bytes: Column, members: Column, at_least: Column) -> Column:
         """Return convex lower bounds of :meth:`at` for messages of ``at_least`` bytes or more."""
@@ -92,9 +93,7 @@ def curves(devices: Devices, operation: Operation) -> Curves | None:
 
 
 @lru_cache(maxsize=256)
-def _curves(
-    device: str, operation: Operation, most: int, link: tuple[float, float, float | None]
-) -> Curves | None:
+def _curves(device: str, operation: Operation, most: int, link: tuple[float, float, float | None]) -> Curves | None:
     measured = collectives(device, operation)
     if measured is None:
         return None

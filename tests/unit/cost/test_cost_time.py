@@ -148,11 +148,11 @@ def test_kernels_that_send_a_token_once_send_it_to_each_node_and_each_rank_once(
     """Of 8 experts on 4 nodes of 8 ranks a token meets 3.6 nodes and 7.2 ranks."""
     across = collective.group(job(), 32, 1)
     nodes, ranks = 4 * (1 - 0.75**8), 32 * (1 - (31 / 32) ** 8)
-    network, link = 1e9 * nodes * 0.75 / (0.9 * 5e10), 1e9 * ranks * 7 / 8 / (0.7 * 4e11)
+    network, link = 1e9 * nodes * 0.75 / (0.9 * 5e10), 1e9 * (1 / 2e11 + ranks / (1.2 * 4e11))
     start = 75e-6 + 2 * 65e-6
     assert collective.token_exchange_s(job(), 1e9, across, 8) == pytest.approx(start + 2 * max(network, link))
     inside = collective.group(job(), 8, 1)
-    link = 1e9 * 8 * (1 - 0.875**8) * 7 / 8 / (0.7 * 4e11)
+    link = 1e9 * (1 / 2e11 + 8 * (1 - 0.875**8) / (1.2 * 4e11))
     assert collective.token_exchange_s(job(), 1e9, inside, 8) == pytest.approx(75e-6 + 2 * link)
     assert collective.token_exchange_s(job(), 1e9, collective.group(job(), 1, 1), 8) == 0.0
 
