@@ -210,8 +210,8 @@ STACKS: dict[str, Stack] = {
     for stack in (
         PARTOOL,
         Stack(
-            "megatron", family="megatron", product_kernel="transformer-engine", overlap_tensor=0.65, folded_experts=True, pipeline_keeps_whole=True,
-            logit_bytes=50.0, overhead_s=10e-3,
+            "megatron", family="megatron", product_kernel="transformer-engine", overlap_tensor=0.65,
+            folded_experts=True, pipeline_keeps_whole=True, logit_bytes=50.0, overhead_s=10e-3,
         ),
         Stack(
             "megatron-2021", family="megatron",

@@ -13,6 +13,7 @@ from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime
+from partool.cost.silicon.products import TRANSPOSED, quantises, scale_s
 from partool.cost.time import attention, eager
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
@@ -332,13 +333,13 @@ def _matmul_backward_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Col
     for n, k, place, parts in products(job.model, layouts, kind.moe):
         local_rows = rows / _sharers(layouts, place)
         read_s = _read_again_s(job, layouts, parts, local_rows * k)
-        weight = matmul_s(job, n, k, local_rows) + read_s
+        weight = TRANSPOSED * matmul_s(job, n, k, local_rows) + read_s
         inputs, weights = inputs + matmul_s(job, local_rows, k, n) + read_s, weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job, layouts, rows):
             inputs = inputs + matmul_s(job, each, k, n, batch=local) / _GROUPED_SHARE
-            weights = weights + matmul_s(job, n, k, each, batch=local) / _GROUPED_SHARE
+            weights = weights + TRANSPOSED * matmul_s(job, n, k, each, batch=local) / _GROUPED_SHARE
     return inputs, weights, first
 
 
@@ -373,14 +374,18 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (rotated, "rope"), (gates * inner, "glu"))
     moves = sum(width * _traffic(job, part, backward=backward) for width, part in parts)
     elements = moves * (1.7 if backward and job.devices.backend != "cpu" else 1.0)
-    if job.precision == "fp8":
+    scaling: Column = 0.0
+    if quantises(job):
+        rows = tokens(job, layouts)
+        scaling = 2.0 * scale_s(job, rows, model.hidden) + scale_s(job, rows, inner)
+    elif job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
         elements = elements + 1.5 * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     # Gate, up projection, activation and their product are new tensors; backward, so are their gradients.
     inside = inner * tokens(job, layouts) * job.compute_bytes
     one = np.where(in_tiles(job, layouts) | kind.moe, 0.0, inside)
-    return moved / _stream(job) + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
+    return moved / _stream(job) + scaling + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
 
 
 def _stream(job: Workload) -> float:
@@ -421,7 +426,7 @@ def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = T
     if backward:
         recompute_s = _logits_again(stack, layouts, rows, vocab) * product
         product = recompute_s + matmul_s(job, rows, model.hidden, vocab, wide=True)
-        product = product + (matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
+        product = product + (TRANSPOSED * matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
     moved = rows * vocab * stack.logit_bytes / _stream(job)
     device = stack.derate * (product + 0.5 * moved + _mapped_logits_s(job, layouts, rows, vocab, backward=backward))
     device = device + stack.operators_head * _gap_s(job)
