@@ -153,7 +153,9 @@ def _print_part(console: Console, plan: Plan, source: str, show: str | None) -> 
     from partool.report import environment, tables
 
     if show == "gemms":
-        tables.render_gemms(plan, console)
+        from partool.report.gemms import render_gemms
+
+        render_gemms(plan, console)
     elif show == "kernels":
         _print_kernels(plan, console, source)
     elif show == "layout":
@@ -205,10 +207,12 @@ def _tables() -> Iterator[None]:
 def _as_json(plan: Plan, show: str | None, source: str) -> str:
     if show is None:
         return plan.to_json()
-    from partool.report import environment, tables
+    from partool.report import environment
 
     if show == "gemms":
-        return json.dumps(tables.gemm_rows(plan), indent=2) + "\n"
+        from partool.report.gemms import gemm_rows
+
+        return json.dumps(gemm_rows(plan), indent=2) + "\n"
     if show == "kernels":
         from partool.report.kernels import kernel_data
 

@@ -1,20 +1,19 @@
-"""Tables on plans, as text and as data: parts of the step time, matrix products, comparison of plans, what-ifs."""
+"""Tables on plans, as text and as data: parts of the step time, layouts, comparison of plans, what-ifs."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TypedDict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from partool.layout.gemms import Gemm, gemms
 from partool.plan.as_spec import own_yaml
 from partool.plan.diff import differences, moved_inputs, predictions, verified_change
 from partool.plan.schedule import placement_of
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan, RankMemory
+from partool.report.gemms import price_lines
 from partool.report.units import amount, gib, probability, seconds
 from partool.spec.runs import in_runs
 
@@ -85,6 +84,9 @@ def render_breakdown(plan: Plan, console: Console) -> None:
         if value > _TINY * time.step_time_s:
             parts.add_row(name, seconds(value), f"{value / time.step_time_s:.1%}")
     _show(console, "Parts of a step, on the slowest rank; those that overlap do not sum up", parts)
+    console.print(Text("Prices of matrix products (--show gemms has each)", "bold"))
+    for line in price_lines(plan):
+        console.print(line, markup=False, highlight=False)
     console.print()
     memory = plan.prediction.memory
     shown = _shown_ranks(plan)
@@ -109,32 +111,6 @@ def _shown_ranks(plan: Plan) -> list[RankMemory]:
     fullest = max(ranks, key=lambda rank: rank.total_bytes)
     chosen = {0: ranks[0], 1: ranks[1], fullest.pipeline_rank: fullest, len(ranks) - 1: ranks[-1]}
     return [chosen[index] for index in sorted(chosen)]
-
-
-def plan_gemms(plan: Plan) -> list[Gemm]:
-    """Return the matrix products of a rank under a plan."""
-    layout, tensor = plan.layout, plan.layout.tensor
-    sizes = {
-        "tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "expert_tensor": layout.expert_tensor,
-        "tokens": plan.tokens,
-    }  # fmt: skip
-    return gemms(plan.model, **sizes, shares=tensor.sequence_norms)
-
-
-def gemm_rows(plan: Plan) -> list[dict[str, object]]:
-    """Return the matrix products of a rank as data."""
-    return [asdict(gemm) for gemm in plan_gemms(plan)]
-
-
-def render_gemms(plan: Plan, console: Console) -> None:
-    """Print the output width, input width and number of rows of each matrix product of one rank."""
-    table = _table("product", "M", "N", "K", "groups", "alike", "layers")
-    for gemm in plan_gemms(plan):
-        rows = gemm.rows
-        m = str(rows.most) if rows.least == rows.most else f"{rows.least} to {rows.most}"
-        table.add_row(gemm.name, m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.alike), str(gemm.layers))
-    _show(console, "Matrix products of a rank, forward, per micro-batch", table)
-    console.print("Backward: M × K × N for inputs and N × K × M for weights.")
 
 
 def render_layout(plan: Plan, console: Console) -> None:

@@ -49,6 +49,10 @@ _EAGER_CASTS = 7.0
 product with the scale, clamp and conversion are kernels of their own, and move 17.5 elements instead of 2.5."""
 
 
+FUSED_CASTS = 1.5
+""":attr:`Stack.fp8_casts` of casts that are fused with the kernels before them; measured products contain these."""
+
+
 @dataclass(frozen=True)
 class Stack:
     """Facts about a code base."""
@@ -154,7 +158,7 @@ class Stack:
     operators_fp8: float = 0.0
     """Operators that eight-bit products add to a layer's forward pass; a backward pass has twice as many. In eager mode
     torchao calls ten per cast, and casts input and weight of seven products."""
-    fp8_casts: float = 1.5
+    fp8_casts: float = FUSED_CASTS
     """Reads and writes in the compute type, per pass and per element of two hidden widths and one inner width, to find
     scales and to cast. The default stands for casts that are fused with the kernels before them (Transformer Engine);
     :data:`FP8_RECIPES` has the counts of torch's."""

@@ -1,13 +1,14 @@
 """Distils measured matrix products into ``partool/catalog/silicon/products.json`` and ``products.npz``.
 
-Run ``PYTHONPATH=tests python -m silicon.products`` where the folder of measurements is (:data:`writing.DATA`). A table is named
-``<device>/<dtype>/<kernel>``. Beside a table of NVIDIA's devices, ``<table>/unaligned`` has the logarithm of the ratio
-by which products with m % 16 != 0 take longer.
+Run ``PYTHONPATH=tests python -m silicon.products`` where the folder of measurements is (:data:`writing.DATA`). A table
+is named ``<device>/<dtype>/<kernel>``. Beside a table of NVIDIA's devices, ``<table>/unaligned`` has the logarithm of
+the ratio by which products with m % 16 != 0 take longer, and ``<device>/fp8/scale`` the computation of a scale.
 
 One rule cleans all tables. Whole kernels are left out if their rows contain the host's time, which shows in a least
 time of more than :data:`MOST_START_S`. A measurement is isolated, and left out, if it differs by more than
-:data:`silicon.products_fit.ISOLATED` from its neighbours along every axis, to the same side. Measurements of one product by several
-frameworks count as repeats: the table has their median. Times are monotone in m by an isotonic fit of their logarithms.
+:data:`silicon.products_fit.ISOLATED` from its neighbours along every axis, to the same side. Measurements of one
+product by several frameworks count as repeats: the table has their median. Times are monotone in m by an isotonic fit
+of their logarithms.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from silicon import products_amd, writing
 from silicon.products_fit import Floats, completed, cube, isolated, monotone
 
@@ -51,6 +51,8 @@ MOST_START_S = 20e-6
 to 12.4 µs, those that are left out in 55 to 282 µs."""
 FULL = 25_000
 """Least number of rows of a framework that measured the whole grid; partial grids only show the spread."""
+DTYPES = ("bfloat16", "fp8", "fp8_block")
+"""Types of products in training. Products in four bits are left out."""
 KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bf16/linear": ("bfloat16", ("VLLM", "SGLang", "TRTLLM")),
     "fp8/scaled_mm": ("fp8", ("VLLM", "SGLang", "TRTLLM")),
@@ -70,9 +72,8 @@ TEXTS = {
 
 @dataclass
 class Measured:
-    """Rows of one kernel of one framework on one device."""
+    """Rows of one kernel of one framework."""
 
-    device: str
     dtype: str
     framework: str
     version: str
@@ -98,36 +99,26 @@ class Distilled:
 
 
 @cache
-def measured() -> list[Measured]:
-    """Return all rows of the catalog's devices by device, type and framework; of each framework its newest version."""
-    table = pq.read_table(writing.DATA / "gemm.parquet")
-    keys = ["system", "gemm_dtype", "framework", "version", "kernel_source"]
-    groups = table.group_by(keys).aggregate([]).to_pylist()
-    newest = max_versions(groups)
-    loaded = []
+def measured(device: str) -> list[Measured]:
+    """Return all rows of a device of the catalog by type and framework; of each framework its newest version."""
+    system = next(name for name, known in writing.SYSTEMS.items() if known == device)
+    table = pq.read_table(writing.DATA / "gemm.parquet", filters=[("system", "=", system)])
+    groups = table.group_by(["gemm_dtype", "framework", "version", "kernel_source"]).aggregate([]).to_pylist()
+    newest, loaded = newest_versions(groups), []
     for group in groups:
-        wanted = group["system"] in writing.SYSTEMS and group["gemm_dtype"] in ("bfloat16", "fp8", "fp8_block")
-        if wanted and group["version"] == newest[group["system"], group["framework"]]:
-            mask = pc.and_(pc.equal(table["system"], group["system"]), pc.equal(table["gemm_dtype"], group["gemm_dtype"]))
-            mask = pc.and_(mask, pc.equal(table["framework"], group["framework"]))
-            mask = pc.and_(mask, pc.equal(table["version"], group["version"]))
-            rows = table.filter(pc.and_(mask, pc.equal(table["kernel_source"], group["kernel_source"])))
+        if group["gemm_dtype"] in DTYPES and group["version"] == newest[group["framework"]]:
+            rows = table.filter(reduce(pc.and_, (pc.equal(table[name], value) for name, value in group.items())))
             m, n, k, seconds = (np.array(rows[name], float) for name in ("m", "n", "k", "latency"))
-            loaded.append(
-                Measured(
-                    writing.SYSTEMS[group["system"]], group["gemm_dtype"], group["framework"], group["version"],
-                    group["kernel_source"], m, n, k, 1e-3 * seconds,
-                )
-            )  # fmt: skip
-    return sorted(loaded, key=lambda one: (one.device, one.dtype, one.framework, one.source))
+            names = (group[name] for name in ("gemm_dtype", "framework", "version", "kernel_source"))
+            loaded.append(Measured(*names, m, n, k, 1e-3 * seconds))
+    return sorted(loaded, key=lambda one: (one.dtype, one.framework, one.source))
 
 
-def max_versions(groups: list[dict[str, str]]) -> dict[tuple[str, str], str]:
-    """Return each framework's newest version on each device."""
-    newest: dict[tuple[str, str], str] = {}
+def newest_versions(groups: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Return each framework's newest version."""
+    newest: dict[str, str] = {}
     for group in groups:
-        key = group["system"], group["framework"]
-        newest[key] = max(newest.get(key, ""), group["version"], key=_number)
+        newest[group["framework"]] = max(newest.get(group["framework"], ""), group["version"], key=_number)
     return newest
 
 
@@ -160,15 +151,10 @@ def distil(rows: Sequence[Measured], ms: Floats, ns: Floats, ks: Floats) -> Dist
 
 
 def of_kernel(device: str, kernel: str) -> tuple[list[Measured], int]:
-    """Return the rows that a table is made of, and the number of rows left out for the host's time in them."""
+    """Return the rows that a table is made of, and the number of rows of its type with the host's time in them."""
     dtype, frameworks = KERNELS[kernel]
-    rows = [
-        one for one in measured()
-        if (one.device, one.dtype) == (device, dtype) and (one.framework in frameworks or dtype == "fp8_block")
-    ]  # fmt: skip
-    kept, hosted = without_host(rows)
-    full = [one for one in kept if len(one.seconds) >= FULL and one.framework in frameworks]
-    return full, hosted if kernel == "fp8_block/deepgemm" or not full else 0
+    kept, hosted = without_host([one for one in measured(device) if one.dtype == dtype])
+    return [one for one in kept if one.framework in frameworks and len(one.seconds) >= FULL], hosted
 
 
 def sides_of(rows: Sequence[Measured]) -> Floats:

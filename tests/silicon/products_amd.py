@@ -18,7 +18,10 @@ from silicon.products_fit import Floats, isolated, monotone
 from partool.catalog.lookup import table
 from partool.catalog.silicon.grid import MeasuredGrid, Origin
 
-SHIPPED = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768], float)
+SHIPPED = np.array(
+    [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768],
+    float,
+)
 """Values of m in the tables."""
 DEVICES = {("gfx942", "304"): "mi300x", ("gfx950", "256"): "mi355x"}
 """Architecture and number of compute units → catalog name."""
@@ -75,10 +78,10 @@ def curve(device: str, kernel: str, pair: Pair, times: dict[float, float], ms: F
     at, log_s = at[~alone], log_s[~alone]
     ratio = log_s - np.log(simple_s(device, kernel, at, *pair))
     nearest = np.abs(np.log(at)[:, None] - np.log(ms)).argmin(axis=1)
-    exact = {m: value for m, value in zip(at, ratio, strict=True)}
-    known = sorted(set(nearest))
-    values = [exact.get(ms[place], np.median(ratio[nearest == place])) for place in known]
-    return np.interp(np.log(ms), np.log(ms[known]), values), int(alone.sum())
+    exact = dict(zip(at, ratio, strict=True))
+    filled = sorted(set(nearest))
+    values = [exact.get(ms[place], np.median(ratio[nearest == place])) for place in filled]
+    return np.interp(np.log(ms), np.log(ms[filled]), values), int(alone.sum())
 
 
 def distil(
@@ -97,8 +100,9 @@ def distil(
     log_s = ratio + np.log(simple_s(device, kernel, ms[:, None, None], n, k))
     rows, dropped = sum(len(pairs[pair]) for pair in used), sum(alone for _, alone in curves)
     origin = Origin(
-        device=device, kernel=TEXTS[kernel], framework="ROCm/aiter e4048607", source="github.com/ROCm/aiter e4048607, AMD",
-        licence="MIT", date="2026-11", rows=rows - dropped, dropped={"isolated": dropped} if dropped else {},
+        device=device, kernel=TEXTS[kernel], framework="ROCm/aiter e4048607",
+        source="github.com/ROCm/aiter e4048607, AMD", licence="MIT", date="2026-11",
+        rows=rows - dropped, dropped={"isolated": dropped} if dropped else {},
     )  # fmt: skip
     return MeasuredGrid({"m": ms, "n": ns, "k": ks}, monotone(log_s), origin)
 

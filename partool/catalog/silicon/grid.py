@@ -89,23 +89,43 @@ def interpolate(
     axes: Sequence[NDArray[np.float64]], values: NDArray[np.float64], at: Sequence[NDArray[np.float64] | float]
 ) -> NDArray[np.float64]:
     """Return ``values`` at columns of points: linear along each axis between its entries, constant beyond them."""
-    corners: list[tuple[NDArray[np.intp], NDArray[np.float64] | float]] = [(np.asarray(0), 1.0)]
-    for axis, column, stride in zip(axes, at, np.array(values.strides) // values.itemsize, strict=True):
-        if len(axis) == 1:
-            continue
-        clipped = np.clip(column, axis[0], axis[-1])
-        low = np.clip(np.searchsorted(axis, clipped, side="right") - 1, 0, len(axis) - 2)
-        share = (clipped - axis[low]) / (axis[low + 1] - axis[low])
-        corners = [
-            (place + (low + step) * stride, weight * (share if step else 1.0 - share))
-            for place, weight in corners
-            for step in (0, 1)
-        ]
-    flat = values.reshape(-1)
-    total: NDArray[np.float64] = np.asarray(0.0)
-    for place, weight in corners:
-        total = total + weight * flat[place]
-    return total
+    shares: list[NDArray[np.float64]] = []
+    steps: list[int] = []
+    place: NDArray[np.intp] | int = 0
+    # Axes with one entry or a plain number are interpolated first and drop out, as columns cost more.
+    for along in range(len(axes) - 1, -1, -1):
+        if len(axes[along]) == 1:
+            values = values.take(0, along)
+        elif np.ndim(at[along]) == 0:
+            values = _at_one(axes[along], values, float(at[along]), along)
+    for axis, column in zip(axes, at, strict=True):
+        if len(axis) > 1 and np.ndim(column):
+            low = np.searchsorted(axis[1:-1], column, side="right")
+            share = (column - axis[low]) / (axis[low + 1] - axis[low])
+            shares.append(np.minimum(np.maximum(share, 0.0), 1.0))
+            steps.append(values.strides[len(steps)] // values.itemsize)
+            place = place + low * steps[-1]
+    return _between(values.reshape(-1), place, steps, shares)
+
+
+def _at_one(axis: NDArray[np.float64], values: NDArray[np.float64], at: float, along: int) -> NDArray[np.float64]:
+    """Return ``values`` at one coordinate of an axis, which they then lack."""
+    low = int(np.searchsorted(axis[1:-1], at, side="right"))
+    share = min(max((at - axis[low]) / (axis[low + 1] - axis[low]), 0.0), 1.0)
+    left: NDArray[np.float64] = values.take(low, along)
+    right: NDArray[np.float64] = values.take(low + 1, along)
+    return left + share * (right - left)
+
+
+def _between(
+    flat: NDArray[np.float64], place: NDArray[np.intp] | int, steps: list[int], shares: list[NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """Return the values at ``place`` and one step further on each axis, weighted by the shares of the latter."""
+    if not steps:
+        return flat.take(place)
+    left = _between(flat, place, steps[1:], shares[1:])
+    right = _between(flat, place + steps[0], steps[1:], shares[1:])
+    return left + shares[0] * (right - left)
 
 
 @cache

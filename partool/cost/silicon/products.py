@@ -7,9 +7,9 @@ rates, a price is the table's; otherwise the table is scaled by the ratios of bo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from partool.catalog.lookup import table as catalog
 from partool.catalog.silicon.grid import MeasuredGrid, entries, grid, interpolate
 from partool.cost.case import Column
-from partool.cost.silicon.origin import PriceKind, PriceOrigin
+from partool.cost.silicon.origin import PriceOrigin
 from partool.work.base import Workload
 
 _MEMORY_SHARE = 0.85
@@ -30,8 +30,8 @@ _LARGE = (4096.0, 16384.0)
 """Least and greatest n and k of the products whose median rate counts as that of large products; m is at least the
 first number."""
 TRANSPOSED = 1.0
-"""Ratio of the seconds of a product for weights' gradients, whose operands are transposed, to those of a linear layer of
-the same sides. Only linear layers were measured; cuBLAS has kernels for all orders of operands."""
+"""Ratio of the seconds of a product for weights' gradients, whose operands are transposed, to those of a linear layer
+of the same sides. Only linear layers were measured; cuBLAS has kernels for all orders of operands."""
 _ENGINE = {"linear": 1.0, "transformer-engine": 1.0}
 """``Stack.product_kernel`` → ratio to the measured torch linear layers: both call cuBLAS."""
 _TABLES: dict[str, tuple[str, ...]] = {
@@ -40,10 +40,12 @@ _TABLES: dict[str, tuple[str, ...]] = {
     "block": ("fp8_block/deepgemm", "fp8_block/trtllm", "fp8_block/aiter", "fp8/scaled_mm", "fp8/aiter"),
 }
 """bf16, or ``Stack.fp8_kernel`` → its tables, the best first. Devices without the first have the next one's price."""
+_NOTEWORTHY = 0.005
+"""Least relative difference from a table that makes a price a scaled one."""
+MEASURED_WIDTHS = 32
+"""The widths of measured products are multiples of this number."""
 _QUANTISING = ("fp8/scaled_mm", "fp8_block/deepgemm", "fp8_block/trtllm")
 """Tables whose products contain the quantisation of their input, other than the computation of its scale."""
-
-Sides = Literal["m", "n", "k"]
 
 
 class _Rates(NamedTuple):
@@ -90,7 +92,8 @@ class ProductTable:
         clipped = []
         for side, values in zip(at, self.seconds_grid.axes.values(), strict=True):
             least, most = values[0], values[-1]
-            outside = np.any(side < least) or np.any(side > most) if np.ndim(side) else not least <= side <= most
+            low, high = (side.min(), side.max()) if np.ndim(side) else (side, side)
+            outside = low < least or high > most
             clipped.append(np.clip(side, least, most) if outside else side)
         return clipped
 
@@ -172,27 +175,9 @@ def _large_flops_per_s(name: str) -> float:
     return float(rates[len(rates) // 2])
 
 
-def _at(of: MeasuredGrid, at: Sequence[Column]) -> Column:
-    """Return a grid's logarithms at points inside; plain numbers are interpolated first, as columns cost more."""
-    values, axes, columns = of.log_s, [], []
-    for axis, (side, logs) in reversed(list(enumerate(zip(at, of.log_axes, strict=True)))):
-        if np.ndim(side):
-            axes.insert(0, logs)
-            columns.insert(0, np.log(side))
-        else:
-            values = _between(values, logs, float(np.log(side)), axis)
-    if not columns:
-        return float(values)
-    return interpolate(axes, values, columns)
-
-
-def _between(values: NDArray[np.float64], axis: NDArray[np.float64], at: float, along: int) -> NDArray[np.float64]:
-    """Return values at one coordinate of an axis."""
-    low = min(max(int(np.searchsorted(axis, at, side="right")) - 1, 0), len(axis) - 2)
-    share = (at - axis[low]) / (axis[low + 1] - axis[low])
-    low_values, high_values = values.take(low, along), values.take(low + 1, along)
-    between: NDArray[np.float64] = low_values + share * (high_values - low_values)
-    return between
+def _at(of: MeasuredGrid, at: Sequence[Column]) -> NDArray[np.float64]:
+    """Return a grid's logarithms at points."""
+    return interpolate(of.log_axes, of.log_s, [np.log(side) for side in at])
 
 
 def quantises(job: Workload) -> bool:
@@ -219,26 +204,30 @@ def origin(job: Workload, m: float, n: float, k: float, *, wide: bool = False, b
         return PriceOrigin("assumed", f"equations with the rates of {job.devices.accelerator}")
     measured = of.seconds_grid.origin
     who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
-    kind: PriceKind = "interpolated"
-    if all(side in values for side, values in zip((m, n, k), of.seconds_grid.axes.values(), strict=True)):
-        kind = "measured"
     ratios = _ratios(job, of, (m, n, k), batch)
-    return PriceOrigin("scaled", f"{who}; {', '.join(ratios)}") if ratios else PriceOrigin(kind, who)
+    if ratios:
+        return PriceOrigin("scaled", f"{who}; {', '.join(ratios)}")
+    # Of sparse tables (AMD's), not every point of the grid was measured.
+    at_point = all(side in values for side, values in zip((m, n, k), of.seconds_grid.axes.values(), strict=True))
+    return PriceOrigin("measured" if at_point and of.unaligned is not None else "interpolated", who)
 
 
 def _ratios(job: Workload, of: ProductTable, sides: tuple[float, float, float], batch: float) -> list[str]:
-    """Return in words why a price is not a table's."""
+    """Return in words why a price is not the table's."""
     words, devices = [], job.devices
-    inside = float(np.exp(_at(of.seconds_grid, of._clipped(sides))))
-    more = float(of.seconds(*sides)) / inside
     if not of.seconds_grid.contains(*sides):
         words.append("beyond its sizes in proportion to FLOPs and bytes")
-    elif abs(more - 1.0) >= 0.005:
+    more = float(of.seconds(*sides) / replace(of, ratio=1.0, flop_s=0.0, byte_s=0.0).seconds(*sides))
+    if abs(more - 1.0) >= _NOTEWORTHY:
         clocks = devices.accelerator == devices.measured_as and of.ratio == 1.0
-        words.append(f"× {more:.2f} for {'clocks over a whole step' if clocks else f'rates of {devices.accelerator}'}")
+        words.append(
+            f"× {more:.2f} for {'clocks over a whole step' if clocks else f'the rates of {devices.accelerator}'}"
+        )
+    if any(side % MEASURED_WIDTHS for side in sides[1:]):
+        words.append("misaligned widths by the equations")
     if batch != 1:
         words.append(f"{batch:g} at once by the equations")
-    if job.stack.product_kernel != "linear" and of.name.endswith("linear"):
+    if job.stack.product_kernel != "linear" and of.name.endswith("/linear"):
         words.append(f"as {job.stack.product_kernel}, × {_ENGINE[job.stack.product_kernel]:g}")
     if job.precision == "fp16":
         words.append("fp16 as bf16")

@@ -8,7 +8,7 @@ import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, Mask
-from partool.cost.silicon.products import product_table
+from partool.cost.silicon.products import MEASURED_WIDTHS, product_table
 from partool.work.base import Workload
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
@@ -31,10 +31,6 @@ _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
 Multiplication Background User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
 
 
-_MEASURED_WIDTHS = 32
-"""The widths of measured products are multiples of this number."""
-
-
 def matmul_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
     """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; under fp8, ``wide`` products use 16 bits.
 
@@ -45,7 +41,7 @@ def matmul_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = Fal
     if table is None:
         return equations_s(job, m, n, k, wide=wide, batch=batch)
     m, n, k = (np.maximum(side, 1.0) for side in (m, n, k))
-    seconds = table.seconds(m, n, k) * misaligned(n, _MEASURED_WIDTHS) * misaligned(k, _MEASURED_WIDTHS)
+    seconds = table.seconds(m, n, k) * misaligned(n, MEASURED_WIDTHS) * misaligned(k, MEASURED_WIDTHS)
     if np.ndim(batch) == 0 and batch == 1:
         return seconds
     several, one = (equations_s(job, m, n, k, wide=wide, batch=each) for each in (batch, 1))

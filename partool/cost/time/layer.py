@@ -15,13 +15,14 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime
 from partool.cost.silicon import experts
+from partool.cost.silicon.products import TRANSPOSED, quantises, scale_s
 from partool.cost.time import attention, eager
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.gemm import elements_s, in_tiles, matmul_s, products_s
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 from partool.work.base import Workload
-from partool.work.stacks import Stack
+from partool.work.stacks import FUSED_CASTS, Stack
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 """Share of the memory bandwidth that element-wise kernels reach; for a CPU, the stated bandwidth is already the rate
@@ -155,7 +156,8 @@ def _pass(
         operators = operators + passes * stack.operators_fp8
     operators = operators + np.where(np.asarray(layouts.tp) > 1, passes * stack.tensor_operators, 0.0)
     derate = stack.derate
-    slower = derate * (stack.fp8_product if job.precision == "fp8" else 1.0)
+    # Measured eight-bit products have a scale per row.
+    slower = derate * (stack.fp8_product if job.precision == "fp8" and not quantises(job) else 1.0)
     if backward:
         inputs, others, first = (slower * each for each in _matmul_backward_s(job, layouts, kind))
         others, first = (others, first) if weights else (0.0 * others, 0.0 * first)
@@ -356,7 +358,7 @@ def _matmul_backward_s(job: Workload, layouts: Layouts, kind: Kind) -> tuple[Col
     for n, k, place, parts in products(job.model, layouts, kind.moe):
         local_rows = rows / _sharers(layouts, place)
         read_s = _read_again_s(job, layouts, parts, local_rows * k)
-        weight = matmul_s(job, n, k, local_rows) + read_s
+        weight = TRANSPOSED * matmul_s(job, n, k, local_rows) + read_s
         inputs, weights = inputs + matmul_s(job, local_rows, k, n) + read_s, weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
@@ -395,14 +397,19 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     moves = sum(width * _traffic(job, part, backward=backward) for width, part in parts)
     moves = moves + (_routed(job, layouts, gates * chosen, backward=backward) if kind.moe else 0.0)
     elements = moves * (1.7 if backward and job.devices.backend != "cpu" else 1.0)
+    scaling: Column = 0.0
+    if quantises(job):
+        rows = tokens(job, layouts)
+        scaling = 2.0 * scale_s(job, rows, model.hidden) + scale_s(job, rows, inner)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
-        elements = elements + stack.fp8_casts * (2.0 * model.hidden + inner)
+        casts = max(stack.fp8_casts - FUSED_CASTS, 0.0) if quantises(job) else stack.fp8_casts
+        elements = elements + casts * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     # Gate, up projection, activation and their product are new tensors; backward, so are their gradients.
     inside = (inner + chosen) * tokens(job, layouts) * job.compute_bytes
     one = np.where(in_tiles(job, layouts) | kind.moe, 0.0, inside)
-    return moved / _stream(job) + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
+    return moved / _stream(job) + scaling + eager.mapped_s(job, one, (4.0 if model.gated else 2.0) * inside)
 
 
 def _routed(job: Workload, layouts: Layouts, inner: Column, *, backward: bool) -> Column:
@@ -456,7 +463,7 @@ def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = T
     if backward:
         recompute_s = _logits_again(stack, layouts, rows, vocab) * product
         product = recompute_s + matmul_s(job, rows, model.hidden, vocab, wide=True)
-        product = product + (matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
+        product = product + (TRANSPOSED * matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
     moved = rows * vocab * stack.logit_bytes / _stream(job)
     device = stack.derate * (product + 0.5 * moved + _mapped_logits_s(job, layouts, rows, vocab, backward=backward))
     device = device + stack.operators_head * _gap_s(job)

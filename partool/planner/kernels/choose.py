@@ -152,7 +152,7 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     uses = _uses(plan, names[0])
     registry = registry or Registry(plan.kernels.tuned, expert_width=_expert_width(uses))
     tables = _Tables(registry, names, others=not plan.runnable)
-    job, step_s = _job(plan), plan.prediction.time.step_time_s
+    job, step_s = workload_of(plan), plan.prediction.time.step_time_s
     lines = tuple(_line(job, one, tables, step_s) for one in uses)
     doubts = dict.fromkeys([*registry.doubts, *tables.doubts])
     return Coverage(plan.devices.architecture, step_s, lines, tuple(doubts))
@@ -188,7 +188,8 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
     return list(dict.fromkeys(wanted))
 
 
-def _job(plan: Plan) -> TrainingWork:
+def workload_of(plan: Plan) -> TrainingWork:
+    """Return the input of the cost functions that a plan's products were priced with."""
     training, layout = plan.training, plan.layout
     work = TrainingWork(
         model=plan.model,

@@ -1,0 +1,80 @@
+"""The matrix products of one rank under a plan, as text and as data, with their prices and where these come from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.cost.silicon.origin import PriceOrigin
+from partool.cost.silicon.products import origin
+from partool.cost.time.gemm import matmul_s
+from partool.layout.gemms import Gemm, gemms
+from partool.plan.types import Plan
+from partool.planner.kernels.choose import workload_of
+from partool.planner.kernels.requests import is_narrow
+from partool.report.units import seconds
+from partool.work.base import Workload
+
+
+def plan_gemms(plan: Plan) -> list[Gemm]:
+    """Return the matrix products of a rank under a plan."""
+    layout, tensor = plan.layout, plan.layout.tensor
+    sizes = {
+        "tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "expert_tensor": layout.expert_tensor,
+        "tokens": plan.tokens,
+    }  # fmt: skip
+    return gemms(plan.model, **sizes, shares=tensor.sequence_norms)
+
+
+def gemm_rows(plan: Plan) -> list[dict[str, object]]:
+    """Return the matrix products of a rank as data."""
+    work = workload_of(plan)
+    return [
+        asdict(gemm) | {"forward_s": _forward_s(plan, work, gemm), "price": asdict(_origin(plan, work, gemm))}
+        for gemm in plan_gemms(plan)
+    ]
+
+
+def render_gemms(plan: Plan, console: Console) -> None:
+    """Print the sizes of each matrix product of one rank, its seconds in a forward pass, and whose these are."""
+    work, table = workload_of(plan), Table(box=None, pad_edge=False)
+    for index, name in enumerate(("product", "M", "N", "K", "groups", "alike", "layers", "one takes", "price")):
+        table.add_column(name, justify="left" if index in (0, 8) else "right", no_wrap=0 < index < 8, overflow="fold")
+    notes: dict[str, str] = {}
+    for gemm in plan_gemms(plan):
+        rows, price = gemm.rows, _origin(plan, work, gemm)
+        m = str(rows.most) if rows.least == rows.most else f"{rows.least} to {rows.most}"
+        sizes = (m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.alike), str(gemm.layers))
+        source, _, ratios = price.text.partition("; ")
+        mark = notes.setdefault(source, chr(ord("a") + len(notes)))
+        words = f"{price.kind} ({mark}){': ' if ratios else ''}{ratios}"
+        table.add_row(gemm.name, *sizes, seconds(_forward_s(plan, work, gemm)), words)
+    console.print(Text("Matrix products of a rank, forward, per micro-batch", "bold"))
+    console.print(table)
+    console.print("Backward: M × K × N for inputs and N × K × M for weights.")
+    for source, mark in notes.items():
+        console.print(f"({mark}) {source}", markup=False, highlight=False)
+
+
+def price_lines(plan: Plan) -> list[str]:
+    """Return a line for each source of the prices of a rank's products: which products, and how they were priced."""
+    work, names = workload_of(plan), {}
+    for gemm in plan_gemms(plan):
+        price = _origin(plan, work, gemm)
+        names.setdefault((price.kind, price.text.split(";")[0]), []).append(gemm.name)
+    return [f"{', '.join(products)}: {kind}, {who}" for (kind, who), products in names.items()]
+
+
+def _forward_s(plan: Plan, work: Workload, gemm: Gemm) -> float:
+    """Return the seconds of one product, or of the products of one group, for the mean number of rows."""
+    wide = not is_narrow(plan, gemm)
+    product_s = matmul_s(work, gemm.rows.mean, float(gemm.n), float(gemm.k), wide=wide, batch=gemm.groups)
+    return work.time_scalar * work.stack.derate * float(product_s)
+
+
+def _origin(plan: Plan, work: Workload, gemm: Gemm) -> PriceOrigin:
+    wide = not is_narrow(plan, gemm)
+    return origin(work, gemm.rows.mean, gemm.n, gemm.k, wide=wide, batch=gemm.groups)
