@@ -1,4 +1,6 @@
-"""Distils measured attention of prompts into ``partool/catalog/silicon/attention``; run as ``python -m``.
+"""Distils measured attention of prompts into ``partool/catalog/silicon/attention.json`` and ``attention.npz``.
+
+Run ``PYTHONPATH=tests python -m silicon.attention`` where the folder of measurements is (:data:`silicon.writing.DATA`).
 
 A measurement is one layer's causal attention in an inference engine. The engine also writes the keys and values of the
 prompt into its paged cache, which training does not do. The seconds are therefore split into those of the kernel, which
@@ -8,6 +10,7 @@ its bytes and tokens. Tables hold the kernel's seconds; the other part is kept f
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from silicon.writing import DATA, SYSTEMS, origin, write
 
 from partool.catalog.silicon.grid import MeasuredGrid, interpolate
-from tests.silicon.writing import DATA, SYSTEMS, origin, write
 
 Floats = NDArray[np.float64]
 
@@ -30,7 +34,8 @@ HEADS = np.array(
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384], float
 )
 """Numbers of query heads of all sequences together; half octaves where the multiprocessors are not all busy."""
-KERNELS = {"VLLM": ("vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_flash_attn_fa3", "vllm_flashinfer_trtllmprefill")}
+KERNELS = ("vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_flash_attn_fa3", "vllm_flashinfer_trtllmprefill")
+"""vLLM's kernels: one for each device, over the most head widths and windows."""
 LATENT = {
     "a100_sxm": "TRTLLM", "l40s": "TRTLLM", "rtx_pro_6000_server": "TRTLLM", "h100_sxm": "SGLang",
     "h200_sxm": "SGLang", "b200_sxm": "SGLang", "b300_sxm": "SGLang", "gb200": "SGLang", "gb300": "SGLang",
@@ -99,18 +104,23 @@ class Split:
     """Seconds per byte of keys and values, per byte beyond half of the last cache, and per token."""
 
     def predicted(self, rows: Rows) -> Floats:
-        """Return the seconds of measurements: kernel and writing of the cache."""
+        """Return the seconds of measurements: kernel and writing of the cache.
+
+        Beyond the longest length of the tables full attention grows with its square, as prices do.
+        """
         seconds = cache_features(rows) @ np.array(self.cache)
         for window, log_s in self.log_s.items():
             which = rows.window == window
             at = [np.log(rows.length[which]), np.log(rows.work[which])]
-            seconds[which] += np.exp(interpolate([np.log(LENGTHS), np.log(HEADS)], log_s, at))
+            beyond = np.maximum(rows.length[which] / LENGTHS[-1], 1.0) ** 2
+            seconds[which] += beyond * np.exp(interpolate([np.log(LENGTHS), np.log(HEADS)], log_s, at))
         return seconds
 
 
-def read() -> Iterator[Rows]:
+def read(device: str | None = None) -> Iterator[Rows]:
     """Yield the measurements of each device, kernel and head width that has tables; repeats are their median."""
-    for table in (_plain(), _latent()):
+    systems = [system for system, name in SYSTEMS.items() if device in (None, name)]
+    for table in (_plain(systems), _latent(systems)):
         keys = np.array([f"{row['system']}|{row['kernel_source']}|{row['framework']} {row['version']}|{row['width']}"
                          for row in table])  # fmt: skip
         for key in sorted(set(keys.tolist())):
@@ -121,41 +131,27 @@ def read() -> Iterator[Rows]:
             yield _repeats(rows.taken(np.isin(rows.window, WINDOWS)))
 
 
-def _plain() -> list[dict[str, Any]]:
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(DATA / "attention_forward.parquet")
-    chosen = pc.and_(pc.is_in(table["kernel_source"], pa_list(KERNELS["VLLM"])), pc.not_equal(table["system"], "b60"))
+def _plain(systems: list[str]) -> list[dict[str, Any]]:
+    kept = [("system", "in", systems), ("kernel_source", "in", KERNELS)]
     return [
         {
             **row, "width": str(row["head_dim"]), "batch": row["batch_size"], "length": row["isl"],
             "heads": row["num_heads"], "key_heads": row["num_key_value_heads"], "window": row["window_size"] or 0.0,
             "seconds": row["latency"] * 1e-3,
         }
-        for row in table.filter(chosen).to_pylist()
+        for row in pq.read_table(DATA / "attention_forward.parquet", filters=kept).to_pylist()
     ]  # fmt: skip
 
 
-def pa_list(values: tuple[str, ...]) -> Any:
-    """Return a set of strings as pyarrow compares columns with."""
-    import pyarrow as pa
-
-    return pa.array(values, pa.large_string())
-
-
-def _latent() -> list[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(DATA / "mla.parquet").to_pylist()
+def _latent(systems: list[str]) -> list[dict[str, Any]]:
+    kept = [("system", "in", systems), ("op_name", "==", "mla_context"), ("kv_cache_dtype", "==", "bfloat16")]
     return [
         {
             **row, "width": "+".join(map(str, LATENT_WIDTHS)), "batch": row["batch_size"], "length": row["isl"],
             "heads": row["num_heads"], "key_heads": 0.0, "window": 0.0, "seconds": row["latency"] * 1e-3,
         }
-        for row in rows
-        if row["op_name"] == "mla_context" and row["kv_cache_dtype"] == "bfloat16" and row["isl"] >= LENGTHS[0]
-        and LATENT.get(row["system"]) == row["framework"]
+        for row in pq.read_table(DATA / "mla.parquet", filters=kept).to_pylist()
+        if row["isl"] >= LENGTHS[0] and LATENT[row["system"]] == row["framework"]
     ]  # fmt: skip
 
 
@@ -196,8 +192,14 @@ def split(rows: Rows) -> Split:
         which = kept.window == window
         log_s = _on_grid(kept.length[which], kept.work[which], np.log(kernel_s[which]))
         full = log_s if window == 0 else full
-        tables[window] = log_s if window == 0 or full is None else np.minimum(log_s, full)
+        tables[window] = log_s if window == 0 or full is None else _within(log_s, full, window)
     return Split(tables, cache)
+
+
+def _within(log_s: Floats, full: Floats, window: int) -> Floats:
+    """Return seconds with a window that are at most those of full attention, and these where the window is no less."""
+    log_s = np.where((window >= LENGTHS)[:, None], full, log_s)
+    return np.minimum(np.maximum.accumulate(log_s, axis=0), full)
 
 
 def _without_cache(rows: Rows) -> tuple[list[float], Floats, Floats]:
@@ -288,11 +290,54 @@ def rising(values: Floats) -> Floats:
     return np.concatenate([np.full(count, value) for value, count in pools])
 
 
+SAMPLE = CACHE_FILE.with_name("attention.csv.gz")
+"""Measurements that tests compare tables with where the folder of measurements is not."""
+_SEED, _EACH = 50, 5
+
+
+def sample(rows: Rows) -> Rows:
+    """Return a few measurements of training's lengths, of each window and of each band of lengths and heads.
+
+    They lie off the grid where measurements do: latent attention was measured at the grid's points only.
+    """
+    pick = np.random.default_rng(_SEED)
+    off = ~np.isin(rows.work, HEADS) if rows.key_heads.any() else np.ones(len(rows.work), bool)
+    bands = np.stack([rows.window, np.digitize(rows.length, [1024, 3072, 8192]), np.digitize(rows.work, [32, 256])])
+    chosen = np.zeros(len(rows.work), bool)
+    for band in np.unique(bands[:, off & (rows.length >= LENGTHS[3])], axis=1).T:
+        places = np.flatnonzero((bands == band[:, None]).all(axis=0) & off & (rows.length >= LENGTHS[3]))
+        chosen[pick.permutation(places)[:_EACH]] = True
+    return rows.taken(chosen)
+
+
+def write_sample(samples: list[Rows]) -> int:
+    """Write the sample; the same measurements give the same bytes."""
+    lines = ["table,batch,length,heads,key_heads,window,seconds"]
+    for rows in samples:
+        table = f"{rows.device}/bf16/{rows.kernel}/{rows.width}"
+        for values in zip(*(getattr(rows, name) for name in _COLUMNS), strict=True):
+            lines.append(",".join([table, *(f"{value:.6g}" for value in values)]))
+    SAMPLE.write_bytes(gzip.compress("\n".join(lines).encode() + b"\n", 9, mtime=0))
+    return SAMPLE.stat().st_size
+
+
+def read_sample() -> Iterator[Rows]:
+    """Yield the committed sample, by kernel and head width."""
+    lines = [line.split(",") for line in gzip.decompress(SAMPLE.read_bytes()).decode().splitlines()[1:]]
+    for table in sorted({line[0] for line in lines}):
+        device, _, kernel, width = table.split("/")
+        values = np.array([line[1:] for line in lines if line[0] == table], float)
+        columns = dict(zip(_COLUMNS, values.T, strict=True))
+        yield Rows(device, kernel, "", width, **columns)
+
+
 def main() -> None:
-    """Write the tables and the cost of caches; print their number and bytes."""
+    """Write the tables, the cost of caches and the sample; print their number and bytes."""
     grids: dict[str, MeasuredGrid] = {}
     caches: dict[str, list[float]] = {}
+    samples: list[Rows] = []
     for rows in read():
+        samples.append(sample(rows))
         fitted = split(rows)
         name = f"{rows.device}/bf16/{rows.kernel}/{rows.width}"
         caches[name] = [float(f"{value:.4g}") for value in fitted.cache]
@@ -302,7 +347,7 @@ def main() -> None:
             grids[f"{name}/{window or 'all'}"] = MeasuredGrid(axes, log_s, where)
     CACHE_FILE.parent.mkdir(parents=True, exist_ok=True)
     CACHE_FILE.write_text(json.dumps(caches, indent=1) + "\n", encoding="utf-8")
-    print(len(grids), "tables,", write("attention", grids), "bytes")
+    print(len(grids), "tables,", write("attention", grids), "bytes, sample", write_sample(samples), "bytes")
 
 
 if __name__ == "__main__":

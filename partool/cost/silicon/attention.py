@@ -50,6 +50,8 @@ _NARROW_POWER = 0.13
 FlashAttention-2 with 64 reaches 0.91 of its rate with 128 on both devices that have tables of both."""
 _NARROWEST = 64
 """Narrower heads take as many seconds as this width: exponentials limit them, and their number stays the same."""
+_LARGE = (16384.0, 64.0)
+"""Length and heads of work that fills every device."""
 _MASKED_KEYS = 128.0
 """Keys beside those in a window that a query's tile computes and masks, where no window was measured: one tile."""
 
@@ -192,10 +194,10 @@ def _ratio(
     """Return measured seconds with one head width divided by the equation's, at the nearest measured shapes."""
     full = one.grid(0)
     length, heads = full.clipped(shape.length, shape.heads)
-    seconds = full.seconds(length, heads)
     keys = _keys(length, shape.window)
+    seconds = full.seconds(length, heads)
     if shape.window is not None:
-        seconds = seconds * _window_share(one, tables, shape.window, length, heads)
+        seconds = _windowed_s(one, tables, shape.window, length, heads)
     sides = sum(one.widths)
     narrow = sum(shape.widths) / sum(one.widths)
     if narrow < 1.0 and not shape.latent:
@@ -206,35 +208,33 @@ def _ratio(
     return ratio
 
 
-def _window_share(one: _Width, tables: tuple[_Width, ...], window: int, length: Column, heads: Column) -> Column:
-    """Return seconds with a window relative to those with all keys.
+def _windowed_s(one: _Width, tables: tuple[_Width, ...], window: int, length: Column, heads: Column) -> Column:
+    """Return a kernel's seconds with a window.
 
     Between measured windows, and from the largest one to all keys, seconds are linear in the number of keys that a
     query sees on average; below the smallest one they are constant, as kernels work in tiles of so many keys.
     """
     mean, every = _keys(length, window), _keys(length, None)
+    seconds = upper_s = one.grid(0).seconds(length, heads)
     knots = _windows(one, tables)
     if not knots:
-        share: Column = np.where(mean < every, (mean + _MASKED_KEYS) / (every + _MASKED_KEYS), 1.0)
-        return share
-    lower: Column = 0.0
-    lower_keys: Column = 0.0
-    result: Column = 0.0
-    for upper, source in (*knots, (None, one)):
-        full = source.grid(0).seconds(length, heads)
-        higher = np.maximum(source.grid(upper).seconds(length, heads) / full if upper else 1.0, lower)
-        upper_keys = _keys(length, upper)
-        part = np.clip((mean - lower_keys) / np.maximum(upper_keys - lower_keys, 1e-9), 0.0, 1.0)
-        part = np.where(upper_keys > lower_keys, part, 1.0) if np.any(lower_keys) else 1.0
-        result = result + (higher - lower) * part
-        lower, lower_keys = higher, upper_keys
-    return np.minimum(result, 1.0)
+        return seconds * np.where(mean < every, (mean + _MASKED_KEYS) / (every + _MASKED_KEYS), 1.0)
+    upper_keys = every
+    for keys, source in reversed(knots):
+        slower = one.grid(0).seconds(*_LARGE) / source.grid(0).seconds(*_LARGE)
+        lower_s = np.minimum(source.grid(keys).seconds(length, heads) * slower, upper_s)
+        lower_keys = _keys(length, keys)
+        part = (upper_keys - mean) / np.maximum(upper_keys - lower_keys, 1e-9)
+        seconds = seconds - (upper_s - lower_s) * np.clip(part, 0.0, 1.0)
+        upper_s, upper_keys = lower_s, lower_keys
+    return seconds
 
 
 def _windows(one: _Width, tables: tuple[_Width, ...]) -> list[tuple[int, _Width]]:
-    """Return the measured windows, ascending, each with a width whose seconds say what it saves.
+    """Return the measured windows, ascending, each with the width that was measured.
 
-    A width has its measured windows; smaller ones, or all if it has none, come from the nearest width that has them.
+    A width has its measured windows; smaller ones, or all if it has none, come from the nearest width that has them,
+    times the ratio of both widths' seconds for large work.
     """
     mine = [window for window in one.names if window]
     chosen = dict.fromkeys(mine, one)
