@@ -37,10 +37,11 @@ HEADS = np.array(
 KERNELS = ("vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_flash_attn_fa3", "vllm_flashinfer_trtllmprefill")
 """vLLM's kernels: one for each device, over the most head widths and windows."""
 LATENT = {
-    "a100_sxm": "TRTLLM", "l40s": "TRTLLM", "rtx_pro_6000_server": "TRTLLM", "h100_sxm": "SGLang",
-    "h200_sxm": "SGLang", "b200_sxm": "SGLang", "b300_sxm": "SGLang", "gb200": "SGLang", "gb300": "SGLang",
+    "a100_sxm": "TRTLLM", "l40s": "TRTLLM", "rtx_pro_6000_server": "TRTLLM", "h100_sxm": "TRTLLM",
+    "h200_sxm": "TRTLLM", "b200_sxm": "SGLang", "b300_sxm": "SGLang", "gb200": "SGLang", "gb300": "SGLang",
 }  # fmt: skip
-"""System → framework whose kernel of latent attention prices it: the faster one with a table for the device."""
+"""System → framework whose kernel of latent attention prices it. On Hopper SGLang's kernel works on compressed keys and
+values of 576 and 512 elements, which training does not do: it takes three times as long."""
 LATENT_WIDTHS = (192, 128)
 """Elements of a latent query or key and of a value (DeepSeek-V3)."""
 WINDOWS = (0, 128, 1024)

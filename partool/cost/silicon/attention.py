@@ -31,19 +31,18 @@ GENERATIONS = {
     "vllm_flash_attn_fa2": FLASH2,
     "vllm_flash_attn_fa3": FLASH3,
     "vllm_flashinfer_trtllmprefill": FLASH3,
-    "default": FLASH2,
-    "flash_attention": FLASH3,
+    "default": FLASH3,
     "trtllm_mla": FLASH3,
 }
 """Measured kernel → the generation of :class:`partool.work.stacks.Stack` whose equation it is compared with. A100, L40S
 and RTX PRO 6000 have FlashAttention-2, Hopper has FlashAttention-3. On Blackwell TensorRT-LLM's kernels stand for the
 ones of cuDNN and FlashAttention-4 that train there, which nobody published in this form. ``default`` is
 TensorRT-LLM's kernel of latent attention."""
-BACKWARD_RATE = {FLASH2: 0.85, FLASH3: 0.85}
-"""FLOP/s of a backward pass relative to those of the forward pass, by generation of the measured kernel; nobody
-published tables of backward passes. FlashAttention-2 reaches 63 % of an A100's peak in its backward pass and 73 % in
-its forward pass (arXiv 2307.08691, section 4). FlashAttention-3 reaches 0.87 of its forward pass without a causal mask
-and with 16,384 tokens (561 and 648 TFLOP/s, arXiv 2407.08608, figures 5 and 6). For Blackwell it is assumed."""
+BACKWARD_RATE = 0.85
+"""FLOP/s of a backward pass relative to those of the forward pass; nobody published tables of backward passes.
+FlashAttention-2 reaches 63 % of an A100's peak in its backward pass and 73 % in its forward pass (arXiv 2307.08691,
+section 4). FlashAttention-3 reaches 0.87 of its forward pass without a causal mask and with 16,384 tokens (561 and 648
+TFLOP/s, arXiv 2407.08608, figures 5 and 6). For Blackwell it is assumed."""
 _NARROW_POWER = 0.13
 """Exponent of FLOP/s against the width of heads from 64 to 128 elements, where only wider heads were measured:
 FlashAttention-2 with 64 reaches 0.91 of its rate with 128 on both devices that have tables of both."""
@@ -142,7 +141,7 @@ def origin(devices: Devices, shape: AttentionShape, *, wanted: str, backward: bo
     if devices.sustained_share < 1.0:
         ratios.append(f"clocks of a whole step, {devices.sustained_share:g}")
     if backward:
-        ratios.append(f"2.5 times the FLOPs at {BACKWARD_RATE[generation(devices, latent=shape.latent)]:g} of the rate")
+        ratios.append(f"2.5 times the FLOPs at {BACKWARD_RATE:g} of the rate")
     if generation(devices, latent=shape.latent) == FLASH3 and wanted == FLASH2:
         ratios.append("slower generation of the kernel")
     if not names:

@@ -106,7 +106,7 @@ def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward:
         rate = equation_flops(rate, generation, model.head_dim)
         return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * blocks
     measured = silicon.generation(devices, latent=latent)
-    passes = _BACKWARD / silicon.BACKWARD_RATE[measured] if backward else 1.0
+    passes = _BACKWARD / silicon.BACKWARD_RATE if backward else 1.0
     measured_rate = _generation_rate(silicon.catalog_flops(devices.measured_as), measured)
     ratio = silicon.slowness(devices, kernel(job, layouts, kind), lambda work: work / measured_rate + _START_S)
     clocks = devices.sustained_share

@@ -150,7 +150,7 @@ def test_beyond_the_tables_the_rate_stays() -> None:
 def test_latent_attention_has_tables_of_its_own() -> None:
     latent = Mla(q_rank=1536, kv_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
     one = job(devices(), mla=latent, kv_heads=32)
-    table = grid("attention", "h100-sxm/bf16/flash_attention/192+128/all")
+    table = grid("attention", "h100-sxm/bf16/default/192+128/all")
     assert table is not None
     assert seconds(one) == pytest.approx(float(table.seconds(4096, 32)) / devices().sustained_share)
 
@@ -193,7 +193,7 @@ def test_an_older_kernel_is_slower_by_the_equations_ratio() -> None:
 
 def test_a_backward_pass_is_scaled() -> None:
     forward, backward = (seconds(job(devices(), 8192), backward=which) for which in (False, True))
-    assert backward / forward == pytest.approx(2.5 / silicon.BACKWARD_RATE["flash3"], rel=0.02)
+    assert backward / forward == pytest.approx(2.5 / silicon.BACKWARD_RATE, rel=0.02)
     said = origin(job(devices(), 8192), Layouts(), backward=True)
     assert (said.kind, "0.85 of the rate" in said.text) == ("scaled", True)
 
