@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
-from silicon.attention import CACHE_FILE, WINDOWS, Floats, Rows, Split, split
+from silicon.attention import CACHE_FILE, WINDOWS
+from silicon.attention_fit import Floats, Rows, Split, split
 
 from partool.catalog.silicon.grid import grid
 

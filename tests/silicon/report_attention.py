@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from silicon.attention import DATA, SYSTEMS, Floats, Rows, read
+from silicon.attention import read
+from silicon.attention_fit import Floats, Rows
 from silicon.judge_attention import LEFT_OUT, errors, left_out, quantiles, shipped
+from silicon.writing import DATA, SYSTEMS
 
 from partool.catalog.silicon.grid import entries
 from partool.cost.silicon.attention import GENERATIONS, catalog_flops

@@ -11,6 +11,7 @@ import pytest
 from often import often
 from silicon import attention as distil
 from silicon import judge_attention as judge
+from silicon.attention_fit import Floats, Rows
 from silicon.writing import DATA, SYSTEMS
 
 from partool.catalog.hardware import resolve_hardware
@@ -48,7 +49,7 @@ def seconds(one: Workload, window: int | None = None, *, backward: bool = False,
 
 
 def test_the_tables_meet_a_sample_of_measurements() -> None:
-    errors: dict[str, list[distil.Floats]] = {}
+    errors: dict[str, list[Floats]] = {}
     for rows in distil.read_sample():
         errors.setdefault(f"{rows.device}/{rows.kernel}", []).append(judge.errors(rows, judge.shipped(rows)))
     assert sorted({name.split("/")[0] for name in errors}) == DEVICES
@@ -75,9 +76,9 @@ def test_tables_made_without_a_size_meet_it(device: str, axis: str) -> None:
         assert (found["median"] <= MEDIAN, found["p90"] <= P90) == (True, True), (kind, found)
 
 
-def by_kernel(device: str) -> dict[str, list[distil.Rows]]:
+def by_kernel(device: str) -> dict[str, list[Rows]]:
     """Return a device's measurements of full attention by kernel."""
-    found: dict[str, list[distil.Rows]] = {}
+    found: dict[str, list[Rows]] = {}
     for rows in distil.read(device):
         found.setdefault(rows.kernel, []).append(rows.taken(rows.window == 0))
     return found
