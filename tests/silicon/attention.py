@@ -1,4 +1,6 @@
-"""Distils measured attention of prompts into ``partool/catalog/silicon/attention``; run as ``python -m``.
+"""Distils measured attention of prompts into ``partool/catalog/silicon/attention.json`` and ``attention.npz``.
+
+Run ``PYTHONPATH=tests python -m silicon.attention`` where the folder of measurements is (:data:`silicon.writing.DATA`).
 
 A measurement is one layer's causal attention in an inference engine. The engine also writes the keys and values of the
 prompt into its paged cache, which training does not do. The seconds are therefore split into those of the kernel, which
@@ -8,159 +10,75 @@ its bytes and tokens. Tables hold the kernel's seconds; the other part is kept f
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow.parquet as pq
+from silicon.attention_fit import COLUMNS, HEADS, LENGTHS, Rows, split
+from silicon.writing import DATA, SYSTEMS, origin, write
 
-from partool.catalog.silicon.grid import MeasuredGrid, interpolate
-from tests.silicon.writing import DATA, SYSTEMS, origin, write
-
-Floats = NDArray[np.float64]
+from partool.catalog.silicon.grid import MeasuredGrid
 
 CACHE_FILE = Path(__file__).parents[1] / "data" / "silicon" / "attention_cache.json"
 """Table's device, kernel and head width → :attr:`Split.cache`."""
-LENGTHS = np.array([128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384], float)
-HEADS = np.array(
-    [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384], float
-)
-"""Numbers of query heads of all sequences together; half octaves where the multiprocessors are not all busy."""
-KERNELS = {"VLLM": ("vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_flash_attn_fa3", "vllm_flashinfer_trtllmprefill")}
+KERNELS = ("vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_flash_attn_fa3", "vllm_flashinfer_trtllmprefill")
+"""vLLM's kernels: one for each device, over the most head widths and windows."""
 LATENT = {
-    "a100_sxm": "TRTLLM", "l40s": "TRTLLM", "rtx_pro_6000_server": "TRTLLM", "h100_sxm": "SGLang",
-    "h200_sxm": "SGLang", "b200_sxm": "SGLang", "b300_sxm": "SGLang", "gb200": "SGLang", "gb300": "SGLang",
+    "a100_sxm": "TRTLLM", "l40s": "TRTLLM", "rtx_pro_6000_server": "TRTLLM", "h100_sxm": "TRTLLM",
+    "h200_sxm": "TRTLLM", "b200_sxm": "SGLang", "b300_sxm": "SGLang", "gb200": "SGLang", "gb300": "SGLang",
 }  # fmt: skip
-"""System → framework whose kernel of latent attention prices it: the faster one with a table for the device."""
+"""System → framework whose kernel of latent attention prices it. On Hopper SGLang's kernel works on compressed keys and
+values of 576 and 512 elements, which training does not do: it takes three times as long."""
 LATENT_WIDTHS = (192, 128)
 """Elements of a latent query or key and of a value (DeepSeek-V3)."""
 WINDOWS = (0, 128, 1024)
 """Windows that have tables. Windows of 8,192 were measured at four lengths only, on some devices as chunks."""
-L2_BYTES = {"a100-80": 40e6, "h100-sxm": 50e6, "h200": 50e6, "l40s": 96e6, "rtx-pro-6000": 128e6}
-"""Bytes of the last cache (vendors' data sheets); 126e6 on Blackwell servers. Writes within half of it are faster."""
-_FAR_OFF = np.log(2.0)
-"""Rows that are further from the fit than this factor are isolated outliers."""
 
 
-@dataclass
-class Rows:
-    """Measurements of one kernel and head width, as columns."""
-
-    device: str
-    kernel: str
-    framework: str
-    width: str
-    """Elements per head; of latent attention those of keys and of values, joined by ``+``."""
-    batch: Floats
-    length: Floats
-    heads: Floats
-    key_heads: Floats
-    window: Floats
-    """Keys that a query sees at most; 0 means all."""
-    seconds: Floats
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def taken(self, which: NDArray[np.bool_]) -> Rows:
-        """Return the rows for which ``which`` is true."""
-        columns = {name: getattr(self, name)[which] for name in _COLUMNS}
-        return Rows(self.device, self.kernel, self.framework, self.width, **columns, dropped=dict(self.dropped))
-
-    @property
-    def work(self) -> Floats:
-        """Query heads of all sequences."""
-        return self.batch * self.heads
-
-    @property
-    def pairs(self) -> Floats:
-        """Query-key pairs of all heads."""
-        seen = np.where(self.window > 0, np.minimum(self.window, self.length), self.length)
-        return self.work * seen * (self.length - seen / 2.0)
-
-    @property
-    def flops(self) -> Floats:
-        """FLOPs of both products over the pairs."""
-        widths = [int(each) for each in self.width.split("+")]
-        return 2.0 * self.pairs * (widths[0] + widths[-1])
-
-
-_COLUMNS = ("batch", "length", "heads", "key_heads", "window", "seconds")
-
-
-@dataclass
-class Split:
-    """Kernel seconds by window on :data:`LENGTHS` × :data:`HEADS`, as logarithms, and the cost of the cache."""
-
-    log_s: dict[int, Floats]
-    cache: list[float]
-    """Seconds per byte of keys and values, per byte beyond half of the last cache, and per token."""
-
-    def predicted(self, rows: Rows) -> Floats:
-        """Return the seconds of measurements: kernel and writing of the cache."""
-        seconds = cache_features(rows) @ np.array(self.cache)
-        for window, log_s in self.log_s.items():
-            which = rows.window == window
-            at = [np.log(rows.length[which]), np.log(rows.work[which])]
-            seconds[which] += np.exp(interpolate([np.log(LENGTHS), np.log(HEADS)], log_s, at))
-        return seconds
-
-
-def read() -> Iterator[Rows]:
+def read(device: str | None = None) -> Iterator[Rows]:
     """Yield the measurements of each device, kernel and head width that has tables; repeats are their median."""
-    for table in (_plain(), _latent()):
+    systems = [system for system, name in SYSTEMS.items() if device in (None, name)]
+    for table in (_plain(systems), _latent(systems)):
         keys = np.array([f"{row['system']}|{row['kernel_source']}|{row['framework']} {row['version']}|{row['width']}"
                          for row in table])  # fmt: skip
         for key in sorted(set(keys.tolist())):
             system, kernel, framework, width = key.split("|")
             mine = [table[place] for place in np.flatnonzero(keys == key)]
-            columns = {name: np.array([row[name] for row in mine], float) for name in _COLUMNS}
+            columns = {name: np.array([row[name] for row in mine], float) for name in COLUMNS}
             rows = Rows(SYSTEMS[system], kernel, framework, width, **columns)
             yield _repeats(rows.taken(np.isin(rows.window, WINDOWS)))
 
 
-def _plain() -> list[dict[str, Any]]:
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(DATA / "attention_forward.parquet")
-    chosen = pc.and_(pc.is_in(table["kernel_source"], pa_list(KERNELS["VLLM"])), pc.not_equal(table["system"], "b60"))
+def _plain(systems: list[str]) -> list[dict[str, Any]]:
+    kept = [("system", "in", systems), ("kernel_source", "in", KERNELS)]
     return [
         {
             **row, "width": str(row["head_dim"]), "batch": row["batch_size"], "length": row["isl"],
             "heads": row["num_heads"], "key_heads": row["num_key_value_heads"], "window": row["window_size"] or 0.0,
             "seconds": row["latency"] * 1e-3,
         }
-        for row in table.filter(chosen).to_pylist()
+        for row in pq.read_table(DATA / "attention_forward.parquet", filters=kept).to_pylist()
     ]  # fmt: skip
 
 
-def pa_list(values: tuple[str, ...]) -> Any:
-    """Return a set of strings as pyarrow compares columns with."""
-    import pyarrow as pa
-
-    return pa.array(values, pa.large_string())
-
-
-def _latent() -> list[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(DATA / "mla.parquet").to_pylist()
+def _latent(systems: list[str]) -> list[dict[str, Any]]:
+    kept = [("system", "in", systems), ("op_name", "==", "mla_context"), ("kv_cache_dtype", "==", "bfloat16")]
     return [
         {
             **row, "width": "+".join(map(str, LATENT_WIDTHS)), "batch": row["batch_size"], "length": row["isl"],
             "heads": row["num_heads"], "key_heads": 0.0, "window": 0.0, "seconds": row["latency"] * 1e-3,
         }
-        for row in rows
-        if row["op_name"] == "mla_context" and row["kv_cache_dtype"] == "bfloat16" and row["isl"] >= LENGTHS[0]
-        and LATENT.get(row["system"]) == row["framework"]
+        for row in pq.read_table(DATA / "mla.parquet", filters=kept).to_pylist()
+        if row["isl"] >= LENGTHS[0] and LATENT[row["system"]] == row["framework"]
     ]  # fmt: skip
 
 
 def _repeats(rows: Rows) -> Rows:
-    points = np.stack([getattr(rows, name) for name in _COLUMNS[:-1]], axis=1)
+    points = np.stack([getattr(rows, name) for name in COLUMNS[:-1]], axis=1)
     _, first, place = np.unique(points, axis=0, return_index=True, return_inverse=True)
     place = place.reshape(-1)
     order = np.argsort(place, kind="stable")
@@ -172,127 +90,54 @@ def _repeats(rows: Rows) -> Rows:
     return one
 
 
-def cache_features(rows: Rows) -> Floats:
-    """Return bytes of keys and values, bytes beyond half of the last cache, and tokens, a column each."""
-    width = int(rows.width.split("+")[0])
-    moved = 4.0 * rows.batch * rows.key_heads * rows.length * width
-    tokens = rows.batch * rows.length * (rows.key_heads > 0)
-    return np.stack([moved, np.maximum(moved - L2_BYTES.get(rows.device, 126e6) / 2.0, 0.0), tokens], axis=1)
+SAMPLE = CACHE_FILE.with_name("attention.csv.gz")
+"""Measurements that tests compare tables with where the folder of measurements is not."""
+_SEED, _EACH = 50, 5
 
 
-def split(rows: Rows) -> Split:
-    """Return kernel seconds and the cache's cost, fitted together; outliers in ``rows`` are counted and left out."""
-    kept, cache, kernel_s = rows, [0.0, 0.0, 0.0], rows.seconds
-    for _ in range(2):
-        cache, kernel_s, total_s = _without_cache(kept)
-        near = np.abs(np.log(kept.seconds / total_s)) < _FAR_OFF
-        if near.all():
-            break
-        kept, kernel_s = kept.taken(near), kernel_s[near]
-    rows.dropped["outliers"] = len(rows.seconds) - len(kept.seconds)
-    full: Floats | None = None
-    tables: dict[int, Floats] = {}
-    for window in sorted(set(kept.window.astype(int).tolist())):
-        which = kept.window == window
-        log_s = _on_grid(kept.length[which], kept.work[which], np.log(kernel_s[which]))
-        full = log_s if window == 0 else full
-        tables[window] = log_s if window == 0 or full is None else np.minimum(log_s, full)
-    return Split(tables, cache)
+def sample(rows: Rows) -> Rows:
+    """Return a few measurements of training's lengths, of each window and of each band of lengths and heads.
 
-
-def _without_cache(rows: Rows) -> tuple[list[float], Floats, Floats]:
-    """Return the cache's cost, kernel seconds of each row's point, and the sum of both for each row.
-
-    The cost is the one that leaves the least relative errors when the kernel's seconds are free at each combination of
-    window, length and heads; errors beyond 1 % count linearly (iteratively reweighted least squares).
+    They lie off the grid where measurements do: latent attention was measured at the grid's points only.
     """
-    points = np.stack([rows.window, rows.length, rows.work], axis=1)
-    _, place = np.unique(points, axis=0, return_inverse=True)
-    place = place.reshape(-1)
-    features, seconds = cache_features(rows), rows.seconds
-    weights = np.ones(len(seconds))
-    cost = np.zeros(features.shape[1])
-    kernel, total = seconds, seconds
-    for _ in range(8):
-        scaled = weights / seconds**2
-        total_weight = np.bincount(place, scaled)
-
-        def mean(values: Floats, scaled: Floats = scaled, total_weight: Floats = total_weight) -> Floats:
-            sums: Floats = (np.bincount(place, scaled * values) / total_weight)[place]
-            return sums
-
-        root = np.sqrt(scaled)
-        parts = np.stack([(column - mean(column)) * root for column in features.T], axis=1)
-        cost = _least_squares(parts, (seconds - mean(seconds)) * root)
-        kernel = np.maximum(mean(seconds - features @ cost), 0.2 * mean(seconds))
-        total = kernel + features @ cost
-        weights = 1.0 / np.maximum(np.abs(total / seconds - 1.0), 0.01)
-    return cost.tolist(), kernel, total
+    pick = np.random.default_rng(_SEED)
+    off = ~np.isin(rows.work, HEADS) if rows.key_heads.any() else np.ones(len(rows.work), bool)
+    bands = np.stack([rows.window, np.digitize(rows.length, [1024, 3072, 8192]), np.digitize(rows.work, [32, 256])])
+    chosen = np.zeros(len(rows.work), bool)
+    for band in np.unique(bands[:, off & (rows.length >= LENGTHS[3])], axis=1).T:
+        places = np.flatnonzero((bands == band[:, None]).all(axis=0) & off & (rows.length >= LENGTHS[3]))
+        chosen[pick.permutation(places)[:_EACH]] = True
+    return rows.taken(chosen)
 
 
-def _least_squares(parts: Floats, target: Floats) -> Floats:
-    """Return the non-negative coefficients with the least squares, trying every set of coefficients that are 0."""
-    count = parts.shape[1]
-    best, least = np.zeros(count), float(target @ target)
-    for size in range(1, count + 1):
-        for some in combinations(range(count), size):
-            cost = np.zeros(count)
-            cost[list(some)] = np.linalg.lstsq(parts[:, some], target, rcond=None)[0]
-            error = float(np.sum((parts @ cost - target) ** 2))
-            if (cost >= 0.0).all() and error < least:
-                best, least = cost, error
-    return best
+def write_sample(samples: list[Rows]) -> int:
+    """Write the sample; the same measurements give the same bytes."""
+    lines = ["table,batch,length,heads,key_heads,window,seconds"]
+    for rows in samples:
+        table = f"{rows.device}/bf16/{rows.kernel}/{rows.width}"
+        for values in zip(*(getattr(rows, name) for name in COLUMNS), strict=True):
+            lines.append(",".join([table, *(f"{value:.6g}" for value in values)]))
+    SAMPLE.write_bytes(gzip.compress("\n".join(lines).encode() + b"\n", 9, mtime=0))
+    return SAMPLE.stat().st_size
 
 
-def _on_grid(length: Floats, work: Floats, log_s: Floats) -> Floats:
-    """Return logarithms of seconds on the grid, rising with length and with heads.
-
-    For each measured length the values at :data:`HEADS` are fitted so that the lines between them pass the
-    measurements; a weak smoothness fills nodes without any. Beyond the largest measured number of heads, seconds are
-    proportional to it. Lengths that were not measured lie on lines between the others.
-    """
-    axis = np.log(HEADS)
-    measured = [value for value in LENGTHS if (length == value).any()]
-    lines = []
-    for value in measured:
-        here = length == value
-        at, target = np.log(work[here]), log_s[here] - np.log(work[here])
-        hats = _hats(axis, at)
-        smooth = 0.05 * np.diff(np.eye(len(axis)), 2, axis=0)
-        flat = 0.02 * np.diff(np.eye(len(axis)), 1, axis=0)
-        flat[axis[1:] <= at.max()] = 0.0
-        flat = flat * 50.0
-        rows = np.concatenate([hats, smooth, flat])
-        right = np.concatenate([target, np.zeros(len(smooth) + len(flat))])
-        lines.append(np.linalg.lstsq(rows, right, rcond=None)[0] + axis)
-    filled = np.stack([np.interp(np.log(LENGTHS), np.log(measured), line) for line in np.stack(lines, axis=1)], axis=1)
-    for _ in range(6):
-        filled = np.stack([rising(line) for line in filled])
-        filled = np.stack([rising(line) for line in filled.T], axis=1)
-    return np.maximum.accumulate(np.maximum.accumulate(filled, axis=0), axis=1)
-
-
-def _hats(axis: Floats, at: Floats) -> Floats:
-    """Return the weight of each node of ``axis`` in linear interpolation at ``at``."""
-    return np.stack([np.interp(at, axis, unit) for unit in np.eye(len(axis))], axis=1)
-
-
-def rising(values: Floats) -> Floats:
-    """Return the closest sequence in least squares that never falls (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values.tolist():
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (first, some), (second, others) = pools[-2:]
-            pools[-2:] = [((first * some + second * others) / (some + others), some + others)]
-    return np.concatenate([np.full(count, value) for value, count in pools])
+def read_sample() -> Iterator[Rows]:
+    """Yield the committed sample, by kernel and head width."""
+    lines = [line.split(",") for line in gzip.decompress(SAMPLE.read_bytes()).decode().splitlines()[1:]]
+    for table in sorted({line[0] for line in lines}):
+        device, _, kernel, width = table.split("/")
+        values = np.array([line[1:] for line in lines if line[0] == table], float)
+        columns = dict(zip(COLUMNS, values.T, strict=True))
+        yield Rows(device, kernel, "", width, **columns)
 
 
 def main() -> None:
-    """Write the tables and the cost of caches; print their number and bytes."""
+    """Write the tables, the cost of caches and the sample; print their number and bytes."""
     grids: dict[str, MeasuredGrid] = {}
     caches: dict[str, list[float]] = {}
+    samples: list[Rows] = []
     for rows in read():
+        samples.append(sample(rows))
         fitted = split(rows)
         name = f"{rows.device}/bf16/{rows.kernel}/{rows.width}"
         caches[name] = [float(f"{value:.4g}") for value in fitted.cache]
@@ -302,7 +147,7 @@ def main() -> None:
             grids[f"{name}/{window or 'all'}"] = MeasuredGrid(axes, log_s, where)
     CACHE_FILE.parent.mkdir(parents=True, exist_ok=True)
     CACHE_FILE.write_text(json.dumps(caches, indent=1) + "\n", encoding="utf-8")
-    print(len(grids), "tables,", write("attention", grids), "bytes")
+    print(len(grids), "tables,", write("attention", grids), "bytes, sample", write_sample(samples), "bytes")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
+from silicon.attention import CACHE_FILE, WINDOWS
+from silicon.attention_fit import Floats, Rows, Split, split
 
 from partool.catalog.silicon.grid import grid
-from tests.silicon.attention import CACHE_FILE, WINDOWS, Floats, Rows, Split, split
 
 LEFT_OUT: dict[str, tuple[int, ...]] = {
     "length": (1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288),

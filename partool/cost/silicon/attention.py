@@ -5,9 +5,9 @@ the equation's seconds times a ratio: measured seconds of the nearest shape in a
 seconds of that shape on the measured device. At a table's points the result is the measurement; beyond them the
 equation says how seconds grow; and rates that a spec or a calibration gives scale the result.
 
-The measured seconds are not lengthened for the clocks of a whole step (``Devices.sustained_share``): attention draws
-less power than large products, and the tables already have what longer kernels lose (H100 with 8,192 tokens: 640
-TFLOP/s with 16 heads, 530 with 1,024).
+Measured kernels ran alone and shortly. Over a whole step power limits lower the clocks, those of attention too, so
+seconds are divided by ``Devices.sustained_share``. The tables show as much: on H100 with 8,192 tokens they have 640
+TFLOP/s with 16 heads, and 530 with 1,024 heads, whose kernel takes 30 ms.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from partool.cost.silicon.origin import PriceOrigin
 from partool.spec.hardware import Devices
 
 FLASH2, FLASH3 = "flash2", "flash3"
-_GENERATIONS = {
+GENERATIONS = {
     "vllm_flash_attn": FLASH2,
     "vllm_flash_attn_fa2": FLASH2,
     "vllm_flash_attn_fa3": FLASH3,
     "vllm_flashinfer_trtllmprefill": FLASH3,
-    "default": FLASH2,
-    "flash_attention": FLASH3,
+    "default": FLASH3,
     "trtllm_mla": FLASH3,
 }
 """Measured kernel → the generation of :class:`partool.work.stacks.Stack` whose equation it is compared with. A100, L40S
 and RTX PRO 6000 have FlashAttention-2, Hopper has FlashAttention-3. On Blackwell TensorRT-LLM's kernels stand for the
 ones of cuDNN and FlashAttention-4 that train there, which nobody published in this form. ``default`` is
 TensorRT-LLM's kernel of latent attention."""
-BACKWARD_RATE = {FLASH2: 0.85, FLASH3: 0.75}
-"""FLOP/s of a backward pass relative to those of the forward pass, by generation of the measured kernel; nobody
-published tables of backward passes. FlashAttention-2 reaches 63 % of an A100's peak in its backward pass and 73 % in
-its forward pass (arXiv 2307.08691, section 4). FlashAttention-3 reaches 0.87 of its forward pass without a causal mask
-and with 16,384 tokens (561 and 648 TFLOP/s, arXiv 2407.08608, figures 5 and 6); with a mask less of that is assumed,
-and 0.75 keeps the catalog's rate over both passes (0.5 of the peak) at 4,096 to 8,192 tokens."""
+BACKWARD_RATE = 0.85
+"""FLOP/s of a backward pass relative to those of the forward pass; nobody published tables of backward passes.
+FlashAttention-2 reaches 63 % of an A100's peak in its backward pass and 73 % in its forward pass (arXiv 2307.08691,
+section 4). FlashAttention-3 reaches 0.87 of its forward pass without a causal mask and with 16,384 tokens (561 and 648
+TFLOP/s, arXiv 2407.08608, figures 5 and 6). For Blackwell it is assumed."""
 _NARROW_POWER = 0.13
 """Exponent of FLOP/s against the width of heads from 64 to 128 elements, where only wider heads were measured:
 FlashAttention-2 with 64 reaches 0.91 of its rate with 128 on both devices that have tables of both."""
 _NARROWEST = 64
 """Narrower heads take as many seconds as this width: exponentials limit them, and their number stays the same."""
+_LARGE = (16384.0, 64.0)
+"""Length and heads of work that fills every device."""
 _MASKED_KEYS = 128.0
 """Keys beside those in a window that a query's tile computes and masks, where no window was measured: one tile."""
 
@@ -89,7 +89,7 @@ def covers(devices: Devices, generation: str, element_bytes: int, *, latent: boo
 
 def generation(devices: Devices, *, latent: bool) -> str:
     """Return the generation of the measured kernel."""
-    return _GENERATIONS[_kernel(devices.measured_as, latent=latent)]
+    return GENERATIONS[_kernel(devices.measured_as, latent=latent)]
 
 
 @cache
@@ -119,7 +119,8 @@ def _slowness(devices: Devices, shape: AttentionShape, equation: Callable[[Colum
     width = shape.widths[0]
     high = next((one for one in tables if one.widths[0] >= width), tables[-1])
     if high is tables[0] or high.widths[0] <= width:
-        return _ratio(high, tables, shape, equation)
+        narrow = 1.0 if shape.latent or high.widths[0] <= width else _narrow_slowness(width, high.widths[0])
+        return narrow * _ratio(high, tables, shape, equation)
     low = tables[tables.index(high) - 1]
     share = np.log(width / low.widths[0]) / np.log(high.widths[0] / low.widths[0])
     first, second = (np.log(_ratio(one, tables, shape, equation)) for one in (low, high))
@@ -137,8 +138,10 @@ def origin(devices: Devices, shape: AttentionShape, *, wanted: str, backward: bo
     ratios = []
     if devices.measured_as != devices.accelerator:
         ratios.append(f"rate of {devices.accelerator} relative to {devices.measured_as}")
+    if devices.sustained_share < 1.0:
+        ratios.append(f"clocks of a whole step, {devices.sustained_share:g}")
     if backward:
-        ratios.append(f"2.5 times the FLOPs at {BACKWARD_RATE[generation(devices, latent=shape.latent)]:g} of the rate")
+        ratios.append(f"2.5 times the FLOPs at {BACKWARD_RATE:g} of the rate")
     if generation(devices, latent=shape.latent) == FLASH3 and wanted == FLASH2:
         ratios.append("slower generation of the kernel")
     if not names:
@@ -192,49 +195,47 @@ def _ratio(
     """Return measured seconds with one head width divided by the equation's, at the nearest measured shapes."""
     full = one.grid(0)
     length, heads = full.clipped(shape.length, shape.heads)
-    seconds = full.seconds(length, heads)
-    keys = _keys(length, shape.window)
-    if shape.window is not None:
-        seconds = seconds * _window_share(one, tables, shape.window, length, heads)
-    sides = sum(one.widths)
-    narrow = sum(shape.widths) / sum(one.widths)
-    if narrow < 1.0 and not shape.latent:
-        measured, least = one.widths[0], min(_NARROWEST, one.widths[0])
-        seconds = seconds * (max(shape.widths[0], least) / measured) ** (1.0 - _NARROW_POWER)
-        sides = sum(shape.widths)
-    ratio: Column = seconds / equation(2.0 * heads * length * keys * sides)
+    window = shape.window
+    seconds: Column = full.seconds(length, heads)
+    if window is not None:
+        seconds = _windowed_s(one, tables, window, length, heads)
+    ratio: Column = seconds / equation(2.0 * heads * length * _keys(length, window) * sum(one.widths))
     return ratio
 
 
-def _window_share(one: _Width, tables: tuple[_Width, ...], window: int, length: Column, heads: Column) -> Column:
-    """Return seconds with a window relative to those with all keys.
+def _narrow_slowness(width: int, measured: int) -> float:
+    """Return the slowness of heads of a width relative to those of the narrowest measured width, per FLOP."""
+    least = min(_NARROWEST, measured)
+    return float((measured / max(width, least)) ** _NARROW_POWER) * least / min(width, least)
+
+
+def _windowed_s(one: _Width, tables: tuple[_Width, ...], window: int, length: Column, heads: Column) -> Column:
+    """Return a kernel's seconds with a window.
 
     Between measured windows, and from the largest one to all keys, seconds are linear in the number of keys that a
     query sees on average; below the smallest one they are constant, as kernels work in tiles of so many keys.
     """
     mean, every = _keys(length, window), _keys(length, None)
+    seconds = upper_s = one.grid(0).seconds(length, heads)
     knots = _windows(one, tables)
     if not knots:
-        share: Column = np.where(mean < every, (mean + _MASKED_KEYS) / (every + _MASKED_KEYS), 1.0)
-        return share
-    lower: Column = 0.0
-    lower_keys: Column = 0.0
-    result: Column = 0.0
-    for upper, source in (*knots, (None, one)):
-        full = source.grid(0).seconds(length, heads)
-        higher = np.maximum(source.grid(upper).seconds(length, heads) / full if upper else 1.0, lower)
-        upper_keys = _keys(length, upper)
-        part = np.clip((mean - lower_keys) / np.maximum(upper_keys - lower_keys, 1e-9), 0.0, 1.0)
-        part = np.where(upper_keys > lower_keys, part, 1.0) if np.any(lower_keys) else 1.0
-        result = result + (higher - lower) * part
-        lower, lower_keys = higher, upper_keys
-    return np.minimum(result, 1.0)
+        return seconds * np.where(mean < every, (mean + _MASKED_KEYS) / (every + _MASKED_KEYS), 1.0)
+    upper_keys = every
+    for keys, source in reversed(knots):
+        slower = one.grid(0).seconds(*_LARGE) / source.grid(0).seconds(*_LARGE)
+        lower_s = np.minimum(source.grid(keys).seconds(length, heads) * slower, upper_s)
+        lower_keys = _keys(length, keys)
+        part = (upper_keys - mean) / np.maximum(upper_keys - lower_keys, 1e-9)
+        seconds = seconds - (upper_s - lower_s) * np.clip(part, 0.0, 1.0)
+        upper_s, upper_keys = lower_s, lower_keys
+    return seconds
 
 
 def _windows(one: _Width, tables: tuple[_Width, ...]) -> list[tuple[int, _Width]]:
-    """Return the measured windows, ascending, each with a width whose seconds say what it saves.
+    """Return the measured windows, ascending, each with the width that was measured.
 
-    A width has its measured windows; smaller ones, or all if it has none, come from the nearest width that has them.
+    A width has its measured windows; smaller ones, or all if it has none, come from the nearest width that has them,
+    times the ratio of both widths' seconds for large work.
     """
     mine = [window for window in one.names if window]
     chosen = dict.fromkeys(mine, one)

@@ -103,13 +103,14 @@ def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward:
     rate = rate or _FLASH_SHARE[devices.backend] * _peak(job)
     blocks, latent = sequence_shares.blocks(layouts, kind), model.mla is not None
     if not silicon.covers(devices, generation, job.compute_bytes, latent=latent):
-        rate = _generation_rate(rate, generation) * (_head_share(model.head_dim) if _GENERATIONS[generation][2] else 1)
+        rate = equation_flops(rate, generation, model.head_dim)
         return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * blocks
     measured = silicon.generation(devices, latent=latent)
-    passes = _BACKWARD / silicon.BACKWARD_RATE[measured] if backward else 1.0
+    passes = _BACKWARD / silicon.BACKWARD_RATE if backward else 1.0
     measured_rate = _generation_rate(silicon.catalog_flops(devices.measured_as), measured)
     ratio = silicon.slowness(devices, kernel(job, layouts, kind), lambda work: work / measured_rate + _START_S)
-    return (flops * passes / _generation_rate(rate, generation) + _START_S * blocks) * ratio
+    clocks = devices.sustained_share
+    return (flops * passes / _generation_rate(rate, generation) + _START_S * blocks) * ratio / clocks
 
 
 def kernel(job: Workload, layouts: Layouts, kind: Kind = _ALL) -> silicon.AttentionShape:
@@ -140,6 +141,12 @@ def origin(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward: bool
     if job.stack.attention == "unfused" or job.compute_bytes != 2:
         return PriceOrigin("assumed", "equations of attention")
     return silicon.origin(job.devices, kernel(job, layouts, kind), wanted=job.stack.attention, backward=backward)
+
+
+def equation_flops(rate: float, generation: str, head_dim: int) -> float:
+    """Return the FLOP/s of fused attention on devices without tables, given the best rate of a device."""
+    wide_heads = _GENERATIONS[generation][2]
+    return _generation_rate(rate, generation) * (_head_share(head_dim) if wide_heads else 1.0)
 
 
 def _generation_rate(rate: float, generation: str) -> float:
