@@ -35,9 +35,7 @@ def curves_of(rows: Rows) -> Curves:
     )
     entry = origin(rows.device, rows.kernel, rows.framework, len(at), rows.dropped)
     entry["source"], entry["licence"] = rows.source, rows.licence
-    return Curves(
-        points, EACH, np.rint(log_ratio / _ROUND) * _ROUND, rows.rates, rows.element_bytes, rows.gated, entry
-    )
+    return Curves(points, EACH, np.rint(log_ratio / _ROUND) * _ROUND, rows.rates, rows.element_bytes, rows.gated, entry)
 
 
 def _curve(at: NDArray[np.float64], ratio: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -59,13 +59,12 @@ def layer_s(job: Workload, sizes: Sizes) -> Column:
     """
     measured = _measured(job)
     table_sizes = sizes._replace(gated=measured.any.gated)
-    skew = min(max((job.load - 1.0) / (_SKEWED_LOAD - 1.0), 0.0), 1.0)
-    if measured.even is None or measured.skewed is None:
-        seconds = measured.any.seconds(table_sizes)
-    elif skew in (0.0, 1.0):
-        seconds = (measured.skewed if skew else measured.even).seconds(table_sizes)
-    else:
-        seconds = measured.even.seconds(table_sizes) ** (1.0 - skew) * measured.skewed.seconds(table_sizes) ** skew
+    seconds = measured.any.seconds(table_sizes)
+    if measured.even and measured.skewed and job.load > 1.0:
+        # The same rows never take less time for being spread less evenly; the measured loads are drawn at random.
+        share = min((job.load - 1.0) / (_SKEWED_LOAD - 1.0), 1.0)
+        skewed = np.maximum(measured.skewed.seconds(table_sizes), seconds)
+        seconds = seconds * (skewed / seconds) ** share
     scale = _equation_s(job, sizes) / equation_s(table_sizes, _rates_of(measured.any), measured.any.element_bytes)
     return KERNEL_RATIO[job.stack.expert_kernel] * seconds * scale
 
