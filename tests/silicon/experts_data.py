@@ -141,7 +141,7 @@ def measured() -> _Measured:
 
 
 def nvidia(other_calls: bool = False) -> list[Rows]:
-    """Return the rows of NVIDIA's devices by table, cleaned; with ``other_calls``, those of other frameworks instead."""
+    """Return the cleaned rows of NVIDIA's devices by table, or with ``other_calls`` those of other frameworks."""
     read, tables = measured(), []
     for system, device in SYSTEMS.items():
         for dtype, short in DTYPES.items():
@@ -209,8 +209,7 @@ def _table(read: _Measured, mask: NDArray[np.bool_], device: str, dtype: str, ke
         "alpha": alpha, "ranks": ranks, "top_k": raw["topk"], "all_experts": raw["num_experts"],
         "all_inner": raw["inter_size"], "version": raw["version"], "seconds": raw["latency"] * 1e-3,
     }  # fmt: skip
-    rows = Rows(device, dtype, kernel, framework, AICONFIGURATOR, "Apache-2.0", columns, dropped)
-    return rows
+    return Rows(device, dtype, kernel, framework, AICONFIGURATOR, "Apache-2.0", columns, dropped)
 
 
 def amd() -> list[Rows]:

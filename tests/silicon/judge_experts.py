@@ -24,7 +24,7 @@ from partool.work.base import Workload
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "silicon_experts.json"
 JUDGED_TOKENS = 1024
 TOKEN_FOLDS = ((1536, 3072, 6144, 12288), (2048, 4096, 8192))
-"""Numbers of tokens that are left out together; the least and largest stay, as curves are constant beyond their ends."""
+"""Numbers of tokens that are left out together; the least and largest stay, as curves do not go beyond them."""
 _SHAPE_FOLDS = 5
 
 Tables = dict[str, Curves]
@@ -119,7 +119,11 @@ def judged(rows: Rows) -> dict[str, object]:
     now = ratio(many, shipped(rows))
     alone = many.columns["ranks"] == 1
     out: dict[str, object] = {"dropped": rows.dropped, "shipped": figures(now)}
-    for name, mask in (("even", many.columns["alpha"] == 0), ("skewed", many.columns["alpha"] > 0), ("one rank", alone)):
+    for name, mask in (
+        ("even", many.columns["alpha"] == 0),
+        ("skewed", many.columns["alpha"] > 0),
+        ("one rank", alone),
+    ):
         if np.any(mask):
             out[f"shipped, {name}"] = figures(now[mask])
     if np.any(alone):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def main() -> None:
     for rows in nvidia() + amd():
         c = rows.columns
         elsewhere = base_s(rows) / equation_s(rows.sizes, rows.rates, rows.element_bytes)
-        for low, high in zip(_BANDS[:-1], _BANDS[1:], strict=True):
+        for low, high in itertools.pairwise(_BANDS):
             inside = np.flatnonzero((c["tokens"] >= low) & (c["tokens"] < high))
             for row in np.sort(random.permutation(inside)[:_EACH]):
                 load = "skewed" if c["alpha"][row] else "even"

@@ -44,12 +44,14 @@ def sample() -> dict[str, list[dict[str, str]]]:
 
 def table(name: str) -> Curves:
     """Return a table that exists."""
-    found = curves(name)
-    assert found is not None, name
-    return found
+    fitted = curves(name)
+    assert fitted is not None, name
+    return fitted
 
 
-def job(device: str, *, kernel: str = "cutlass", precision: str = "bf16", load: float = 1.0, **hardware: Any) -> Workload:
+def job(
+    device: str, *, kernel: str = "cutlass", precision: str = "bf16", load: float = 1.0, **hardware: Any
+) -> Workload:
     """Return a workload of a model with experts on a device, whose code base runs these kernels."""
     figures = "".join(f", {name}: {value}" for name, value in hardware.items())
     problem = planned.problem_of(f"""
@@ -85,8 +87,8 @@ def test_shipped_tables_are_near_measured_rows() -> None:
 def test_seconds_are_positive_and_grow_with_rows_without_jumps(name: str) -> None:
     fitted, random = table(name), np.random.default_rng(len(name))
     each = np.geomspace(0.01, 1e6, 1500)
-    for hidden, inner, held in (*fitted.points[:: max(1, len(fitted.points) // 4)], *random.uniform(1, 9000, (3, 3))):
-        seconds = fitted.seconds(Sizes(each, held, hidden, inner, fitted.gated))
+    for hidden, inner, local in (*fitted.points[:: max(1, len(fitted.points) // 4)], *random.uniform(1, 9000, (3, 3))):
+        seconds = fitted.seconds(Sizes(each, local, hidden, inner, fitted.gated))
         assert seconds[0] > 0
         assert np.all(np.diff(seconds) >= -1e-12 * seconds[1:])
         # Ten times the rows take less than 30 times as long, so that one step of 1.2 % has no jump.
@@ -94,20 +96,20 @@ def test_seconds_are_positive_and_grow_with_rows_without_jumps(name: str) -> Non
 
 
 def test_prices_are_continuous_in_every_size() -> None:
-    held = job("h100-sxm")
+    work = job("h100-sxm")
     for place in range(4):
         column = np.geomspace(0.3, 3.0, 400)
         sizes = LAYER._replace(**{LAYER._fields[place]: column * LAYER[place]})
-        seconds = layer_s(held, sizes)
+        seconds = layer_s(work, sizes)
         assert np.all(np.abs(np.diff(np.log(seconds))) < 0.08), LAYER._fields[place]
 
 
 def test_columns_are_the_prices_of_their_rows() -> None:
-    held, random = job("b200", load=1.3), np.random.default_rng(1)
-    each, held_experts = random.uniform(1, 9000, 50), 2.0 ** random.integers(0, 8, 50)
+    work, random = job("b200", load=1.3), np.random.default_rng(1)
+    each, counts = random.uniform(1, 9000, 50), 2.0 ** random.integers(0, 8, 50)
     inner = 768 / 2.0 ** random.integers(0, 3, 50)
-    columns = layer_s(held, Sizes(each, held_experts, 2048.0, inner))
-    rows = [layer_s(held, Sizes(*row)) for row in zip(each, held_experts, np.full(50, 2048.0), inner, strict=True)]
+    columns = layer_s(work, Sizes(each, counts, 2048.0, inner))
+    rows = [layer_s(work, Sizes(*row)) for row in zip(each, counts, np.full(50, 2048.0), inner, strict=True)]
     np.testing.assert_allclose(columns, rows, rtol=1e-12)
 
 
@@ -123,9 +125,9 @@ def test_rates_scale_prices_and_memory_size_does_not() -> None:
 
 def test_without_overrides_the_price_is_the_table_at_sustained_clocks() -> None:
     """A100 has no sustained share, so its price is the table's."""
-    held = job("a100-80")
+    work = job("a100-80")
     seconds = table("a100-80/bf16/cutlass/skewed").seconds(LAYER)
-    assert layer_s(held, LAYER) == pytest.approx(seconds, rel=1e-12)
+    assert layer_s(work, LAYER) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_only_the_name_of_the_device_picks_the_table() -> None:
@@ -139,7 +141,9 @@ def test_kernels_differ_as_they_were_measured() -> None:
     """With 1,024 rows each, CUTLASS reaches more than Triton on H100; both less than a dense product."""
     sizes = LAYER._replace(each=1024.0, inner=1536.0, hidden=4096.0)
     flops = 6.0 * sizes.rows * sizes.hidden * sizes.inner
-    share = {name: flops / layer_s(job("h100-sxm", kernel=name), sizes) / (0.81 * 794e12) for name in ("cutlass", "triton")}
+    share = {
+        name: flops / layer_s(job("h100-sxm", kernel=name), sizes) / (0.81 * 794e12) for name in ("cutlass", "triton")
+    }
     assert 0.35 < share["triton"] < share["cutlass"] < 1.0
 
 
@@ -151,19 +155,19 @@ def test_skewed_loads_take_longer_for_the_same_rows() -> None:
 
 
 def test_networks_without_gates_take_less_time() -> None:
-    held = job("h100-sxm")
-    plain = replace(held, model=held.model.model_copy(update={"gated": False}))
-    assert 0.5 < layer_s(plain, LAYER._replace(gated=False)) / layer_s(held, LAYER) < 0.85
+    work = job("h100-sxm")
+    plain = replace(work, model=work.model.model_copy(update={"gated": False}))
+    assert 0.5 < layer_s(plain, LAYER._replace(gated=False)) / layer_s(work, LAYER) < 0.85
 
 
 @pytest.mark.parametrize(("device", "measured"), [("v100-32", "a100-80"), ("h20", "h100-sxm"), ("mi250x", "mi300x")])
 def test_devices_that_nobody_measured_are_scaled(device: str, measured: str) -> None:
-    held = job("h100-sxm")
+    work = job("h100-sxm")
     devices = job(device, precision="fp16").devices
-    price = origin(replace(held, devices=devices), LAYER)
+    price = origin(replace(work, devices=devices), LAYER)
     assert price.kind == "scaled"
     assert price.text.endswith(f"on {measured}")
-    assert layer_s(replace(held, devices=devices), LAYER) > 0
+    assert layer_s(replace(work, devices=devices), LAYER) > 0
 
 
 def test_prices_say_where_they_come_from() -> None:
