@@ -33,7 +33,7 @@ def gemm_rows(plan: Plan) -> list[dict[str, object]]:
     """Return the matrix products of a rank as data."""
     work = workload_of(plan)
     return [
-        asdict(gemm) | {"forward_s": _forward_s(plan, work, gemm), "price": asdict(_origin(plan, work, gemm))}
+        asdict(gemm) | {"forward_s": _forward_s(plan, work, gemm), "price": _origin(plan, work, gemm)._asdict()}
         for gemm in plan_gemms(plan)
     ]
 

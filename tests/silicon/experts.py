@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from partool.catalog.silicon.grid import STEP, MeasuredGrid
 
 EACH = np.rint(100.0 * 2.0 ** np.arange(2.0, 13.1, 0.5)) / 100.0
 """Rows per expert along a curve."""
-_WIDTH = 0.35
+_WIDTH = 0.5
 """Width, in powers of two, of the window in which measured rows are fitted by a line."""
 _ROUND = 10 * STEP
 """Ratios are rounded by up to 2 %, which halves the files; two frameworks' calls of one kernel are further apart."""
@@ -30,14 +31,10 @@ def curves_of(rows: Rows) -> Curves:
     order = np.lexsort((c["each"], place.ravel()))
     starts = np.searchsorted(place.ravel()[order], np.arange(len(points) + 1))
     at, ratio = np.log2(c["each"]), np.log(c["seconds"] / base_s(rows))
-    log_ratio = np.stack(
-        [_curve(at[order[a:b]], ratio[order[a:b]]) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    )
+    log_ratio = np.stack([_curve(at[order[a:b]], ratio[order[a:b]]) for a, b in itertools.pairwise(starts)])
     entry = origin(rows.device, rows.kernel, rows.framework, len(at), rows.dropped)
     entry["source"], entry["licence"] = rows.source, rows.licence
-    return Curves(
-        points, EACH, np.rint(log_ratio / _ROUND) * _ROUND, rows.rates, rows.element_bytes, rows.gated, entry
-    )
+    return Curves(points, EACH, np.rint(log_ratio / _ROUND) * _ROUND, rows.rates, rows.element_bytes, rows.gated, entry)
 
 
 def _curve(at: NDArray[np.float64], ratio: NDArray[np.float64]) -> NDArray[np.float64]:

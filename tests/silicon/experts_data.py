@@ -35,6 +35,11 @@ LEAST_TOKENS = 256
 """Fewer tokens than a training step has; kernels switch to other variants there."""
 _ISOLATED = 0.35
 """Distance in logarithms from the median of four neighbours in the number of tokens beyond which a row is dropped."""
+_SLOW = 1.8
+"""Seconds relative to the least of another version's and the sister device's beyond which a row is dropped; 1.43 is the
+ratio of H200's memory bandwidth to H100's."""
+_SISTERS = {"h100-sxm": "h200", "b200": "gb200", "b300": "gb300"}
+"""Devices with the same chip."""
 _AITER = "ROCm/aiter e4048607 (aiter/configs)"
 
 
@@ -136,7 +141,7 @@ def measured() -> _Measured:
 
 
 def nvidia(other_calls: bool = False) -> list[Rows]:
-    """Return the rows of NVIDIA's devices by table, cleaned; with ``other_calls``, those of other frameworks instead."""
+    """Return the cleaned rows of NVIDIA's devices by table, or with ``other_calls`` those of other frameworks."""
     read, tables = measured(), []
     for system, device in SYSTEMS.items():
         for dtype, short in DTYPES.items():
@@ -151,7 +156,33 @@ def nvidia(other_calls: bool = False) -> list[Rows]:
                 mask = here & read.among("kernel_source", sources)
                 if np.any(mask):
                     tables.append(_table(read, mask, device, short, kernel))
-    return tables
+    named = {rows.name: rows for rows in tables}
+    sisters = _SISTERS | {two: one for one, two in _SISTERS.items()}
+    pairs = [(rows, named.get(rows.name.replace(rows.device, sisters.get(rows.device, "")))) for rows in tables]
+    return [_without_isolated(_without_slow(rows, sister)) for rows, sister in pairs]
+
+
+def _without_slow(rows: Rows, sister: Rows | None) -> Rows:
+    """Return the rows without those that take much longer than another measurement of the same layer.
+
+    Such rows hold a variant of a kernel that the framework's tuning chose badly in one run.
+    """
+    least: dict[tuple[float, ...], float] = {}
+    for part in (rows, sister):
+        for key, seconds in zip(keys(part), part.columns["seconds"].tolist(), strict=True) if part else ():
+            least[key] = min(seconds, least.get(key, seconds))
+    others = np.array([least[key] for key in keys(rows)])
+    slow = rows.columns["seconds"] > _SLOW * others
+    kept = rows.where(~slow)
+    if np.any(slow):
+        kept.dropped["much slower than another measurement"] = int(np.sum(slow))
+    return kept
+
+
+def keys(rows: Rows) -> list[tuple[float, ...]]:
+    """Return what was measured in each row."""
+    names = ("hidden", "all_inner", "inner", "all_experts", "top_k", "ranks", "alpha", "tokens")
+    return list(zip(*(rows.columns[name].tolist() for name in names), strict=True))
 
 
 def _table(read: _Measured, mask: NDArray[np.bool_], device: str, dtype: str, kernel: str) -> Rows:
@@ -178,8 +209,7 @@ def _table(read: _Measured, mask: NDArray[np.bool_], device: str, dtype: str, ke
         "alpha": alpha, "ranks": ranks, "top_k": raw["topk"], "all_experts": raw["num_experts"],
         "all_inner": raw["inter_size"], "version": raw["version"], "seconds": raw["latency"] * 1e-3,
     }  # fmt: skip
-    rows = Rows(device, dtype, kernel, framework, AICONFIGURATOR, "Apache-2.0", columns, dropped)
-    return _without_isolated(rows)
+    return Rows(device, dtype, kernel, framework, AICONFIGURATOR, "Apache-2.0", columns, dropped)
 
 
 def amd() -> list[Rows]:

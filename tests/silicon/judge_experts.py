@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 from experts import made
-from experts_data import Rows, amd, base_s, nvidia
+from experts_data import Rows, amd, base_s, keys, nvidia
 from numpy.typing import NDArray
 
 from partool.catalog.devices import accelerator
@@ -24,7 +24,7 @@ from partool.work.base import Workload
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "silicon_experts.json"
 JUDGED_TOKENS = 1024
 TOKEN_FOLDS = ((1536, 3072, 6144, 12288), (2048, 4096, 8192))
-"""Numbers of tokens that are left out together; the least and largest stay, as curves are constant beyond their ends."""
+"""Numbers of tokens that are left out together; the least and largest stay, as curves do not go beyond them."""
 _SHAPE_FOLDS = 5
 
 Tables = dict[str, Curves]
@@ -36,7 +36,7 @@ def predicted_s(rows: Rows, tables: Tables) -> NDArray[np.float64]:
     skewed = rows.columns["alpha"] > 0
     for load, mask in (("even", ~skewed), ("skewed", skewed)):
         if np.any(mask):
-                part, fitted = rows.where(mask), tables[f"{rows.name}/{load}"]
+            part, fitted = rows.where(mask), tables[f"{rows.name}/{load}"]
             elsewhere = base_s(part) / equation_s(part.sizes, part.rates, part.element_bytes)
             out[mask] = fitted.seconds(part.sizes) * elsewhere
     return out
@@ -105,11 +105,9 @@ def _digits(value: float) -> float:
 
 def frameworks_apart(rows: Rows, other: Rows) -> NDArray[np.float64]:
     """Return the seconds of another framework's call of the same kernel relative to these rows, where both are."""
-    names = ("hidden", "all_inner", "inner", "all_experts", "top_k", "ranks", "alpha", "tokens")
 
     def keyed(part: Rows) -> dict[tuple[float, ...], float]:
-        keys = zip(*(part.columns[name].tolist() for name in names), strict=True)
-        return dict(zip(keys, part.columns["seconds"].tolist(), strict=True))
+        return dict(zip(keys(part), part.columns["seconds"].tolist(), strict=True))
 
     one, two = keyed(large(rows)), keyed(large(other))
     return np.array([two[key] / one[key] for key in one.keys() & two.keys()])
@@ -121,7 +119,11 @@ def judged(rows: Rows) -> dict[str, object]:
     now = ratio(many, shipped(rows))
     alone = many.columns["ranks"] == 1
     out: dict[str, object] = {"dropped": rows.dropped, "shipped": figures(now)}
-    for name, mask in (("even", many.columns["alpha"] == 0), ("skewed", many.columns["alpha"] > 0), ("one rank", alone)):
+    for name, mask in (
+        ("even", many.columns["alpha"] == 0),
+        ("skewed", many.columns["alpha"] > 0),
+        ("one rank", alone),
+    ):
         if np.any(mask):
             out[f"shipped, {name}"] = figures(now[mask])
     if np.any(alone):

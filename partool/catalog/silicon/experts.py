@@ -95,7 +95,8 @@ class Curves:
 
     @cached_property
     def _log_points(self) -> NDArray[np.float64]:
-        return np.log(self.points) * np.array(_DISTANCES)
+        logs: NDArray[np.float64] = np.log(self.points) * np.array(_DISTANCES)
+        return logs
 
     @cached_property
     def _curves(self) -> dict[tuple[float, float, float], NDArray[np.float64]]:

@@ -59,15 +59,15 @@ def layer_s(job: Workload, sizes: Sizes) -> Column:
     """
     measured = _measured(job)
     table_sizes = sizes._replace(gated=measured.any.gated)
-    skew = min(max((job.load - 1.0) / (_SKEWED_LOAD - 1.0), 0.0), 1.0)
-    if measured.even is None or measured.skewed is None:
-        seconds = measured.any.seconds(table_sizes)
-    elif skew in (0.0, 1.0):
-        seconds = (measured.skewed if skew else measured.even).seconds(table_sizes)
-    else:
-        seconds = measured.even.seconds(table_sizes) ** (1.0 - skew) * measured.skewed.seconds(table_sizes) ** skew
+    seconds = measured.any.seconds(table_sizes)
+    if measured.even and measured.skewed and job.load > 1.0:
+        # The same rows never take less time for being spread less evenly; the measured loads are drawn at random.
+        share = min((job.load - 1.0) / (_SKEWED_LOAD - 1.0), 1.0)
+        skewed = np.maximum(measured.skewed.seconds(table_sizes), seconds)
+        seconds = seconds * (skewed / seconds) ** share
     scale = _equation_s(job, sizes) / equation_s(table_sizes, _rates_of(measured.any), measured.any.element_bytes)
-    return KERNEL_RATIO[job.stack.expert_kernel] * seconds * scale
+    total: Column = KERNEL_RATIO[job.stack.expert_kernel] * seconds * scale
+    return total
 
 
 def origin(job: Workload, sizes: Sizes) -> PriceOrigin:
@@ -95,14 +95,23 @@ def _measured(job: Workload) -> _Measured:
 @cache
 def _nearest(device: str, backend: str, eight_bits: bool, kernel: ExpertKernel, gated: bool) -> _Measured:
     dtypes = ("fp8-block", "fp8") if kernel == "deepgemm" else ("fp8", "fp8-block")
-    plain = () if gated else ("cutlass-plain",)
+    families = _FAMILIES[kernel]
+    if not gated and families[0] == "cutlass":
+        families = ("cutlass-plain", *families)
     for name in (device, _RELATIVES[backend]):
         for dtype in (*(dtypes if eight_bits else ()), "bf16"):
-            for family in (*(plain if _FAMILIES[kernel][0] == "cutlass" else ()), *_FAMILIES[kernel]):
-                pair = _Measured(curves(f"{name}/{dtype}/{family}/even"), curves(f"{name}/{dtype}/{family}/skewed"))
-                if pair.even or pair.skewed:
-                    return pair
+            measured = [(family, pair) for family in families if (pair := _pair(f"{name}/{dtype}/{family}"))]
+            if measured:
+                first, nearest = measured[0]
+                # Another call of the same kernel that was measured with even loads, too, is nearer.
+                alike = [pair for family, pair in measured if family.split("-")[0] == first.split("-")[0]]
+                return next((pair for pair in alike if pair.even), nearest)
     raise LookupError(f"no measured layers of experts for {backend}")
+
+
+def _pair(name: str) -> _Measured | None:
+    even, skewed = curves(f"{name}/even"), curves(f"{name}/skewed")
+    return _Measured(even, skewed) if even or skewed else None
 
 
 def _rates(job: Workload) -> Rates:
@@ -119,4 +128,5 @@ def _rates_of(measured: Curves) -> Rates:
 
 def _equation_s(job: Workload, sizes: Sizes) -> Column:
     weight_bytes = 1.0 if job.precision == "fp8" else float(job.compute_bytes)
-    return equation_s(sizes, _rates(job), weight_bytes, float(job.compute_bytes))
+    seconds: Column = equation_s(sizes, _rates(job), weight_bytes, float(job.compute_bytes))
+    return seconds

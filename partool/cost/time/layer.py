@@ -305,7 +305,9 @@ def _experts_s(job: Workload, layouts: Layouts, rows: Column) -> tuple[Column, C
     if job.devices.backend != "cpu":
         forward = experts.layer_s(job, sizes)
         return forward, 0.5 * experts.BACKWARD * forward, 0.5 * experts.BACKWARD * forward
-    forward, inputs, weights = 0.0, 0.0, 0.0
+    inputs: Column = 0.0
+    weights: Column = 0.0
+    forward = 0.0
     pairs = (((1 + sizes.gated) * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner))
     for n, k in pairs:
         forward = forward + matmul_s(job, sizes.each, n, k, batch=sizes.experts) / _GROUPED_SHARE
@@ -389,7 +391,8 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     queries, keys = tensor_shares.heads(model, layouts.tp)
     rotated = 2.0 * (queries + keys) * model.head_dim if model.position == "rope" else 0.0
     gates = (3.0 if model.gated else 2.0) * stack.activation_passes
-    inner, chosen = tensor_shares.width(model.ffn_hidden, ranks), 0.0
+    inner: Column = tensor_shares.width(model.ffn_hidden, ranks)
+    chosen: Column = 0.0
     if kind.moe and model.moe:
         width = tensor_shares.width(model.moe.ffn_hidden, ranks)
         inner, chosen = model.moe.shared_experts * width, model.moe.top_k * width

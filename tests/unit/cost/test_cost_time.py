@@ -201,7 +201,9 @@ def test_products_of_a_layer_follow_its_flops() -> None:
 def test_experts_cost_their_visits_and_their_transfers() -> None:
     model = LARGE.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=14336)})
     dense, moe = layer(job(), Layouts(), kinds(LARGE)[0]), layer(job(model), Layouts(), kinds(model)[0])
-    assert 1.8 < moe.forward.matmul_s / dense.forward.matmul_s < 2.6
+    # Two visits and 1.1 times the mean load take 2.2 times a dense network's FLOPs; Triton's kernels, which partool
+    # runs, reached 0.28 to 0.58 of the dense rate on an A100, which prices devices that nobody measured.
+    assert 2.2 / 0.58 < moe.forward.matmul_s / dense.forward.matmul_s < 2.2 / 0.28
     assert moe.forward.expert_s == 0.0
     near, far = (layer(job(model), Layouts(shards=32, ep=ep), kinds(model)[0]).forward.expert_s for ep in (8, 16))
     assert 0 < near < far
