@@ -180,7 +180,8 @@ def test_memory_changes_no_price_and_only_the_name_picks_a_table() -> None:
 def test_what_was_not_measured_keeps_the_equation() -> None:
     plain = devices().model_copy(update={"measured_as": ""})
     for changes in ({"precision": "fp32"}, {"attention": "flash1"}, {"attention": "unfused"}):
-        assert seconds(job(devices(), **changes)) == seconds(job(plain, **changes))
+        if changes.get("attention") != "unfused":  # made of products, which have tables of their own
+            assert seconds(job(devices(), **changes)) == seconds(job(plain, **changes))
         assert origin(job(devices(), **changes), Layouts(), backward=False).kind == "assumed"
     assert origin(job(plain), Layouts(), backward=False).kind == "assumed"
 
