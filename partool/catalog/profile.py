@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from partool.catalog.lookup import table
 from partool.catalog.machine import processor, this_machine
 from partool.catalog.profile_file import (
     PROFILE_FILE,
@@ -19,6 +20,7 @@ from partool.catalog.profile_file import (
     home,
     load_profile,
 )
+from partool.catalog.silicon.collectives import OPERATIONS, collectives, measured_device, seconds_by_rank
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
 
@@ -205,6 +207,9 @@ def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, f
 
     Both are medians over the measured collectives; the result is empty if none was measured.
     """
+    table_of = "" if devices.slice else measured_device(devices.accelerator, devices.measured_as)
+    if table_of and figures.collectives:
+        return _scaled_link(figures, table_of, ranks)
     slow = _REDUCE_SLOWDOWN[devices.backend]
     moves_of = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
     lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in moves_of.items()
@@ -217,3 +222,23 @@ def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, f
     if devices.topology == "mesh" and ranks > 1:
         link["pair_bytes_per_s"] = rate / (ranks - 1)
     return link
+
+
+def _scaled_link(figures: MeasuredFigures, device: str, ranks: int) -> dict[str, float]:
+    """Return the rate and start time that make the tables of ``device`` take the measured times, as medians.
+
+    Prices scale a table's start times and what exceeds them by these figures over the catalog's.
+    """
+    rates, starts = [], []
+    for operation in OPERATIONS:
+        line, measured = figures.collectives.get(operation), collectives(device, operation)
+        if line is not None and measured is not None:
+            seconds = seconds_by_rank(measured, ranks)[ranks - 2]
+            moved = measured.axes["bytes"][-1] * (ranks - 1) / ranks
+            rates.append(line.bytes_per_s.value * float(seconds[-1] - seconds[0]) / moved)
+            starts.append(line.latency_s.value / float(seconds[0]))
+    entry = table("accelerators")[device]
+    return {
+        "link_bytes_per_s": entry["link_gb_per_s"] * 1e9 * statistics.median(rates),
+        "link_latency_s": entry["link_latency_us"] * 1e-6 * statistics.median(starts),
+    }
