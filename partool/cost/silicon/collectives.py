@@ -110,8 +110,10 @@ def _curves(device: str, operation: Operation, most: int, link: tuple[float, flo
     seconds = seconds_by_rank(measured, most)
     others = np.arange(1, len(seconds) + 1)
     # In a node whose devices are linked pairwise, a ring uses only the links between its members.
-    own = link_bytes_per_s if pair_bytes_per_s is None else np.minimum(pair_bytes_per_s * others, link_bytes_per_s)
-    slower = (entry["link_gb_per_s"] * 1e9 / own * np.ones(len(seconds)))[:, None]
+    ring_bytes_per_s = (
+        link_bytes_per_s if pair_bytes_per_s is None else np.minimum(pair_bytes_per_s * others, link_bytes_per_s)
+    )
+    slower = (entry["link_gb_per_s"] * 1e9 / ring_bytes_per_s * np.ones(len(seconds)))[:, None]
     start_s = seconds[:, :1]
     seconds = latency_s / (entry["link_latency_us"] * 1e-6) * start_s + slower * (seconds - start_s)
     first = round(np.log2(measured.axes["bytes"][0]))
