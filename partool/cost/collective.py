@@ -143,6 +143,8 @@ def gather_s(
 
     ``at_least`` is that of :func:`inside_s`. ``operation`` is ``reduce_scatter`` for :func:`reduce_scatter_s`.
     """
+    if np.all(ranks.size <= 1):
+        return 0.0
     within = inside_s(job, operation, whole_bytes, ranks.inside, at_least)
     if np.all(ranks.domains <= 1):
         return within
@@ -170,6 +172,8 @@ def scatter_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least: Co
 
 def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least: Column | None = None) -> Column:
     """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank. ``at_least``: see :func:`inside_s`."""
+    if np.all(ranks.size <= 1):
+        return 0.0
     within = inside_s(job, "all_reduce", whole_bytes, ranks.inside, at_least)
     if np.all(ranks.domains <= 1):
         return within

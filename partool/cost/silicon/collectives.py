@@ -57,23 +57,31 @@ class Curves:
 
     def at(self, whole_bytes: Column, members: Column) -> Column:
         """Return the seconds, whose logarithm is linear in that of the bytes between two sizes."""
-        row, low, place = self._places(whole_bytes, members)
-        from_s = self._log_s[row, low]
-        seconds: Column = np.exp(from_s + (place - low) * (self._log_s[row, low + 1] - from_s))
+        place, low = self._places(whole_bytes)
+        index, log_s = self._row(members) + low, self._log_s.reshape(-1)
+        from_s = log_s.take(index)
+        seconds: Column = np.exp(from_s + (place - low) * (log_s.take(index + 1) - from_s))
         return seconds
 
     def least(self, whole_bytes: Column, members: Column, at_least: Column) -> Column:
         """Return convex lower bounds of :meth:`at` for messages of ``at_least`` bytes or more."""
-        row, low, _ = self._places(whole_bytes, members)
-        _, start, _ = self._places(np.minimum(at_least, whole_bytes), members)
-        share = np.maximum(np.asarray(whole_bytes) * 2.0 ** -(self.first + low) - 1.0, 0.0)
-        from_s = self._convex[row, start, low]
-        return from_s + share * (self._convex[row, start, low + 1] - from_s)
+        _, low = self._places(whole_bytes)
+        _, start = self._places(np.minimum(at_least, whole_bytes))
+        share = np.maximum(whole_bytes * 2.0 ** -(self.first + low) - 1.0, 0.0)
+        index, convex_s = (self._row(members) + start) * self.seconds.shape[1] + low, self._convex.reshape(-1)
+        from_s = convex_s.take(index)
+        seconds: Column = from_s + share * (convex_s.take(index + 1) - from_s)
+        return seconds
 
-    def _places(self, whole_bytes: Column, members: Column) -> tuple[NDArray[np.intp], NDArray[np.intp], Column]:
+    def _places(self, whole_bytes: Column) -> tuple[Column, NDArray[np.intp]]:
+        """Return the places of sizes among the tabulated ones, and those of the next smaller ones."""
         place = np.log2(np.maximum(whole_bytes, 2.0**self.first)) - self.first
-        low = np.minimum(np.asarray(place).astype(np.intp), self.seconds.shape[1] - 2)
-        return np.maximum(np.asarray(members).astype(np.intp) - 2, 0), low, place
+        return place, np.minimum(np.asarray(place).astype(np.intp), self.seconds.shape[1] - 2)
+
+    def _row(self, members: Column) -> NDArray[np.intp]:
+        """Return the places of the rows of numbers of ranks in the flat array of seconds."""
+        row: NDArray[np.intp] = np.maximum(np.asarray(members).astype(np.intp) - 2, 0) * self.seconds.shape[1]
+        return row
 
 
 def curves(devices: Devices, operation: Operation) -> Curves | None:
@@ -102,8 +110,10 @@ def _curves(device: str, operation: Operation, most: int, link: tuple[float, flo
     seconds = seconds_by_rank(measured, most)
     others = np.arange(1, len(seconds) + 1)
     # In a node whose devices are linked pairwise, a ring uses only the links between its members.
-    own = link_bytes_per_s if pair_bytes_per_s is None else np.minimum(pair_bytes_per_s * others, link_bytes_per_s)
-    slower = (entry["link_gb_per_s"] * 1e9 / own * np.ones(len(seconds)))[:, None]
+    ring_bytes_per_s = (
+        link_bytes_per_s if pair_bytes_per_s is None else np.minimum(pair_bytes_per_s * others, link_bytes_per_s)
+    )
+    slower = (entry["link_gb_per_s"] * 1e9 / ring_bytes_per_s * np.ones(len(seconds)))[:, None]
     start_s = seconds[:, :1]
     seconds = latency_s / (entry["link_latency_us"] * 1e-6) * start_s + slower * (seconds - start_s)
     first = round(np.log2(measured.axes["bytes"][0]))

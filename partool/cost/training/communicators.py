@@ -66,8 +66,12 @@ def communicators(job: TrainingWork, layouts: Layouts) -> Communicators:
     both = (layouts.tensor_inner > 1) & (layouts.tensor_inner < layouts.tp)
     opened += [(both, layouts.tensor_inner), (both, layouts.tp // layouts.tensor_inner)]
     split = (inner > 1) & (inner < layouts.cp)
-    whole = (layouts.cp > 1) & np.logical_not(split)
-    opened += [(split & (layouts.cp > 1), inner), (split & (layouts.cp > 1), layouts.cp // inner), (whole, layouts.cp)]
+    undivided = (layouts.cp > 1) & np.logical_not(split)
+    opened += [
+        (split & (layouts.cp > 1), inner),
+        (split & (layouts.cp > 1), layouts.cp // inner),
+        (undivided, layouts.cp),
+    ]
     tied = _ends_apart(job, layouts) & (layouts.pp > 1) & (world > 2) if job.model.tied_embeddings else False
     opened += [(tied, 2), (layouts.ep > 1, layouts.expert_ranks), (world > 1, world)]
     keys = job.model.heads if job.model.mla else job.model.kv_heads

@@ -201,6 +201,8 @@ def _groups_s(
         (None, None) if least is None else (size * each_bytes / per_layer for size in (least.dense, least.expert))
     )
     dense = cost(job, parameters.dense * each_bytes / groups, everyone, least_dense)
+    if not np.any(parameters.expert):
+        return groups * dense
     expert = cost(job, parameters.expert * each_bytes / np.maximum(some, 1e-30), owners, least_expert)
     return groups * dense + some * expert
 
