@@ -61,7 +61,8 @@ def render_gemms(plan: Plan, console: Console) -> None:
 
 def price_lines(plan: Plan) -> list[str]:
     """Return a line for each source of the prices of a rank's products: which products, and how they were priced."""
-    work, names = workload_of(plan), {}
+    work = workload_of(plan)
+    names: dict[tuple[str, str], list[str]] = {}
     for gemm in plan_gemms(plan):
         price = _origin(plan, work, gemm)
         names.setdefault((price.kind, price.text.split(";")[0]), []).append(gemm.name)

@@ -91,9 +91,9 @@ def off_grid(device: str, table: str, ms: Floats, *, every: bool = False) -> tup
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         log_s = np.nanmedian(np.stack([one.cube(ms, sides) for one in rows]), axis=0)
-    there = np.isfinite(log_s) & (True if every else large(ms, sides, sides))
-    at = [column[there] for column in np.meshgrid(ms, sides, sides, indexing="ij")]
-    return at, np.exp(log_s[there]), table_s(device, table, *at)
+    present = np.isfinite(log_s) & (True if every else large(ms, sides, sides))
+    at = [column[present] for column in np.meshgrid(ms, sides, sides, indexing="ij")]
+    return at, np.exp(log_s[present]), table_s(device, table, *at)
 
 
 def table_s(device: str, table: str, m: Any, n: Any, k: Any) -> Any:

@@ -101,7 +101,7 @@ class Distilled:
 @cache
 def measured(device: str) -> list[Measured]:
     """Return all rows of a device of the catalog by type and framework; of each framework its newest version."""
-    system = next(name for name, known in writing.SYSTEMS.items() if known == device)
+    system = next(name for name, catalog_name in writing.SYSTEMS.items() if catalog_name == device)
     table = pq.read_table(writing.DATA / "gemm.parquet", filters=[("system", "=", system)])
     groups = table.group_by(["gemm_dtype", "framework", "version", "kernel_source"]).aggregate([]).to_pylist()
     newest, loaded = newest_versions(groups), []

@@ -15,13 +15,13 @@ ISOLATED = 1.5
 
 def cube(at: Sequence[Floats], seconds: Floats, axes: Sequence[Floats]) -> Floats:
     """Return logarithms of the seconds at all combinations of the axes' values; NaN where none was measured."""
-    places, there = [], np.ones(len(seconds), dtype=bool)
+    places, present = [], np.ones(len(seconds), dtype=bool)
     for column, axis in zip(at, axes, strict=True):
         place = np.minimum(np.searchsorted(axis, column), len(axis) - 1)
-        there &= axis[place] == column
+        present &= axis[place] == column
         places.append(place)
     filled = np.full([len(axis) for axis in axes], np.nan)
-    filled[tuple(place[there] for place in places)] = np.log(seconds[there])
+    filled[tuple(place[present] for place in places)] = np.log(seconds[present])
     return filled
 
 
@@ -30,10 +30,10 @@ def isolated(log_s: Floats, axes: Sequence[Floats]) -> NDArray[np.bool_]:
     above, below, judged = np.ones(log_s.shape, bool), np.ones(log_s.shape, bool), np.zeros(log_s.shape, int)
     for axis, values in enumerate(axes):
         residual = log_s - _between_neighbours(log_s, np.log(values), axis)
-        there = np.isfinite(residual)
-        above &= ~there | (residual > np.log(ISOLATED))
-        below &= ~there | (residual < -np.log(ISOLATED))
-        judged += there
+        present = np.isfinite(residual)
+        above &= ~present | (residual > np.log(ISOLATED))
+        below &= ~present | (residual < -np.log(ISOLATED))
+        judged += present
     return (above | below) & (judged >= min(2, len(axes)))
 
 
@@ -73,8 +73,8 @@ def completed(log_s: Floats, axes: Sequence[Floats]) -> Floats:
         lines = np.moveaxis(filled, along, -1)
         for place in np.argwhere(~np.isfinite(lines).all(axis=-1)):
             row = lines[tuple(place)]
-            there = np.isfinite(row)
-            if there.any():
-                ends = np.clip(axis, axis[there][0], axis[there][-1])
-                row[~there] = (np.interp(axis, axis[there], row[there]) + axis - ends)[~there]
+            present = np.isfinite(row)
+            if present.any():
+                ends = np.clip(axis, axis[present][0], axis[present][-1])
+                row[~present] = (np.interp(axis, axis[present], row[present]) + axis - ends)[~present]
     return filled

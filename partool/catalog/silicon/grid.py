@@ -95,7 +95,7 @@ def interpolate(
     # Axes with one entry or a plain number are interpolated first and drop out, as columns cost more.
     for along in range(len(axes) - 1, -1, -1):
         if len(axes[along]) == 1:
-            values = values.take(0, along)
+            values = np.asarray(values.take(0, along))
         elif np.ndim(at[along]) == 0:
             values = _at_one(axes[along], values, float(at[along]), along)
     for axis, column in zip(axes, at, strict=True):
@@ -112,9 +112,9 @@ def _at_one(axis: NDArray[np.float64], values: NDArray[np.float64], at: float, a
     """Return ``values`` at one coordinate of an axis, which they then lack."""
     low = int(np.searchsorted(axis[1:-1], at, side="right"))
     share = min(max((at - axis[low]) / (axis[low + 1] - axis[low]), 0.0), 1.0)
-    left: NDArray[np.float64] = values.take(low, along)
-    right: NDArray[np.float64] = values.take(low + 1, along)
-    return left + share * (right - left)
+    first, second = (np.asarray(values.take(place, along)) for place in (low, low + 1))
+    between: NDArray[np.float64] = first + share * (second - first)
+    return between
 
 
 def _between(
@@ -123,9 +123,9 @@ def _between(
     """Return the values at ``place`` and one step further on each axis, weighted by the shares of the latter."""
     if not steps:
         return flat.take(place)
-    left = _between(flat, place, steps[1:], shares[1:])
-    right = _between(flat, place + steps[0], steps[1:], shares[1:])
-    return left + shares[0] * (right - left)
+    first = _between(flat, place, steps[1:], shares[1:])
+    second = _between(flat, place + steps[0], steps[1:], shares[1:])
+    return first + shares[0] * (second - first)
 
 
 @cache

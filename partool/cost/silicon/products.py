@@ -92,7 +92,7 @@ class ProductTable:
         clipped = []
         for side, values in zip(at, self.seconds_grid.axes.values(), strict=True):
             least, most = values[0], values[-1]
-            low, high = (side.min(), side.max()) if np.ndim(side) else (side, side)
+            low, high = (np.min(side), np.max(side)) if np.ndim(side) else (side, side)
             outside = low < least or high > most
             clipped.append(np.clip(side, least, most) if outside else side)
         return clipped

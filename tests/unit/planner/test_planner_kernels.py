@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planned import plan_of, result_of
 
 from partool.cli.main import run
-from partool.cost.time.gemm import matmul_s, tiled_s
+from partool.cost.time.gemm import equations_s, tiled_s
 from partool.cost.training.predict import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
@@ -445,11 +445,11 @@ _SIDE = st.integers(16, 40_000)
 @settings(max_examples=100, deadline=None)
 @given(_SIDE, _SIDE, _SIDE, st.sampled_from([1, 8]))
 def test_the_tile_model_is_the_cost_models_with_its_own_tiles(m: int, n: int, k: int, batch: int) -> None:
-    """The best of the cost model's tiles takes what it says."""
+    """The best tile of the equations takes what they say."""
     job = TrainingWork(planned().model, planned().devices, 1024, "fp8", global_batch=32)
     tiles = [(256, 128), (128, 128), (128, 64), (64, 64)]
     found = [tiled_s(job, (m, n, k), tile, batch=batch) for tile in tiles]
-    assert min(found) == pytest.approx(float(matmul_s(job, m, n, k, batch=batch)), rel=1e-12)
+    assert min(found) == pytest.approx(float(equations_s(job, m, n, k, batch=batch)), rel=1e-12)
 
 
 def test_split_sums_fill_a_device_and_cost_where_it_is_full() -> None:

@@ -116,6 +116,8 @@ def test_prices_are_positive_monotone_and_continuous(name: str) -> None:
                 inside, beyond = of.seconds(*at.T)
                 assert beyond == pytest.approx(inside, rel=1e-6)
     assert matmul_s(job(device, table), 0.0, 0.0, 0.0) > 0.0
+    far, farther = (matmul_s(job(device, table), rows, 131072.0, 131072.0) for rows in (2.0**18, 2.0**19))
+    assert farther == pytest.approx(2.0 * far, rel=0.02)
 
 
 def test_columns_and_numbers_have_the_same_price() -> None:
