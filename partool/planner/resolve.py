@@ -11,6 +11,7 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table_hash
 from partool.catalog.models import ResolvedModel, resolve_model
 from partool.catalog.profile import Applied, apply_profile
+from partool.catalog.silicon.grid import FAMILIES, family_hash
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Generation
 from partool.planner.described import Description
@@ -74,7 +75,8 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     findings += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
     findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
-    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
+    kernels = _measured_kernels(measured.devices)
+    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **kernels, **launching.site.inputs, **tables})
     usable = None if any(finding.severity == "error" for finding in findings) else problem
     generation = None if model.generation is None else Generation.model_validate(model.generation)
     return Resolved(usable, findings, data, model.source, inputs, measured, launching.launch, generation)
@@ -141,6 +143,12 @@ def _origins_of_model(spec: Spec) -> Origins:
     origins: dict[str, tuple[SpecPath, ...]] = dict.fromkeys(ModelConfig.model_fields, of_form)
     origins |= {name: (("model", name),) for name in given & origins.keys()}
     return origins | ({} if "vocab" in given else {"vocab": (*of_form, ("data",))})
+
+
+def _measured_kernels(devices: Devices) -> dict[str, str]:
+    """Return the hashes of the tables of measured kernels and collectives, where they price these devices."""
+    families = FAMILIES if devices.measured_as else ()
+    return {f"catalog/silicon/{family}": family_hash(family) for family in families}
 
 
 def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:

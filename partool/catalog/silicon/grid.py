@@ -6,6 +6,7 @@ measured, by whom and at which points; ``<family>.npz`` has the seconds. ``tests
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,3 +156,11 @@ def stored(family: Family, name: str) -> NDArray[np.int16]:
 def decoded(steps: NDArray[np.int16]) -> NDArray[np.float64]:
     """Return logarithms of seconds from stored steps: each is less the one before it on the last axis."""
     return np.ascontiguousarray(np.cumsum(steps.astype(np.int64), axis=-1) * STEP)
+
+
+def family_hash(family: Family) -> str:
+    """Return the SHA-256 of a family's two files, for ``Plan.inputs``."""
+    digest = hashlib.sha256()
+    for suffix in ("json", "npz"):
+        digest.update((_FOLDER / f"{family}.{suffix}").read_bytes())
+    return digest.hexdigest()
