@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from partool.catalog.silicon.collectives import Operation
+from partool.cost.case import Layouts
+from partool.cost.codec import encode
+from partool.cost.collective import axis_group
+from partool.cost.silicon import collectives, experts
 from partool.cost.silicon.origin import PriceOrigin
 from partool.cost.silicon.products import origin
+from partool.cost.time import attention
 from partool.cost.time.gemm import matmul_s
+from partool.cost.time.layer import expert_sizes, tokens
 from partool.layout.gemms import Gemm, gemms
 from partool.plan.types import Plan
 from partool.planner.kernels.choose import workload_of
@@ -60,13 +68,36 @@ def render_gemms(plan: Plan, console: Console) -> None:
 
 
 def price_lines(plan: Plan) -> list[str]:
-    """Return a line for each source of the prices of a rank's products: which products, and how they were priced."""
+    """Return a line for each source of the prices of a rank's kernels and collectives: which, and how it was priced."""
     work = workload_of(plan)
     names: dict[tuple[str, str], list[str]] = {}
     for gemm in plan_gemms(plan):
-        price = _origin(plan, work, gemm)
-        names.setdefault((price.kind, price.text.split(";")[0]), []).append(gemm.name)
-    return [f"{', '.join(products)}: {kind}, {who}" for (kind, who), products in names.items()]
+        if gemm.groups == 1:
+            price = _origin(plan, work, gemm)
+            names.setdefault((price.kind, price.text.split(";")[0]), []).append(gemm.name)
+    for name, price in _other_prices(work, encode(plan.layout)):
+        names.setdefault((price.kind, price.text), []).append(name)
+    return [f"{', '.join(priced)}: {kind}, {who}" for (kind, who), priced in names.items()]
+
+
+_AXIS_COLLECTIVES: tuple[tuple[str, tuple[Operation, ...]], ...] = (
+    ("tp", ("all_gather", "reduce_scatter")),
+    ("shards", ("all_gather", "reduce_scatter")),
+    ("replicas", ("all_reduce",)),
+    ("ep", ("all_to_all",)),
+)
+
+
+def _other_prices(work: Workload, layouts: Layouts) -> Iterator[tuple[str, PriceOrigin]]:
+    """Yield what prices attention, a layer of experts, and the collectives inside of a node."""
+    yield "attention", attention.origin(work, layouts, backward=False)
+    sizes = expert_sizes(work, layouts, tokens(work, layouts))
+    if sizes is not None:
+        yield "experts", experts.origin(work, sizes)
+    for axis, operations in _AXIS_COLLECTIVES:
+        members = int(axis_group(work, layouts, axis).inside)
+        for operation in operations if members > 1 else ():
+            yield f"{operation} of {members} ({axis})", collectives.origin(work.devices, operation, members)
 
 
 def _forward_s(plan: Plan, work: Workload, gemm: Gemm) -> float:
@@ -78,4 +109,7 @@ def _forward_s(plan: Plan, work: Workload, gemm: Gemm) -> float:
 
 def _origin(plan: Plan, work: Workload, gemm: Gemm) -> PriceOrigin:
     wide = not is_narrow(plan, gemm)
-    return origin(work, gemm.rows.mean, gemm.n, gemm.k, wide=wide, batch=gemm.groups)
+    price = origin(work, gemm.rows.mean, gemm.n, gemm.k, wide=wide, batch=gemm.groups)
+    if gemm.groups == 1 or work.devices.backend == "cpu":
+        return price
+    return price._replace(text=f"{price.text}; a step has the seconds of a whole layer of experts instead")

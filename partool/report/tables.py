@@ -84,7 +84,7 @@ def render_breakdown(plan: Plan, console: Console) -> None:
         if value > _TINY * time.step_time_s:
             parts.add_row(name, seconds(value), f"{value / time.step_time_s:.1%}")
     _show(console, "Parts of a step, on the slowest rank; those that overlap do not sum up", parts)
-    console.print(Text("Prices of matrix products (--show gemms has each)", "bold"))
+    console.print(Text("Whose measurements the prices are (--show gemms has each product)", "bold"))
     for line in price_lines(plan):
         console.print(line, markup=False, highlight=False)
     console.print()

@@ -121,8 +121,8 @@ class Curves:
         nodes = np.array([self.log_seconds(point) for point in points])
         ends = np.clip(each, self.each[0], self.each[-1])
         low = np.clip(np.searchsorted(self.each, ends.reshape(-1), side="right") - 1, 0, len(self.each) - 2)
-        at, left = np.log(ends.reshape(-1)), np.log(self.each)
-        share = (at - left[low]) / (left[low + 1] - left[low])
+        at, log_each = np.log(ends.reshape(-1)), np.log(self.each)
+        share = (at - log_each[low]) / (log_each[low + 1] - log_each[low])
         logs = (1.0 - share) * nodes[where, low] + share * nodes[where, low + 1]
         beyond = self._equation(each, experts, hidden, inner) / self._equation(ends, experts, hidden, inner)
         return (np.exp(logs).reshape(shape) * beyond)[()]

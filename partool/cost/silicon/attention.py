@@ -177,13 +177,13 @@ def _widths(device: str, *, latent: bool) -> tuple[_Width, ...]:
     """Return a device's tables, by ascending head width."""
     if not device:
         return ()
-    found: dict[str, dict[int, str]] = {}
+    by_width: dict[str, dict[int, str]] = {}
     for kernel, width, window in _names(device):
         if ("+" in width) is latent:
             keys = 0 if window == "all" else int(window)
-            found.setdefault(width, {})[keys] = f"{device}/bf16/{kernel}/{width}/{window}"
+            by_width.setdefault(width, {})[keys] = f"{device}/bf16/{kernel}/{width}/{window}"
     every = []
-    for width, names in found.items():
+    for width, names in by_width.items():
         sides = [int(side) for side in width.split("+")]
         every.append(_Width((sides[0], sides[-1]), names))
     return tuple(sorted(every, key=lambda one: one.widths))

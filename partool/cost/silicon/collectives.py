@@ -19,7 +19,7 @@ _LARGEST = 46
 
 
 @dataclass(frozen=True)
-class Curves:
+class CollectiveCurves:
     """Seconds of one operation by number of ranks and bytes, at all powers of two from the smallest measured size.
 
     Smaller messages take the time of the smallest one; larger ones go at the rate of the largest measured one.
@@ -84,7 +84,7 @@ class Curves:
         return row
 
 
-def curves(devices: Devices, operation: Operation) -> Curves | None:
+def curves(devices: Devices, operation: Operation) -> CollectiveCurves | None:
     """Return the curves that price an operation within a node of these devices; None without a table.
 
     The table's device gives start times and rates; both are scaled by what the devices' own link says, so that a
@@ -101,7 +101,9 @@ def curves(devices: Devices, operation: Operation) -> Curves | None:
 
 
 @lru_cache(maxsize=256)
-def _curves(device: str, operation: Operation, most: int, link: tuple[float, float, float | None]) -> Curves | None:
+def _curves(
+    device: str, operation: Operation, most: int, link: tuple[float, float, float | None]
+) -> CollectiveCurves | None:
     measured = collectives(device, operation)
     if measured is None:
         return None
@@ -118,7 +120,7 @@ def _curves(device: str, operation: Operation, most: int, link: tuple[float, flo
     seconds = latency_s / (entry["link_latency_us"] * 1e-6) * start_s + slower * (seconds - start_s)
     first = round(np.log2(measured.axes["bytes"][0]))
     beyond = 2.0 ** np.arange(1, _LARGEST - first - seconds.shape[1] + 1)
-    return Curves(first, np.concatenate([seconds, seconds[:, -1:] * beyond], axis=1))
+    return CollectiveCurves(first, np.concatenate([seconds, seconds[:, -1:] * beyond], axis=1))
 
 
 def seconds(

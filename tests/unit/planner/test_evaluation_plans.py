@@ -84,7 +84,7 @@ def problems(count: int) -> list[Problem]:
     for seed in range(1000):
         pick = random.Random(seed).choice
         made = random_problems.document(pick)
-        made |= {"parallel": {}, "job": "evaluate"}
+        made |= {"parallel": {}, "job": "evaluate", "limits": {"prefer": "fastest"}}
         if made["hardware"]["accelerator"] != "cpu":
             made["hardware"]["memory_gib"] = pick([1.5, 2, 4])
         problem = random_problems.problem_of(made)

@@ -23,6 +23,7 @@ from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TER
 from partool.plan.types import Finding, Plan
 from partool.planner import make_plan
 from partool.report import View, render_plan
+from partool.report.gemms import price_lines
 from partool.report.html import render_html
 from partool.report.plan import SCREEN_LINES, next_commands
 from partool.report.tables import render_breakdown
@@ -304,3 +305,15 @@ def test_numbers_of_an_edited_plan_are_refused(
         run(["--debug", "plan", str(tmp_path / "plan.json")])
     assert ended.value.code == 1
     assert "error[PT503]" in capsys.readouterr().err
+
+
+def test_the_breakdown_says_whose_measurements_the_prices_are() -> None:
+    experts = "model: mixtral-8x7b\nhardware: {accelerator: h200, nodes: 4}\ndata: {source: /no/such/*.bin}\n"
+    lines = price_lines(example(experts + "training: {sequence_length: 4096, global_batch: 256, steps: 9}\n"))
+    named = {re.split("[ :,]", line)[0] for line in lines}
+    assert {"attention.q", "attention", "experts", "all_gather", "reduce_scatter"} <= named
+    assert not any(": assumed, " in line for line in lines)
+    assert sum("cuBLAS" in line for line in lines) == 1
+    cpu = "model: {preset: gpt2, layers: 2}\nhardware: {accelerator: cpu}\ndata: python-stdlib\n"
+    lines = price_lines(example(cpu + "training: {sequence_length: 64, global_batch: 8, steps: 9}\n"))
+    assert all(": assumed, " in line for line in lines)
