@@ -97,31 +97,47 @@ def test_forms_of_a_degree() -> None:
 
 
 def test_open_shapes_are_tried_where_they_send_less() -> None:
-    """Within a node 4 × 2 sends less than 8 × 1, except with short micro-batches; no shape of four does."""
-    problem = problem_of(gpus(8))
+    """Within a node 4 × 2 sends less than 8 × 1 if inner widths, whose products it sums, are not wide.
+
+    Short sequences are an exception, and no shape of four sends less.
+    """
+
+    def narrow(tensor: int, kv: int = 8) -> str:
+        return gpus(tensor, kv=kv).replace("ffn_hidden: 14336", "ffn_hidden: 4096")
+
+    problem = problem_of(narrow(8))
     assert best_inner(problem, 8) == (2,)
-    assert sent_s(problem, 8, 2, 1) > sent_s(problem, 8, 1, 1)
     assert sent_s(problem, 8, 2, 16) < 0.95 * sent_s(problem, 8, 1, 16)
+    assert best_inner(problem_of(gpus(8)), 8) == ()
+    assert sent_s(problem_of(gpus(8)), 8, 2, 16) > sent_s(problem, 8, 2, 16)
+    short = problem_of(narrow(8).replace("sequence_length: 4096", "sequence_length: 512"))
+    assert sent_s(short, 8, 2, 1) > sent_s(short, 8, 1, 1)
     assert best_inner(problem, 4) == ()
     # Key heads that do not divide evenly allow one dimension only.
-    assert best_inner(problem_of(gpus(8, kv=4)), 8) == ()
+    assert best_inner(problem_of(narrow(8, kv=4)), 8) == ()
 
 
 def test_tiers_decide_the_shape() -> None:
-    """Over a slow network two dimensions keep most traffic within the nodes; over a fast one they gain nothing."""
-    assert best_inner(problem_of(gpus(16, nodes=2, kv=16)), 16) == ()
+    """Over a slow network two dimensions keep most traffic within the nodes; over a fast one they gain nothing.
+
+    Nor do they between two nodes, where an all-reduce's tree sends each sum over the network once in each direction.
+    Among three, 24 × 1 sends 2 · 23/24 of a tensor from each node, and 3 × 8 only 2 · 2/3.
+    """
 
     def slow(tensor: str) -> str:
-        return gpus(tensor, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")
+        model = gpus(tensor, nodes=3, kv=24).replace("heads: 32", "heads: 48").replace("14336", "15360")
+        return model.replace("ib-ndr", "ethernet-100g")
 
-    assert best_inner(problem_of(slow("16")), 16) == (8,)
-    chosen, plain = plan_of(slow("16")), plan_of(slow("{shape: [16, 1]}"))
+    assert best_inner(problem_of(slow("24").replace("ethernet-100g", "ib-ndr")), 24) == ()
+    assert best_inner(problem_of(gpus(16, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")), 16) == ()
+    assert best_inner(problem_of(slow("24")), 24) == (8,)
+    chosen, plain = plan_of(slow("24")), plan_of(slow("{shape: [24, 1]}"))
     assert chosen.prediction.time.step_time_s < 0.8 * plain.prediction.time.step_time_s
     assert chosen.layout.tensor.inner == 8
-    text = reason(chosen, "Tensor 2 × 8: collectives of a layer take")
-    assert text.endswith("less than in 16 × 1 (d1 across nodes, d2 inside a node).")
-    assert "less in 2 × 8, but the spec asks for this shape" in reason(plain, "Tensor 16 × 1")
-    assert "tensor 16 (2 × 8)" in summary(chosen.layout)
+    text = reason(chosen, "Tensor 3 × 8: collectives of a layer take")
+    assert text.endswith("less than in 24 × 1 (d1 across nodes, d2 inside a node).")
+    assert "less in 3 × 8, but the spec asks for this shape" in reason(plain, "Tensor 24 × 1")
+    assert "tensor 24 (3 × 8)" in summary(chosen.layout)
 
 
 def test_reasons_give_the_price_of_other_forms() -> None:

