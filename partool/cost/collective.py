@@ -67,6 +67,9 @@ class RankGroup:
     size: Column
     inside: Column
     """Number of members per node or rack-scale domain (at least 1)."""
+    slots: Column
+    """Number of neighbouring devices of a node whose links the collective uses: the members, or on PCIe, where devices
+    have no links of their own, all devices from the first member to the last. Groups side by side share them."""
 
     @property
     def domains(self) -> Column:
@@ -76,7 +79,10 @@ class RankGroup:
 
 def group(job: Workload, size: Column, stride: Column) -> RankGroup:
     """Return the group of ``size`` ranks whose rank numbers are ``stride`` apart."""
-    return RankGroup(size, np.maximum(1, np.minimum(size, job.domain // np.maximum(stride, 1))))
+    stride = np.maximum(stride, 1)
+    inside = np.maximum(1, np.minimum(size, job.domain // stride))
+    slots = np.where(inside > 1, inside * stride, 1) if job.devices.topology == "none" else inside
+    return RankGroup(size, inside, slots)
 
 
 def axis_group(job: Workload, layouts: Layouts, axis: str) -> RankGroup:
@@ -115,15 +121,16 @@ def inside_rate(job: Workload, members: Column) -> Column:
 
 
 def inside_s(
-    job: Workload, operation: Operation, whole_bytes: Column, members: Column, at_least: Column | None = None
+    job: Workload, operation: Operation, whole_bytes: Column, ranks: RankGroup, at_least: Column | None = None
 ) -> Column:
-    """Return the seconds of a collective of ``members`` ranks of one node; 0 for one rank.
+    """Return the seconds of a collective of a group's ranks in one node; 0 for one rank.
 
     With ``at_least``, the result is a lower bound for messages of at least so many bytes, and convex in the bytes.
     """
-    seconds = measured.seconds(job.devices, operation, whole_bytes, members, at_least)
+    seconds = measured.seconds(job.devices, operation, whole_bytes, ranks.slots, at_least)
     if seconds is not None:
         return seconds
+    members = ranks.inside
     sums = operation == "all_reduce"
     slow = _REDUCE_SLOWDOWN[job.devices.backend] if operation == "reduce_scatter" else 1.0
     passes = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend] if sums else slow
@@ -145,7 +152,7 @@ def gather_s(
     """
     if np.all(ranks.size <= 1):
         return 0.0
-    within = inside_s(job, operation, whole_bytes, ranks.inside, at_least)
+    within = inside_s(job, operation, whole_bytes, ranks, at_least)
     if np.all(ranks.domains <= 1):
         return within
     devices = job.devices
@@ -174,7 +181,7 @@ def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least:
     """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank. ``at_least``: see :func:`inside_s`."""
     if np.all(ranks.size <= 1):
         return 0.0
-    within = inside_s(job, "all_reduce", whole_bytes, ranks.inside, at_least)
+    within = inside_s(job, "all_reduce", whole_bytes, ranks, at_least)
     if np.all(ranks.domains <= 1):
         return within
     devices = job.devices
@@ -216,7 +223,7 @@ def all_to_all_s(job: Workload, sent_bytes: Column, ranks: RankGroup, at_least: 
     devices = job.devices
     own_share = ranks.inside / ranks.size
     least = None if at_least is None else at_least * own_share
-    within = inside_s(job, "all_to_all", sent_bytes * own_share, ranks.inside, least)
+    within = inside_s(job, "all_to_all", sent_bytes * own_share, ranks, least)
     if np.all(ranks.domains <= 1):
         return within
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s

@@ -112,7 +112,8 @@ def equations(points: Mapping[Point, list[float]]) -> Ratios:
     for (device, operation, ranks, size), measured in points.items():
         if size >= JUDGED:
             job = _Job(machine(device).model_copy(update={"accelerator": "unmeasured", "measured_as": ""}))
-            price = collective.inside_s(job, operation, float(size), ranks)  # type: ignore[arg-type]
+            neighbours = collective.RankGroup(ranks, ranks, ranks)
+            price = collective.inside_s(job, operation, float(size), neighbours)  # type: ignore[arg-type]
             ratios[device, operation, ranks].append(float(price) / float(np.median(measured)))
     return ratios
 

@@ -143,8 +143,8 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     compute = reference.flops_per_s / flops_per_s
     memory = reference.bytes_per_s / devices.memory_bytes_per_s
     least = min(compute, memory)
-    # Short measurements run at clocks that a power limit does not allow over a whole step: large products take at
-    # least the time that they take at the sustained rate.
+    # Short measurements run at clocks that a power limit does not allow over a whole step: large products take
+    # the time that they take at the sustained rate, in the median.
     sustained = max(1.0 / (devices.sustained_share * flops_per_s) - compute / large, 0.0)
     bytes_per_s = _MEMORY_SHARE * reference.bytes_per_s
     return ProductTable(

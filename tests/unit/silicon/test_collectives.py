@@ -117,6 +117,17 @@ def test_numbers_of_ranks_between_the_measured_ones_take_times_between() -> None
     assert np.all(np.diff(small) >= 0)
 
 
+def test_pcie_cards_that_are_apart_take_the_time_of_all_cards_between_them() -> None:
+    """Tensor groups of neighbours and data groups across them share the links of a server without switches."""
+
+    def seconds(accelerator: str, size: int, stride: int) -> float:
+        job: Any = judge._Job(judge.machine(accelerator, per_node=8))
+        return float(collective.inside_s(job, "all_reduce", 32e6, collective.group(job, size, stride)))
+
+    assert seconds("l40s", 2, 4) == seconds("l40s", 4, 2) == seconds("l40s", 8, 1) > 4.0 * seconds("l40s", 4, 1)
+    assert seconds("h100-sxm", 2, 4) == seconds("h100-sxm", 2, 1)
+
+
 def test_only_names_choose_a_table() -> None:
     assert measured_device("h800", "h100-sxm") == "h100-sxm"
     assert [measured_device(name, "") for name in ("t4", "a10", "l40s")] == ["l40s"] * 3

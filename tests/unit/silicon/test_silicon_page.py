@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "bench"))
-import silicon  # noqa: E402
+import silicon_page as silicon  # noqa: E402
 
 
 def test_the_page_and_its_picture_are_those_of_the_records() -> None:

@@ -1,6 +1,6 @@
 """Writes ``docs/results/silicon.md`` and its picture from the recorded judgements of the tables.
 
-    python tests/bench/silicon.py
+    python tests/bench/silicon_page.py
 
 The judgements are ``tests/bench/results/silicon_*.json``; ``tests/silicon/judge_*.py`` make them from the measurements.
 """
