@@ -14,13 +14,16 @@ from thinned import thin
 
 pytest_plugins = ["processes"]
 LONGEST = (
-    "test_slurm_cluster.py", "test_sequence_compiled.py", "test_offload.py", "test_kill_resume.py",
-    "test_sequence_trainer.py", "test_pipeline_trainer.py", "test_experts.py", "test_agent_nodes.py",
-    "test_tensor_trainer.py", "test_agent_signals.py", "test_model_code.py", "test_dry_collectives.py",
-    "test_sequence_hf.py", "test_agent_exit.py", "test_trainer.py", "test_zero_controls_ranks.py", "test_zero.py",
-    "test_tensor_state.py", "test_pipeline_engine.py", "test_fp8.py", "test_fused_parts.py", "test_tiles.py",
-    "test_agent_stops.py", "test_sequence_dsp.py", "test_agent_trainer.py", "test_several_nodes.py", "test_install.py",
-    "test_dry_repeat.py",
+    "test_slurm_cluster.py", "test_sequence_compiled.py", "test_sequence_trainer.py", "test_experts.py",
+    "test_agent_signals.py", "test_offload.py", "test_pipeline_trainer.py", "test_tensor_trainer.py",
+    "test_agent_exit.py", "test_agent_nodes.py", "test_one_bit_trainer.py", "test_trainer.py", "test_sequence_hf.py",
+    "test_dry_collectives.py", "test_model_code.py", "test_evaluation.py", "test_tensor_hf.py",
+    "test_zero_controls_ranks.py", "test_zero.py", "test_fused_parts.py", "test_pipeline_engine.py",
+    "test_kill_resume.py", "test_sequence_dsp.py", "test_fp8.py", "test_lamb_trainer.py", "test_muon_trainer.py",
+    "test_sequence_layers.py", "test_tiles.py", "test_agent_stops.py", "test_agent_hangs.py", "test_numa.py",
+    "test_tensor_state.py", "test_agent_trainer.py", "test_several_nodes.py", "test_install.py", "test_dry_repeat.py",
+    "test_verify_matching.py", "test_verify_plan.py", "test_dry_terms.py", "test_dry.py", "test_planner_tiers.py",
+    "test_host_kernels_builds.py", "test_graph_windows.py",
 )  # fmt: skip
 """Files that take longest: where several processes test, one that began last would leave the others idle."""
 SHIMS = Path(__file__).parents[1] / "build" / "dry"

@@ -36,7 +36,6 @@ THINNED: dict[str, int] = {
     "unit/project/test_api.py::test_names_are_functions_whatever_was_imported_before": 2,
     "unit/launch/test_deploy.py::test_the_action_passes_good_specs": 0,
     "unit/launch/test_slices.py::test_kubernetes_is_asked_for_the_profiles_resource": 2,
-    "unit/render/test_render_k8s_text.py::test_hostile_text_is_refused_or_kept": 3,
     "unit/report/test_report_html.py::test_every_kind_of_schedule_is_drawn": 2,
     "unit/planner/test_planner_allocator.py::test_the_allocators_setting": 2,
     "unit/planner/test_planner_bounds.py::test_the_winner_is_the_best_of_all_layouts": 3,
@@ -82,6 +81,8 @@ THINNED: dict[str, int] = {
     "parity/test_fused_loss_ranks.py::test_every_arrangement_of_four_ranks_equals_one_process": 4,
     "parity/test_offload_parameters.py::test_two_ranks_get_the_same_bits": 2,
     "parity/test_offload.py::test_three_ranks_with_uneven_shards": 0,
+    "parity/test_offload.py::test_replicas_of_shards": 0,
+    "parity/test_sequence_trainer.py::test_low_precision_stays_near": 0,
     "parity/test_tiles.py::test_training_in_tiles_equals_one_process": 3,
     "parity/test_tiles.py::test_tiles_change_nothing": 2,
     "parity/test_fused_parts.py::test_fused_parts_change_nothing": 2,
@@ -120,11 +121,12 @@ def thin(items: Iterable[pytest.Item], arguments: Iterable[str]) -> None:
     collected file does not have, unless the command names single tests.
     """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    root = Path(__file__).parent
+    root = f"{Path(__file__).parent}/"
     for item in items:
-        if item.path.is_relative_to(root):
+        file = str(item.path)
+        if file.startswith(root):
             name = getattr(item, "originalname", None) or item.name
-            tests[f"{item.path.relative_to(root).as_posix()}::{name}"].append(item)
+            tests[f"{file.removeprefix(root)}::{name}"].append(item)
     files = {name.partition("::")[0] for name in tests}
     whole = not any("::" in argument for argument in arguments)
     for name, every in THINNED.items():

@@ -5,6 +5,7 @@ Ranks are forked from this process, which has imported everything and started no
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -173,6 +174,7 @@ def run_and_kill(plan_file: Path, run_dir: Path, kills: int, seed: int, *, resum
 
 def main() -> None:
     """Run the cases given as JSON: plan file → run folder, number of kills, seed."""
+    gc.freeze()  # looking for garbage in what ranks share would copy it to each of them
     for case in json.loads(sys.argv[1]):
         started_s = time.monotonic()
         counts = run_and_kill(

@@ -74,19 +74,19 @@ def test_restarts(tmp_path: Path) -> None:
     mended = AgentRun(tmp_path / "mended", {"0@1": "kill"}, make_plan(restarts=2)).start(fresh=True)
     (tmp_path / "given-up" / "checkpoints" / "step-00000007").mkdir(parents=True)
     given_up = AgentRun(tmp_path / "given-up", {"1": "raise"}).start()
-    hopeless = AgentRun(tmp_path / "hopeless", {"1": "raise"}, make_plan(restarts=1)).start()
-    wrong = AgentRun(tmp_path / "wrong", {"1": "configuration"}, make_plan(restarts=2)).start()
+    hopeless = AgentRun(tmp_path / "hopeless", {"0": "raise"}, make_plan(1, restarts=1)).start()
+    wrong = AgentRun(tmp_path / "wrong", {"0": "configuration"}, make_plan(1, restarts=2)).start()
 
     assert wrong.finish() == 78
     assert wrong.status.attempt == 1
-    assert "rank 1 failed (attempt 1): PT699: the file is not there\n  help: write it\n" in wrong.errors
+    assert "rank 0 failed (attempt 1): PT699: the file is not there\n  help: write it\n" in wrong.errors
     assert "Traceback" not in wrong.errors
 
     assert hopeless.finish() == 1
     assert hopeless.status.attempt == 2
     assert hopeless.errors.count("Traceback") == 1
-    assert "rank 1 failed (attempt 2): ValueError" in hopeless.errors
-    why = "rank 1 failed (ValueError: broken on purpose by rank 1)"
+    assert "rank 0 failed (attempt 2): ValueError" in hopeless.errors
+    why = "rank 0 failed (ValueError: broken on purpose by rank 0)"
     assert hopeless.errors.startswith(f"partool: {why}; attempt 2 of 2 begins anew\n")
     assert "help:" not in hopeless.errors
 

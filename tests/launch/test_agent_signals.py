@@ -24,21 +24,22 @@ FOLLOW = {"0": "follow", "1": "follow"}
 def test_stop_signals(tmp_path: Path) -> None:
     """SIGTERM and SIGUSR2, to the agent or to one rank: every rank checkpoints, exit code 75; then a resume works."""
     names = {"agent-term": "SIGTERM", "agent-usr2": "SIGUSR2", "agent-hup": "SIGHUP"}
-    agents = {name: AgentRun(tmp_path / name, FOLLOW).start() for name in names}
+    ranks = {"agent-term": 2, "agent-usr2": 1, "agent-hup": 1}
+    agents = {name: AgentRun(tmp_path / name, FOLLOW, make_plan(ranks[name])).start() for name in names}
     one_rank = AgentRun(tmp_path / "rank", {"0": "follow", "1": "signal:SIGUSR2"}, make_plan(restarts=1)).start()
     early = AgentRun(tmp_path / "early", FOLLOW).start(fresh=True)
     early.wait_for("status.json")
     assert early.process is not None
     early.process.terminate()  # long before a rank can handle anything
+    slow = AgentRun(tmp_path / "slow", {"0": "slow"}, make_plan(1, shutdown_timeout_s=2)).start()
     quick = make_plan(shutdown_timeout_s=2)
-    slow = AgentRun(tmp_path / "slow", {"0": "slow", "1": "slow"}, quick).start()
     lingering = AgentRun(tmp_path / "lingering", {"0": "linger", "1": "follow"}, quick).start()
     slow.rank_start(0)
     assert slow.process is not None
     slow.process.terminate()
 
     for name, run in agents.items():
-        run.wait_for("steps-0", "steps-1")
+        run.wait_for(*(f"steps-{rank}" for rank in range(ranks[name])))
         assert run.process is not None
         run.process.send_signal(getattr(signal, names[name]))
     for name, run in agents.items():
@@ -46,7 +47,8 @@ def test_stop_signals(tmp_path: Path) -> None:
         assert (run.status.state, run.status.exit_code) == ("preempted", 75)
         assert run.status.reason == f"stopped by {names[name]}"
         wanted = "SIGTERM" if name == "agent-hup" else names[name]
-        assert all((run.run_dir / f"checkpoint-{rank}").read_text().endswith(wanted) for rank in (0, 1))
+        saved = [(run.run_dir / f"checkpoint-{rank}").read_text() for rank in range(ranks[name])]
+        assert all(text.endswith(wanted) for text in saved)
 
     assert one_rank.finish() == 75
     assert one_rank.status.attempt == 1

@@ -7,6 +7,7 @@ import os
 import site
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -31,11 +32,12 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
     )
 
 
-def build_wheel(folder: Path, **environment: str) -> Path:
-    """Build the wheel with this environment's build tools and return its path."""
+def build_wheel(folder: Path, *settings: str, **environment: str) -> Path:
+    """Build the wheel with this environment's build tools, and settings of theirs; return its path."""
     arguments = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
     # A separate build folder leaves the checkout and concurrent builds untouched.
-    arguments += ["--config-settings", f"build-dir={folder / 'build'}"]
+    for setting in (f"build-dir={folder / 'build'}", *settings):
+        arguments += ["--config-settings", setting]
     done = run(sys.executable, *PIP, *arguments, cwd=folder, **environment)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("partool-*.whl")
@@ -77,16 +79,37 @@ def test_core_install_plans_examples_without_torch(installed: Path, tmp_path: Pa
 def test_a_wheel_made_without_a_compiler_installs_and_plans(tmp_path: Path) -> None:
     """The environment of the tests lends the dependencies; ``-S`` keeps its editable install of partool out."""
     wheel = build_wheel(tmp_path, CXX="/nonexistent/c++")
+    check_files(wheel)
+    folder = tmp_path / "installed"
+    done = run(sys.executable, *PIP, "install", "--no-deps", "--no-compile", "--target", folder, wheel, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_plans(folder, tmp_path)
+
+
+def test_a_wheel_of_the_settings_without_a_compiler_plans(tmp_path: Path) -> None:
+    """Without the attempt to compile, and without pip's install, which both take long."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["scikit-build"]
+    assert settings["overrides"] == [{"if": {"failed": True}, "wheel": {"cmake": False, "platlib": True}}]
+    wheel = build_wheel(tmp_path, "wheel.cmake=false", "wheel.platlib=true")
+    check_files(wheel)
+    folder = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(folder)
+    check_plans(folder, tmp_path)
+
+
+def check_files(wheel: Path) -> None:
+    """Check that a wheel without compiled code has all else that belongs to it."""
     names = set(zipfile.ZipFile(wheel).namelist())
     assert not [name for name in names if name.endswith(".so") or name.startswith("tests/")]
     assert {f"partool-{__version__}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= names
     assert {f"{package}/py.typed" for package in ("partool", "partool_runtime", "partool_kernels")} <= names
-    folder = tmp_path / "installed"
-    done = run(sys.executable, *PIP, "install", "--no-deps", "--no-compile", "--target", folder, wheel, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+
+
+def check_plans(folder: Path, cwd: Path) -> None:
+    """Check that partool in a folder plans a spec without torch."""
     code = "import sys, partool; print(partool.__file__, partool.plan(sys.argv[1]).to_json(), 'torch' in sys.modules)"
     paths = os.pathsep.join((str(folder), *site.getsitepackages()))
-    done = run(sys.executable, "-S", "-c", code, ROOT / "specs/quickstart.yaml", cwd=tmp_path, PYTHONPATH=paths)
+    done = run(sys.executable, "-S", "-c", code, ROOT / "specs/quickstart.yaml", cwd=cwd, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{folder / 'partool' / '__init__.py'} ")
     assert f'"partool_version": "{__version__}"' in done.stdout

@@ -35,7 +35,7 @@ COPIED = ("zero 0", "hybrid shards", "weipipe-zb")
 
 def plan_for(name: str) -> Plan:
     """Return a case's plan."""
-    return plan_of(worker.SPEC % (worker.GRID if name == "dsp" else "", CASES[name]))
+    return plan_of(worker.SPEC % (worker.LAYERS, worker.GRID if name == "dsp" else "", CASES[name]))
 
 
 def check_case(name: str) -> RankTrace:

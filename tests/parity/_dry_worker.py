@@ -40,7 +40,7 @@ from partool_runtime.torch_internals.tensors import TorchDispatchMode, local_byt
 T = TypeVar("T")
 
 SPEC = """\
-model: {hidden: 24, layers: 8, heads: 4, kv_heads: 4, vocab: 256, ffn_hidden: 44, tied_embeddings: true%s}
+model: {hidden: 24, layers: %d, heads: 4, kv_heads: 4, vocab: 256, ffn_hidden: 44, tied_embeddings: true%s}
 hardware: {accelerator: cpu, per_node: 4}
 data: {source: python-stdlib, validation: 0.1}
 training: {global_batch: 16, sequence_length: 63, steps: 3, precision: fp32}
@@ -95,7 +95,8 @@ EXPERTS = (
 """Experts of the last two layers, which the second of two pipeline ranks does not have in zb-v; each expert has as many
 tokens as a dry run gives it."""
 OFTEN = ("zero 3",)
-"""Cases that run each time; the others belong to the longer suites."""
+"""Cases that run each time, with fewer layers; the others belong to the longer suites."""
+FEWER, LAYERS = 4, 8
 TERMS = ("zero 1", "zero 3", "recompute", "tensor")
 """Cases of which terms at the peak are compared, too."""
 
@@ -107,7 +108,7 @@ RINGS = (("weipipe", 2), ("weipipe-naive", 1), ("weipipe-zb", 1))
 def check_case(name: str, library: str) -> None:
     """Compare collectives of a step and of an evaluation, in order, and memory of the step with the dry run's."""
     more = EXPERTS if name.startswith("experts") else GRID if name == "dsp" else ""
-    plan = plan_of(SPEC % (more, CASES[name]))
+    plan = plan_of(SPEC % (FEWER if name in OFTEN else LAYERS, more, CASES[name]))
     with in_group():
         assert dist.get_world_size() == plan.layout.mesh.world_size
         collectives, evaluation, held = _real(plan, Path(library))
@@ -272,7 +273,7 @@ class RecordedLane(Lane):
 def check_ring(schedule: str, data: int) -> None:
     """Compare the transfers of each lane of a ring, and the collectives beside them, with those of the dry run."""
     cut = f"tensor: 1, sequence: 1, pipeline: {{stages: {4 // data}, schedule: {schedule}}}"
-    plan = plan_of(SPEC % ("", cut))
+    plan = plan_of(SPEC % (LAYERS, "", cut))
     device, real, dry = torch.device("cpu"), dict[str, CollectiveRecord](), dict[str, CollectiveRecord]()
     with in_group():
         lane = partial(RecordedLane, real, threaded=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -63,6 +64,7 @@ class Answer:
 def serve(address: str) -> None:
     """Copy this process on request until the other end of the connection is closed."""
     _end_with_parent()
+    gc.disable()  # modules stay: looking for garbage takes a tenth of the time of their imports
     with Client(address) as connection:
         import torch
 
@@ -91,8 +93,16 @@ def _prepare() -> None:
 
     Plan.model_rebuild()
     package = partool_runtime.parallel
-    for module in walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
+    for name in (*(module.name for module in walk_packages(package.__path__, f"{package.__name__}.")), *_LATER):
+        importlib.import_module(name)
+
+
+_LATER = (
+    "numpy.ma", "partool_kernels.registry.aiter", "partool_kernels.registry.aiter_csv",
+    "partool_kernels.registry.extra", "partool_kernels.registry.vllm", "torch._subclasses.schema_check_mode",
+    "torch.utils.serialization",
+)  # fmt: skip
+"""Modules that a run imports within functions."""
 
 
 def _started(order: Start, connection: Connection) -> Answer:
@@ -103,6 +113,7 @@ def _started(order: Start, connection: Connection) -> Answer:
             importlib.import_module(module)
     except Exception:
         return Answer(None, traceback.format_exc())
+    gc.freeze()  # looking for garbage in what ranks share would copy it to each of them
     return Answer([_copied(order, rank, connection) for rank in range(order.ranks)])
 
 
@@ -111,6 +122,7 @@ def _copied(order: Start, rank: int, connection: Connection) -> int:
         return pid
     try:
         connection.close()
+        gc.enable()
         _end_with_parent()
         output = os.open(order.logs / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)

@@ -182,7 +182,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OFTEN = (
     "two ranks zero-3",
     "tensor ranks share tokens",
-    "1f1b of tensor ranks",
     "limited",
     "spread",
     "balanced widths",
@@ -243,7 +242,7 @@ def test_resume_on_other_ranks_goes_on_as_if_unbroken(ran: Jobs) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["tensor ranks share tokens", "spread", "1f1b of tensor ranks"])
+@pytest.mark.parametrize("name", often(["tensor ranks share tokens", "spread", "1f1b of tensor ranks"], OFTEN))
 def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
     stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
     reference = core_cases(Path("text"))[name][1]

@@ -32,7 +32,7 @@ MUON = OptimizerSpec(
     groups={"layers.1.*": {"momentum": 0.8, "lr_factor": 0.5}},
 )
 MODELS = {"five": FIVE, "shared": SHARED, "experts": SHORT, "even": EVEN}
-CORE = ("two ranks zero-0", "two ranks zero-3", "four ranks zero-1")
+CORE = ("two ranks zero-3", "four ranks zero-1")
 """Cases that run every time; the others are long."""
 
 

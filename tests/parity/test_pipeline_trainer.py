@@ -161,11 +161,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OFTEN = (
-    "zero-0 interleaved",
     "zero-1 1f1b tied apart",
     "zero-2 zb-v tied on one rank",
     "zero-3 hanayo recomputed",
-    "own list",
 )
 """Cases that run each time."""
 LOOKED_AT = ("zero-1 1f1b tied apart", "zero-2 zb-v tied on one rank", "zero-3 hanayo recomputed")

@@ -19,10 +19,8 @@ from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 
 OFTEN = (
-    "1 odd", "2 tied cp=1 dp=2 fields=zero-3",
-    "2 llama compiled cp=2 documents", "2 odd compiled cp=2 fields=recompute-keep",
+    "2 tied cp=1 dp=2 fields=zero-3", "2 tied compiled cp=2 fields=zero-3", "2 llama compiled cp=2 documents",
     "2 mixtral compiled cp=2 steps=0", "2 gpt_oss_wide compiled cp=2 steps=0",
-    "4 odd compiled cp=2 dp=2 fields=zero-3",
 )  # fmt: skip
 """First words of the cases that run each time."""
 
