@@ -28,6 +28,9 @@ _MOST = 48
 """Readings of one row that are tried."""
 _PADS = ("megatron", "deepspeed-pipeline")
 """Code bases with Megatron's embedding, whose vocabulary is padded to a multiple of 128 per tensor rank."""
+_ACCUMULATED = 8
+"""Micro-batches per step that a run with offload may have if it states no batch at all: its figures are
+those of a tuned batch, and one update in host memory for a single small micro-batch is the slowest choice."""
 _DEFAULT_LENGTH = {"torchtitan": 8192, "torchtune": 2048}
 
 
@@ -228,6 +231,8 @@ def _batches(cells: Cells, degrees: Degrees, stack: Stack, length: int) -> Itera
             yield size, max(round(share / size), 1)
         else:
             yield size, steps or (1 if degrees.pp == 1 else local // size if local else 4 * degrees.pp)
+            if not (micro or steps) and degrees.pp == 1 and "offload" in cells.lower("zero_or_fsdp"):
+                yield size, _ACCUMULATED
 
 
 def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) -> Layout | None:

@@ -327,7 +327,7 @@ STACKS: dict[str, Stack] = {
             "deepspeed-2021", family="deepspeed",
             sequence_parallel=False, elementwise=1.6, operators_forward=45.0, operators_backward=80.0,
             derate=1.15, gradient_bytes=2.0, attention="unfused", host_share=0.6, collectives_per_layer=12.0,
-            overlap_gradients=0.3, overlap_gathers=0.3,
+            overlap_gradients=0.0, overlap_gathers=0.0,
         ),
         Stack(
             "fsdp1", elementwise=1.6, operators_forward=35.0, operators_backward=60.0, derate=1.14,

@@ -145,3 +145,20 @@ def test_exchanges_of_experts_by_recipe(
 def test_dense_rows_of_the_same_recipes_stay() -> None:
     stack = stack_of(source="Megatron-Bridge performance summary", year="2025")
     assert (stack.sends_once, stack.overlap_expert) == (False, 0.0)
+
+
+def test_offload_without_a_stated_batch_may_accumulate() -> None:
+    """Published figures are of tuned batches: one update in host memory for one small micro-batch is the slowest."""
+    blank = {"zero_or_fsdp": "ZeRO-3 Offload", "global_batch": "", "year": "2021", "source": "DeepSpeed figure"}
+
+    def steps(**changes: str) -> set[int]:
+        return {layout.derived.accumulation for _, layout in case_of(Cells({**BASE, **blank, **changes})).options}
+
+    assert steps(micro_batch="") == {1, 8}
+    assert steps() == steps(micro_batch="", zero_or_fsdp="ZeRO-3") == {1}
+    assert steps(micro_batch="", notes="grad accumulation: 4") == {4}
+
+
+def test_zero_3_of_2021_hides_no_collectives() -> None:
+    stack = stack_of(source="Megatron-LM SC21", year="2021", zero_or_fsdp="ZeRO-3", notes="deepspeed")
+    assert (stack.name, stack.overlap_gathers, stack.overlap_gradients) == ("deepspeed-2021", 0.0, 0.0)
