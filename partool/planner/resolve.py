@@ -11,6 +11,7 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table_hash
 from partool.catalog.models import ResolvedModel, resolve_model
 from partool.catalog.profile import Applied, apply_profile
+from partool.catalog.silicon.collectives import measured_device
 from partool.catalog.silicon.grid import FAMILIES, family_hash
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Generation
@@ -75,7 +76,7 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     findings += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
     findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
-    kernels = _measured_kernels(measured.devices)
+    kernels = _measured_kernels(measured.devices, experts=model.config.moe is not None)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **kernels, **launching.site.inputs, **tables})
     usable = None if any(finding.severity == "error" for finding in findings) else problem
     generation = None if model.generation is None else Generation.model_validate(model.generation)
@@ -145,10 +146,14 @@ def _origins_of_model(spec: Spec) -> Origins:
     return origins | ({} if "vocab" in given else {"vocab": (*of_form, ("data",))})
 
 
-def _measured_kernels(devices: Devices) -> dict[str, str]:
+def _measured_kernels(devices: Devices, *, experts: bool) -> dict[str, str]:
     """Return the hashes of the tables of measured kernels and collectives, where they price these devices."""
-    families = FAMILIES if devices.measured_as else ()
-    return {f"catalog/silicon/{family}": family_hash(family) for family in families}
+    families = set(FAMILIES if devices.measured_as else ())
+    if experts and devices.backend != "cpu":
+        families.add("experts")  # devices without curves have those of another device
+    if measured_device(devices.accelerator, devices.measured_as) and not devices.slice:
+        families.add("collectives")  # cards in PCIe slots share those of two servers
+    return {f"catalog/silicon/{family}": family_hash(family) for family in sorted(families)}
 
 
 def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:

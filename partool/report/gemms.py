@@ -95,9 +95,10 @@ def _other_prices(work: Workload, layouts: Layouts) -> Iterator[tuple[str, Price
     if sizes is not None:
         yield "experts", experts.origin(work, sizes)
     for axis, operations in _AXIS_COLLECTIVES:
-        members = int(axis_group(work, layouts, axis).inside)
-        for operation in operations if members > 1 else ():
-            yield f"{operation} of {members} ({axis})", collectives.origin(work.devices, operation, members)
+        ranks = axis_group(work, layouts, axis)
+        for operation in operations if ranks.inside > 1 else ():
+            price = collectives.origin(work.devices, operation, int(ranks.slots))
+            yield f"{operation} of {int(ranks.inside)} ({axis})", price
 
 
 def _forward_s(plan: Plan, work: Workload, gemm: Gemm) -> float:

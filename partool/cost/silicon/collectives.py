@@ -93,8 +93,8 @@ def curves(devices: Devices, operation: Operation) -> CollectiveCurves | None:
     if devices.backend != "cuda" or devices.slice:
         return None
     device = measured_device(devices.accelerator, devices.measured_as)
-    if not device:
-        return None
+    if not device or (devices.topology == "none") != (table("accelerators")[device]["topology"] == "none"):
+        return None  # cards with bridges or switches between them send by other ways than those that were measured
     most = max(devices.domain, devices.per_node, 2)
     pair = devices.pair_bytes_per_s if devices.topology == "mesh" else None
     return _curves(device, operation, most, (devices.link_latency_s, devices.link_bytes_per_s, pair))
@@ -145,6 +145,10 @@ def origin(devices: Devices, operation: Operation, members: int) -> PriceOrigin:
     if measured is None:
         return PriceOrigin("assumed", "start time and bytes / rate of the link")
     text = f"{operation} by {measured.origin['framework']} on {device}, {measured.origin['source']}"
+    entry = table("accelerators")[device]
+    link = (entry["link_latency_us"] * 1e-6, entry["link_gb_per_s"] * 1e9)
+    if not np.allclose((devices.link_latency_s, devices.link_bytes_per_s), link):
+        return PriceOrigin("scaled", f"{text}; scaled to the link's start and rate")
     if device != devices.accelerator or members > measured.axes["ranks"][-1]:
         return PriceOrigin("scaled", text)
     return PriceOrigin("measured" if members in measured.axes["ranks"] else "interpolated", text)

@@ -21,6 +21,9 @@ KERNEL_RATIO: dict[ExpertKernel, float] = {"cutlass": 1.0, "grouped_mm": 1.0, "t
 """Seconds of a code base's kernels relative to those of the measured family of :data:`_FAMILIES`. torch's
 ``grouped_mm`` is made of CUTLASS's kernels, and reached 0.97 of a dense product's rate where it was measured once
 (docs/results/gpu.md); its other operators are priced by ``Stack.elementwise``."""
+_TRITON_TO_CUTLASS = 1.25
+"""Seconds of Triton's kernels relative to CUTLASS's, for devices and types on which only the latter were measured: in
+16 bits this ratio is 1.22 to 1.32 on H100 and H200 (32 experts of 7,168 x 2,048, 1,024 and 4,096 rows each)."""
 _FAMILIES: dict[ExpertKernel, tuple[str, ...]] = {
     "cutlass": ("cutlass", "trtllm-gen", "deepgemm", "triton", "triton-sglang", "ck"),
     "grouped_mm": ("cutlass", "trtllm-gen", "deepgemm", "triton", "triton-sglang", "ck"),
@@ -66,8 +69,14 @@ def layer_s(job: Workload, sizes: Sizes) -> Column:
         skewed = np.maximum(measured.skewed.seconds(table_sizes), seconds)
         seconds = seconds * (skewed / seconds) ** share
     scale = _equation_s(job, sizes) / equation_s(table_sizes, _rates_of(measured.any), measured.any.element_bytes)
-    total: Column = KERNEL_RATIO[job.stack.expert_kernel] * seconds * scale
+    total: Column = _kernel_ratio(job.stack.expert_kernel, measured.any) * seconds * scale
     return total
+
+
+def _kernel_ratio(kernel: ExpertKernel, measured: Curves) -> float:
+    """Return the ratio of a code base's kernels to the curves that price them, which may be another family's."""
+    other = kernel == "triton" and not measured.origin["kernel"].startswith(("triton", "ck"))
+    return KERNEL_RATIO[kernel] * (_TRITON_TO_CUTLASS if other else 1.0)
 
 
 def origin(job: Workload, sizes: Sizes) -> PriceOrigin:
@@ -79,11 +88,15 @@ def origin(job: Workload, sizes: Sizes) -> PriceOrigin:
     near = measured.distance((float(sizes.hidden), float(sizes.inner), float(sizes.experts))) <= _NEAR
     inside = bool(measured.each[0] <= sizes.each <= measured.each[-1])
     same = job.devices.accelerator == entry["device"] and entry["kernel"] == _FAMILIES[job.stack.expert_kernel][0]
-    measured_rates = np.allclose(_rates(job), _rates_of(measured)) or job.devices.sustained_share < 1.0
-    direct = same and near and inside and measured_rates and job.stack.expert_kernel != "grouped_mm"
-    return PriceOrigin(
-        "interpolated" if direct else "scaled", f"{entry['kernel']} of {entry['framework']} on {entry['device']}"
-    )
+    text = f"{entry['kernel']} of {entry['framework']} on {entry['device']}, {entry['source']}"
+    clocks, rates = job.devices.sustained_share, Rates(job.devices.achievable_flops, job.devices.memory_bytes_per_s)
+    if not np.allclose(rates, _rates_of(measured)):
+        text += f"; scaled to the rates of {job.devices.accelerator}"
+    elif clocks < 1.0:
+        text += f"; scaled by: clocks of a whole step, {clocks:g}"
+    elif same and near and inside and job.stack.expert_kernel != "grouped_mm":
+        return PriceOrigin("interpolated", text)
+    return PriceOrigin("scaled", text)
 
 
 def _measured(job: Workload) -> _Measured:

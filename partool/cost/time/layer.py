@@ -403,7 +403,8 @@ def _elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: boo
     scaling: Column = 0.0
     if quantises(job):
         rows = tokens(job, layouts)
-        scaling = 2.0 * scale_s(job, rows, model.hidden) + scale_s(job, rows, inner)
+        of_inner = np.where(np.asarray(inner) > 0, scale_s(job, rows, inner), 0.0)
+        scaling = 2.0 * scale_s(job, rows, model.hidden) + of_inner
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
         casts = max(stack.fp8_casts - FUSED_CASTS, 0.0) if quantises(job) else stack.fp8_casts

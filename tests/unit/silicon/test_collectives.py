@@ -159,6 +159,8 @@ def test_a_price_says_where_it_comes_from() -> None:
     assert kinds == ["measured", "interpolated"]
     assert "NCCL" in prices.origin(h100, "all_reduce", 8).text
     assert prices.origin(h800, "all_reduce", 8).kind == "scaled"
+    assert prices.origin(judge.machine("h100-sxm", link_gb_per_s=200), "all_reduce", 8).kind == "scaled"
+    assert prices.origin(judge.machine("l40s", topology="switch", link_gb_per_s=300), "all_reduce", 2).kind == "assumed"
     assert prices.origin(judge.machine("gb200", nodes=2), "all_reduce", 8).kind == "scaled"
     assert prices.origin(judge.machine("mi300x"), "all_reduce", 8).kind == "assumed"
 
@@ -240,3 +242,9 @@ def test_every_operation_has_a_price_across_nodes() -> None:
         seconds = of(job, np.geomspace(1.0, 1e11, 300), everyone)
         assert np.all(np.diff(seconds) >= 0)
         assert np.all(seconds > 1e-5)
+
+
+def test_a_sum_over_nodes_of_cpus_takes_no_less_than_one_message() -> None:
+    job: Any = judge._Job(judge.machine("cpu", nodes=2, per_node=1))
+    message_s = float(collective.send_s(job, 8.0, 1))
+    assert float(collective.all_reduce_s(job, 8.0, collective.group(job, 2, 1))) >= 2.0 * message_s

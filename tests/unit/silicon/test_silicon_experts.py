@@ -133,7 +133,7 @@ def test_without_overrides_the_price_is_the_table_at_sustained_clocks() -> None:
 def test_only_the_name_of_the_device_picks_the_table() -> None:
     """An H100 with an A100's rates keeps the H100's curves: its price is not an A100's."""
     rates = {"achievable_tflops": 271, "memory_gb_per_s": 2039, "sustained_share": 1.0}
-    assert origin(job("h100-sxm", **rates), LAYER).text.endswith("on h100-sxm")
+    assert " on h100-sxm, " in origin(job("h100-sxm", **rates), LAYER).text
     assert layer_s(job("h100-sxm", **rates), LAYER) != pytest.approx(layer_s(job("a100-80"), LAYER), rel=0.01)
 
 
@@ -166,14 +166,28 @@ def test_devices_that_nobody_measured_are_scaled(device: str, measured: str) -> 
     devices = job(device, precision="fp16").devices
     price = origin(replace(work, devices=devices), LAYER)
     assert price.kind == "scaled"
-    assert price.text.endswith(f"on {measured}")
+    assert f" on {measured}, " in price.text
+    assert price.text.endswith(f"scaled to the rates of {device}")
     assert layer_s(replace(work, devices=devices), LAYER) > 0
 
 
+def test_a_family_that_was_not_measured_is_not_faster_than_where_it_was() -> None:
+    """H100 has no rows of Triton in eight bits, H200 has."""
+    sizes = LAYER._replace(each=1024.0, experts=32.0, hidden=7168.0, inner=2048.0)
+    h100, h200 = (layer_s(job(name, kernel="triton", precision="fp8"), sizes) for name in ("h100-sxm", "h200"))
+    assert 0.9 < h100 / h200 < 1.3
+
+
 def test_prices_say_where_they_come_from() -> None:
-    assert origin(job("h100-sxm"), LAYER) == ("interpolated", "cutlass of TRTLLM 1.3.0rc10, 1.3.0rc20 on h100-sxm")
-    assert origin(job("h100-sxm", kernel="grouped_mm"), LAYER).kind == "scaled"
-    assert origin(job("h100-sxm"), LAYER._replace(each=1e5)).kind == "scaled"
+    price = origin(job("h100-sxm"), LAYER)
+    assert price.kind == "scaled"
+    assert price.text.startswith("cutlass of TRTLLM 1.3.0rc10, 1.3.0rc20 on h100-sxm, aiconfigurator-core")
+    assert price.text.endswith("; scaled by: clocks of a whole step, 0.81")
+    short = {"sustained_share": 1.0}
+    assert origin(job("h100-sxm", **short), LAYER).kind == "interpolated"
+    assert origin(job("h100-sxm", kernel="grouped_mm", **short), LAYER).kind == "scaled"
+    assert origin(job("h100-sxm", **short), LAYER._replace(each=1e5)).kind == "scaled"
+    assert origin(job("h100-sxm", achievable_tflops=500, **short), LAYER).kind == "scaled"
     assert origin(job("cpu", precision="fp32"), LAYER).kind == "assumed"
 
 

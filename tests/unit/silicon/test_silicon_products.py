@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import new_layout
+from planned import plan_of
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.silicon.grid import STEP, entries, grid
@@ -330,3 +331,15 @@ def test_amd_tables_without_an_m_predict_it(name: str) -> None:
     device, table = name.split("/", 1)
     errors = judge.amd_left_out(device, table)["m"]
     assert (errors["median"] <= 5, errors["p90"] <= 25) == (True, True)
+
+
+def test_a_plans_inputs_name_the_tables_that_price_it() -> None:
+    def tables(hardware: str, model: str = "{preset: gpt2, layers: 2}", precision: str = "fp16") -> set[str]:
+        text = f"model: {model}\nhardware: {hardware}\ndata: python-stdlib\n"
+        sizes = f"training: {{sequence_length: 64, global_batch: 8, steps: 9, precision: {precision}}}\n"
+        inputs = plan_of(text + sizes).inputs
+        return {name.removeprefix("catalog/silicon/") for name in inputs if name.startswith("catalog/silicon/")}
+
+    assert tables("{accelerator: h100-sxm}") == {"products", "attention", "experts", "collectives"}
+    assert tables("{accelerator: t4, per_node: 2}") == {"collectives"}
+    assert tables("{accelerator: cpu}", precision="fp32") == set()
