@@ -51,20 +51,24 @@ def render_gemms(plan: Plan, console: Console) -> None:
     work, table = workload_of(plan), Table(box=None, pad_edge=False)
     for index, name in enumerate(("product", "M", "N", "K", "groups", "alike", "layers", "one takes", "price")):
         table.add_column(name, justify="left" if index in (0, 8) else "right", no_wrap=0 < index < 8, overflow="fold")
-    notes: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    scaled: dict[str, list[str]] = {}
     for gemm in plan_gemms(plan):
         rows, price = gemm.rows, _origin(plan, work, gemm)
         m = str(rows.most) if rows.least == rows.most else f"{rows.least} to {rows.most}"
         sizes = (m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.alike), str(gemm.layers))
         source, _, ratios = price.text.partition("; ")
-        mark = notes.setdefault(source, chr(ord("a") + len(notes)))
-        words = f"{price.kind} ({mark}){': ' if ratios else ''}{ratios}"
-        table.add_row(gemm.name, *sizes, seconds(_forward_s(plan, work, gemm)), words)
+        mark = sources.setdefault(source, chr(ord("a") + len(sources)))
+        if ratios:
+            scaled.setdefault(ratios, []).append(gemm.name)
+        table.add_row(gemm.name, *sizes, seconds(_forward_s(plan, work, gemm)), f"{price.kind} ({mark})")
     console.print(Text("Matrix products of a rank, forward, per micro-batch", "bold"))
     console.print(table)
     console.print("Backward: M × K × N for inputs and N × K × M for weights.")
-    for source, mark in notes.items():
+    for source, mark in sources.items():
         console.print(f"({mark}) {source}", markup=False, highlight=False)
+    for ratios, names in scaled.items():
+        console.print(f"{'; '.join(names)}: {ratios}", markup=False, highlight=False)
 
 
 def price_lines(plan: Plan) -> list[str]:

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _record import write
 from replaying.fit import Constant, Prices, Refit, Search, constant_of, refit, timed_rows
 
+from partool.replay.table import RunTableError
+
 DEFAULTS = (
     "megatron.overlap_tensor=0:1", "megatron.derate=1:1.3", "megatron.overlap_gradients=0:1",
     "megatron-2021.host_slowdown=1:8", "megatron-2021.elementwise=1:2.4",
@@ -65,7 +67,10 @@ def main() -> None:
         constants = [constant_of(text) for text in arguments.constant or DEFAULTS]
     except ValueError as error:
         parser.error(str(error))
-    prices = Prices(timed_rows(arguments.runs, arguments.most, arguments.seed))
+    try:
+        prices = Prices(timed_rows(arguments.runs, arguments.most, arguments.seed))
+    except RunTableError as error:
+        parser.error(str(error))
     outcome = refit(prices, constants, Search(arguments.rounds, arguments.steps, arguments.gain))
     data = data_of(outcome, prices)
     if arguments.record:
