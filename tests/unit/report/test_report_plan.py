@@ -23,7 +23,7 @@ from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TER
 from partool.plan.types import Finding, Plan
 from partool.planner import make_plan
 from partool.report import View, render_plan
-from partool.report.gemms import price_lines
+from partool.report.gemms import plan_gemms, price_lines, render_gemms
 from partool.report.html import render_html
 from partool.report.plan import SCREEN_LINES, next_commands
 from partool.report.tables import render_breakdown
@@ -317,3 +317,13 @@ def test_the_breakdown_says_whose_measurements_the_prices_are() -> None:
     cpu = "model: {preset: gpt2, layers: 2}\nhardware: {accelerator: cpu}\ndata: python-stdlib\n"
     lines = price_lines(example(cpu + "training: {sequence_length: 64, global_batch: 8, steps: 9}\n"))
     assert all(": assumed, " in line for line in lines)
+
+
+def test_products_fit_80_columns_and_each_price_has_its_source() -> None:
+    out, plan = io.StringIO(), example()
+    render_gemms(plan, Console(file=out, width=80, color_system=None))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("(a)") == len(plan_gemms(plan)) + 1
+    assert re.search(r"\(a\) cuBLAS linear layer on h100-sxm", text)
+    assert re.search(r"^attention\.k, v; ffn\.down: × 1\.\d\d for clocks", text, re.MULTILINE)
