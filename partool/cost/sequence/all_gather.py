@@ -49,7 +49,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     elements = one.rows * one.layouts.cp * one.key_width
     seconds = ExchangeTime(
         steps=[AttentionTransfer(1, collective.gather_s(one.job, elements * one.small, group), 1.0 / one.layouts.cp)],
-        operators=GATHER_OPERATORS * (2.0 if one.backward else 1.0),
+        core_operators=GATHER_OPERATORS * (2.0 if one.backward else 1.0),
     )
     if one.backward:
         seconds.inside = collective.reduce_scatter_s(one.job, elements * one.wide, group)

@@ -50,7 +50,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     group = one.group(one.layouts.cp, 1)
     hidden = one.job.model.hidden / tensor_shares.stream(one.job, one.layouts)
     each = collective.all_to_all_s(one.job, one.rows * hidden * one.small, group)
-    return ExchangeTime(turns=one.kind.turns * each, operators=one.kind.turns * TRADE_OPERATORS)
+    return ExchangeTime(turns=one.kind.turns * each, outer_operators=one.kind.turns * TRADE_OPERATORS)
 
 
 def buffers(one: AttentionBuffers) -> Column:

@@ -57,9 +57,9 @@ def exchange(one: SequencePass) -> ExchangeTime:
     local_share = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
     narrow, wide = (hop_s(one, elements * width, group) for width in (one.small, one.wide))
     if not one.backward:
-        return ExchangeTime(steps=[AttentionTransfer(near, narrow, local_share)], operators=BLOCK_OPERATORS)
+        return ExchangeTime(steps=[AttentionTransfer(near, narrow, local_share)], core_operators=BLOCK_OPERATORS)
     return ExchangeTime(
-        inside=near * narrow, steps=[AttentionTransfer(near, wide, local_share)], operators=2 * BLOCK_OPERATORS
+        inside=near * narrow, steps=[AttentionTransfer(near, wide, local_share)], core_operators=2 * BLOCK_OPERATORS
     )
 
 

@@ -22,7 +22,7 @@ def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, 
     narrow = hop_s(one, block * one.small, group)
     if not one.backward:
         return ExchangeTime(
-            merges=merges, steps=[AttentionTransfer(steps, narrow, share)], operators=steps * BLOCK_OPERATORS
+            merges=merges, steps=[AttentionTransfer(steps, narrow, share)], core_operators=steps * BLOCK_OPERATORS
         )
     wide, both = (hop_s(one, block * width, group) for width in (one.wide, one.small + one.wide))
     first = np.minimum(steps, alone)
@@ -30,7 +30,7 @@ def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, 
     return ExchangeTime(
         merges=merges,
         steps=[AttentionTransfer(count, seconds, share) for count, seconds in times],
-        operators=2 * steps * BLOCK_OPERATORS,
+        core_operators=2 * steps * BLOCK_OPERATORS,
     )
 
 

@@ -102,7 +102,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
         return others + np.where(members > 1, hop_s(one, block / members * width, near), 0.0)
 
     seconds.inside = seconds.inside + sent + placed(one.small) + (placed(one.wide) if one.backward else 0.0)
-    seconds.operators = seconds.operators + 4 * TRADE_OPERATORS
+    seconds.core_operators = seconds.core_operators + 4 * TRADE_OPERATORS
     return seconds
 
 

@@ -129,10 +129,18 @@ class ExchangeTime:
     """Seconds of ``outside`` that projections hide."""
     turns: Column = 0.0
     """Seconds of changes of the sharded axis before and after whole layers."""
-    operators: Column = 0.0
-    """Number of kernels that the host starts for the exchanges."""
+    outer_operators: Column = 0.0
+    """Number of kernels that the host starts for the exchanges before and after the core of attention."""
+    core_operators: Column = 0.0
+    """Number of kernels that the host starts for the exchanges and the merges within the core of attention."""
     merges: Column = 0.0
-    """Seconds of kernels that merge the results of received blocks; they are compute and no part of the exchanges."""
+    """Seconds of kernels that merge the results of received blocks; they are compute within the core of attention, and
+    no part of the exchanges."""
+
+    @property
+    def operators(self) -> Column:
+        """Number of kernels that the host starts for all exchanges."""
+        return self.outer_operators + self.core_operators
 
     @property
     def rings(self) -> Column:
@@ -166,7 +174,8 @@ class ExchangeTime:
         self.inside = self.inside + where(other.inside)
         self.steps += [step._replace(times=where(step.times)) for step in other.steps]
         self.hidden, self.turns = self.hidden + where(other.hidden), self.turns + where(other.turns)
-        self.operators = self.operators + where(other.operators)
+        self.outer_operators = self.outer_operators + where(other.outer_operators)
+        self.core_operators = self.core_operators + where(other.core_operators)
         self.merges = self.merges + where(other.merges)
 
 

@@ -101,7 +101,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     return ExchangeTime(
         outside=key_s + query_s + value_s + result_s,
         hidden=np.where(able, hidden / job.stack.contention, 0.0),
-        operators=4 * TRADE_OPERATORS,
+        outer_operators=4 * TRADE_OPERATORS,
     )
 
 

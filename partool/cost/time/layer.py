@@ -208,6 +208,8 @@ def _recompute(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Colu
     shown: dict[str, Column] = {name: layer_share * value for name, value in forward.exposed.items()}
     # Recomputing attention sends keys again; only recomputing whole layers exchanges heads and sharded axes again.
     shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
+    # Merges of received blocks are small kernels, but they belong to the core.
+    merges_s = job.stack.derate * shared.merges + shared.core_operators * _gap_s(job)
     traded = everything * (shared.outside - shared.hidden)
     shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
     # Repeated communication is exposed in the same proportion as in the forward pass.
@@ -219,7 +221,7 @@ def _recompute(job: Workload, layouts: Layouts, forward: LayerPass, sent_s: Colu
     return LayerPass(
         matmul_s=matmuls * forward.matmul_s,
         attention_s=attends * forward.attention_s,
-        elementwise_s=light * forward.elementwise_s,
+        elementwise_s=light * (forward.elementwise_s - merges_s) + core * merges_s,
         tensor_s=layer_share * sent_s,
         sequence_s=core * shared.rings + everything * shared.outside,
         expert_s=layer_share * forward.expert_s,

@@ -17,7 +17,7 @@ from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.memory.sequence import buffer_bytes, saved_bytes
 from partool.cost.sequence.price import exchange
-from partool.cost.sequence.types import ExchangeTime, SequenceTeams
+from partool.cost.sequence.types import BLOCK_OPERATORS, ExchangeTime, SequenceTeams
 from partool.cost.time.attention import attention_s, pairs
 from partool.cost.time.layer import layer
 from partool.cost.traffic.sequence import heads_of, sent_by_rank
@@ -119,6 +119,38 @@ def test_each_received_block_is_merged(order: int, part: float) -> None:
     layers = [layer(with_merges(moved), Layouts(**columns), FULL) for moved in (10.0, 20.0)]
     more = layers[1].forward.compute_s - layers[0].forward.compute_s
     assert more == pytest.approx(job().stack.derate * (many.merges - few.merges)), "merges are compute"
+
+
+@pytest.mark.parametrize(
+    ("policy", "merges", "blocks"),
+    [("none", 0, 0), ("attention", 1, 1), ("selective", 0, 0), ("keep_attention", 0, 0), ("full", 1, 1)],
+)
+def test_merges_are_recomputed_with_the_core_of_attention(policy: str, merges: int, blocks: int) -> None:
+    """Policies that keep the result of attention keep the merged one; the gaps after the ring's kernels follow it."""
+    columns = {"cp": 8, "sequence_method": RING_OF_KEYS, "sequence_order": 1, "recompute": RECOMPUTE.index(policy)}
+    few, many = (layer(with_merges(moved), Layouts(**columns), FULL) for moved in (10.0, 20.0))
+    share = 0.5
+    half = layer(with_merges(20.0), Layouts(**columns, recompute_share=share), FULL)
+    more = many.forward.elementwise_s - few.forward.elementwise_s
+    assert many.recompute.elementwise_s - few.recompute.elementwise_s == pytest.approx(merges * more, abs=1e-15)
+    assert half.recompute.elementwise_s == pytest.approx(share * many.recompute.elementwise_s)
+    assert many.recompute.matmul_s == few.recompute.matmul_s
+    # Without merges, what a ring adds to small kernels are the gaps after those that it starts.
+    ring = layer(with_merges(0.0), Layouts(**columns), FULL)
+    alone = layer(job(length=32768 // 8), Layouts(recompute=columns["recompute"]), FULL)
+    gaps_s = ring.forward.elementwise_s - alone.forward.elementwise_s
+    assert gaps_s == pytest.approx(7 * BLOCK_OPERATORS * 5e-6)
+    assert ring.recompute.elementwise_s - alone.recompute.elementwise_s == pytest.approx(blocks * gaps_s, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("method", "count"), [(ULYSSES, 0.0), (ALL_GATHER, 10.0), (USP, 36.0), (STARTRAIL, 24.0 + 12.0)]
+)
+def test_kernels_within_the_core_are_those_of_keys(method: int, count: float) -> None:
+    """StarTrail's teams trade within the core; Ulysses trades heads before and after it."""
+    one = sent(job(), cp=8, sequence_method=method, sequence_order=1, sequence_inner=2, sequence_teams=2)
+    assert one.core_operators == count
+    assert one.operators - one.core_operators == (24.0 if method in (ULYSSES, USP) else 0.0)
 
 
 def with_merges(moved_bytes: float) -> Any:
