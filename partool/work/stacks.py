@@ -131,7 +131,8 @@ class Stack:
     """True if ``tensor_copies`` apply only where gathers and reduce-scatters move several sequences: the parts of one
     sequence are in their order as they come."""
     tensor_exchanges: float = 1.0
-    """Number of tensor parallelism's collectives relative to one gather and one reduce-scatter per pair of matrices."""
+    """Number of a layer's collectives of tensor parallelism relative to one gather and one reduce-scatter per pair of
+    matrices; the embedding and the head have one each."""
     tensor_operators: float = 0.0
     """Host time that tensor parallelism adds to a layer's forward pass, in operators: DTensor's dispatch of each
     product, norm and collective in eager mode. A backward pass takes twice as many."""

@@ -56,6 +56,11 @@ class TensorSeconds(NamedTuple):
     recompute_s: Column
     """Seconds of collectives that full recomputation repeats."""
 
+    def times(self, number: float) -> TensorSeconds:
+        """Return the seconds of ``number`` collectives in the place of each one."""
+        forward, backward = (Seconds(number * sent.alone, number * sent.beside) for sent in self[:2])
+        return TensorSeconds(forward, backward, number * self.recompute_s)
+
 
 NOTHING = TensorSeconds(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)
 
@@ -80,7 +85,7 @@ def move_s(job: Workload, layouts: Layouts, move: Move) -> Column:
     copies = _copies(job, layouts, move)
     if np.any(copies):
         seconds = seconds + copies * streamed_s(job, 2.0 * np.asarray(payload_bytes))
-    return np.where(np.asarray(payload_bytes) > 0, job.stack.tensor_exchanges * move.times * seconds, 0.0)
+    return np.where(np.asarray(payload_bytes) > 0, move.times * seconds, 0.0)
 
 
 def _copies(job: Workload, layouts: Layouts, move: Move) -> Column:
@@ -105,7 +110,8 @@ def layer_seconds(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool 
 
     Without ``weights``, its backward pass computes no gradients of weights.
     """
-    return _passes(job, layouts, partial(layer_moves, kind=kind, weights=weights), two_dim.layer_moves)
+    sent = _passes(job, layouts, partial(layer_moves, kind=kind, weights=weights), two_dim.layer_moves)
+    return sent.times(job.stack.tensor_exchanges)
 
 
 def embedding_seconds(job: Workload, layouts: Layouts) -> TensorSeconds:

@@ -18,7 +18,7 @@ from partool.cost.memory.activations import widths
 from partool.cost.tensor_shares import share_columns, shares
 from partool.cost.time.layer import layer
 from partool.cost.time.pipeline import boundary_bytes
-from partool.cost.time.tensor import layer_seconds
+from partool.cost.time.tensor import embedding_seconds, head_seconds, layer_seconds
 from partool.cost.training.bound import bound_s
 from partool.cost.training.peak import predict_memory
 from partool.cost.training.predict import predict_time
@@ -28,7 +28,7 @@ from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
-from partool.work.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER
+from partool.work.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER, STACKS, gathering_alone
 from partool.work.training import TrainingWork
 
 GPU = Devices(
@@ -229,3 +229,18 @@ def test_bounds_stay_below_the_prediction(form: dict[str, Any], compile: str) ->
         exact = predict_time(case, one, 1)
         assert float(bound_s(case, encode(one))) <= exact.step_time_s * (1 + 1e-9)
         assert exact.traffic_bytes["tensor"] == tensor_bytes(case, one)
+
+
+@pytest.mark.parametrize("norms", [0, 1])
+def test_only_collectives_of_layers_are_sent_once_per_projection(norms: int) -> None:
+    """Fourteen collectives in the place of eight; embedding and head have one input each, whatever gathers it."""
+    alone = gathering_alone(STACKS["fsdp2"])
+    together = replace(alone, tensor_exchanges=1.0)
+    layouts = Layouts(tp=4, sequence_norms=norms, compiled=0)
+    several, once = (job(LARGE, stack=stack, sequence_length=4096, precision="bf16") for stack in (alone, together))
+    assert embedding_seconds(several, layouts) == embedding_seconds(once, layouts)
+    assert head_seconds(several, layouts) == head_seconds(once, layouts)
+    more, each = (layer_seconds(one, layouts, kinds(LARGE)[0]) for one in (several, once))
+    assert more.forward.total == pytest.approx(1.75 * each.forward.total)
+    assert more.backward.total == pytest.approx(1.75 * each.backward.total)
+    assert more.recompute_s == pytest.approx(1.75 * each.recompute_s)
