@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from partool.catalog.bandwidth import STREAM_SHARE
 from partool.catalog.lookup import table
 from partool.catalog.machine import processor, this_machine
 from partool.catalog.profile_file import (
@@ -29,7 +30,6 @@ SMALLEST_ERROR = 0.02
 _PATH = ("hardware", "profile")
 # Shares of a machine's line rates that the cost model assumes. The profile holds rates that were reached, so the
 # shares are divided out here; tests/unit/catalog/test_profile.py compares them with partool.cost.
-_STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 _HOP = 0.4
@@ -188,7 +188,7 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
         rates = sorted(figures.attention_by_length[wide].items())
         measured["attention_by_length"] = tuple((length, share * rate.value) for length, rate in rates)
     if figures.stream_bytes_per_s:
-        measured["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE[devices.backend]
+        measured["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / STREAM_SHARE[devices.backend]
     if figures.fresh_bytes_per_s:
         measured["fresh_bytes_per_s"] = share * figures.fresh_bytes_per_s.value
     if figures.operator_s:

@@ -77,7 +77,7 @@ def step_error(
 ) -> Evidence:
     """Return the error of a layout's step time: that of the mechanism that is known least.
 
-    ``family`` is the kind of code base (:class:`partool.work.stacks.Stack`). A mechanism with too few runs of the
+    ``family`` is the kind of code base (:class:`partool.work.stack.Stack`). A mechanism with too few runs of the
     family has the stated floor, or the error over all code bases where that is larger.
     """
     table = shipped() if table is None else table

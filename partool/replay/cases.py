@@ -21,7 +21,7 @@ from partool.replay.stacks import NAMES, compiled, stack_of
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
-from partool.work.stacks import Stack
+from partool.work.stack import Stack
 from partool.work.training import TrainingWork
 
 _MOST = 48

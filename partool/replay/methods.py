@@ -12,7 +12,7 @@ from partool.replay.models import hybrid
 from partool.replay.stacks import UNFUSED
 from partool.spec.parallel import ZeroStage
 from partool.strategies.schedules import SCHEDULES
-from partool.work.stacks import Stack
+from partool.work.stack import Stack
 
 _INEXPRESSIBLE = (
     (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|rank\d+", "tuning of few parameters"),

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from partool.replay.cells import Cells
 from partool.strategies.engines import ENGINES
-from partool.work.stacks import STACKS, Stack, gathering_alone, own_stack, scaled_by, sending_once
+from partool.work.stack import Stack
+from partool.work.stacks import STACKS, gathering_alone, own_stack, scaled_by, sending_once
 
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""

@@ -17,8 +17,9 @@ from partool.cost.silicon import collectives, experts
 from partool.cost.silicon.origin import PriceOrigin
 from partool.cost.silicon.products import origin
 from partool.cost.time import attention
+from partool.cost.time.experts import expert_sizes
 from partool.cost.time.gemm import matmul_s
-from partool.cost.time.layer import expert_sizes, tokens
+from partool.cost.traffic.messages import tokens
 from partool.layout.gemms import Gemm, gemms
 from partool.plan.types import Plan
 from partool.planner.kernels.choose import workload_of

@@ -10,7 +10,8 @@ from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
-from partool.work.stacks import PARTOOL, Stack
+from partool.work.stack import Stack
+from partool.work.stacks import PARTOOL
 from partool.work.traced import Trace, shipped
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}

@@ -1,7 +1,7 @@
 """Measured collectives within a node: which table prices a device, and its times as curves over bytes.
 
 Tables were measured back to back on devices that did nothing else, so they lack the host's time and the slowdown beside
-products, which code bases add as ``contention`` and as shares of overlap (:class:`partool.work.stacks.Stack`).
+products, which code bases add as ``contention`` and as shares of overlap (:class:`partool.work.stack.Stack`).
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.catalog.bandwidth import MEMORY_SHARE
 from partool.catalog.silicon.grid import Origin, TableEntry, decoded, entries, stored
 
 Column = Any
-_MEMORY_SHARE = 0.85
-"""Share of the memory bandwidth that streaming kernels reach (:mod:`partool.cost.time.gemm`)."""
 _START_S = 5e-6
 """Seconds to start a layer's kernels."""
 _DISTANCES = (1.0, 1.0, 0.5)
@@ -74,7 +73,7 @@ def equation_s(sizes: Sizes, rates: Rates, weight_bytes: float, value_bytes: flo
     flops = 2.0 * matrices * rows * sizes.hidden * sizes.inner
     weights = weight_bytes * matrices * sizes.experts * sizes.hidden * sizes.inner
     moved = value_bytes * rows * (4.0 * sizes.hidden + (1.0 + matrices) * sizes.inner)
-    return flops / rates.flops_per_s + (weights + moved) / (_MEMORY_SHARE * rates.bytes_per_s) + _START_S
+    return flops / rates.flops_per_s + (weights + moved) / (MEMORY_SHARE * rates.bytes_per_s) + _START_S
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ GENERATIONS = {
     "default": FLASH3,
     "trtllm_mla": FLASH3,
 }
-"""Measured kernel → the generation of :class:`partool.work.stacks.Stack` whose equation it is compared with. A100, L40S
+"""Measured kernel → the generation of :class:`partool.work.stack.Stack` whose equation it is compared with. A100, L40S
 and RTX PRO 6000 have FlashAttention-2, Hopper has FlashAttention-3. On Blackwell TensorRT-LLM's kernels stand for the
 ones of cuDNN and FlashAttention-4 that train there, which nobody published in this form. ``default`` is
 TensorRT-LLM's kernel of latent attention."""

@@ -12,7 +12,7 @@ from partool.catalog.silicon.experts import Curves, Rates, Sizes, curves, equati
 from partool.cost.case import Column
 from partool.cost.silicon.origin import PriceOrigin
 from partool.work.base import Workload
-from partool.work.stacks import ExpertKernel
+from partool.work.stack import ExpertKernel
 
 BACKWARD = 2.0
 """Seconds of a layer's backward pass relative to its forward pass, which nobody measured: gradients of inputs and of

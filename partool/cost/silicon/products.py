@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.catalog.bandwidth import MEMORY_SHARE
 from partool.catalog.lookup import table as catalog
 from partool.catalog.silicon.grid import MeasuredGrid, entries, grid, interpolate
 from partool.cost.case import Column
 from partool.cost.silicon.origin import PriceOrigin
 from partool.work.base import Workload
 
-_MEMORY_SHARE = 0.85
-"""Share of the memory bandwidth that streaming kernels reach."""
 _START_S = 2.8e-6
 """Start of a kernel, in products beyond the tables' sizes."""
 _MULTIPLE = 16
@@ -146,7 +145,7 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     # Short measurements run at clocks that a power limit does not allow over a whole step: large products take
     # the time that they take at the sustained rate, in the median.
     sustained = max(1.0 / (devices.sustained_share * flops_per_s) - compute / large, 0.0)
-    bytes_per_s = _MEMORY_SHARE * reference.bytes_per_s
+    bytes_per_s = MEMORY_SHARE * reference.bytes_per_s
     return ProductTable(
         name=name,
         seconds_grid=seconds_grid,

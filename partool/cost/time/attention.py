@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from partool.catalog.bandwidth import STREAM_SHARE
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, among
 from partool.cost.kinds import Kind
@@ -228,7 +229,7 @@ def _unfused_s(job: Workload, layouts: Layouts, rows: Column, *, backward: bool)
     scores = rows * length * queries
     passes = _SCORE_BYTES_BACKWARD if backward else _SCORE_BYTES_FORWARD
     return (2.0 if backward else 1.0) * both + scores * passes * job.compute_bytes / 2 / (
-        0.80 * job.devices.memory_bytes_per_s
+        STREAM_SHARE[job.devices.backend] * job.devices.memory_bytes_per_s
     )
 
 

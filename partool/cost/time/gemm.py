@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from partool.catalog.bandwidth import MEMORY_SHARE
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, Mask
 from partool.cost.silicon.products import MEASURED_WIDTHS, product_table
@@ -24,8 +25,6 @@ _DEPTH_S = 0.8e-6
 """Seconds to fill and drain one tile's pipeline over the inner dimension, whatever the length of this dimension."""
 _START_S = 2.8e-6
 """Seconds between two kernels on a device: 2 to 5 us without CUDA graphs."""
-_MEMORY_SHARE = 0.85
-"""Share of the memory bandwidth that streaming kernels reach."""
 _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
 """Slowdown of products whose widths are multiples of 64 elements, of 8 elements, or of neither (NVIDIA, "Matrix
 Multiplication Background User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
@@ -59,7 +58,7 @@ def equations_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = 
     flops = 2.0 * batch * m * n * k
     if devices.product_element_s is not None:
         return flops / rate + elements_s(job, batch * (m * k + k * n + m * n))
-    moved = 2.0 * batch * (m * k + k * n + m * n) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
+    moved = 2.0 * batch * (m * k + k * n + m * n) / (MEMORY_SHARE * devices.memory_bytes_per_s)
     if not devices.units:
         return np.maximum(flops / rate, moved) + 0.0
     share = _tile_share(devices.units, m, n, batch)
@@ -94,7 +93,7 @@ def tiled_s(
     share /= waves * max(devices.units, 1) / splits
     flops = 2.0 * batch * m * n * k
     seconds = flops / (devices.achievable_flops * devices.sustained_share * share) * misaligned(n) * misaligned(k)
-    moved = 2.0 * batch * (m * k + k * n + m * n) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
+    moved = 2.0 * batch * (m * k + k * n + m * n) / (MEMORY_SHARE * devices.memory_bytes_per_s)
     sums = streamed_s(job, 8.0 * splits * batch * m * n) if splits > 1 else 0.0
     depth = _DEPTH_S * math.ceil(batch * m * n / (128 * 128) / max(devices.units, 1))
     return float(max(seconds + depth, moved) + _START_S + sums)
@@ -102,7 +101,7 @@ def tiled_s(
 
 def streamed_s(job: Workload, moved_bytes: Column) -> Column:
     """Return the seconds of a kernel that only moves bytes through memory."""
-    return moved_bytes / (_MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
+    return moved_bytes / (MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
 
 
 def misaligned(width: Column, widest: int = _MISALIGNED[0][0]) -> Column:

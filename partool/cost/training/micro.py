@@ -16,7 +16,9 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.layer import Layer, LayerPass, computes_late, embedding_s, head_s, layer, perturbation_s
+from partool.cost.time.head import computes_late, embedding_s, head_s, perturbation_s
+from partool.cost.time.layer import Layer, layer
+from partool.cost.time.layer_pass import LayerPass
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig

@@ -12,7 +12,8 @@ from partool.cost.codec import encode
 from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import keys_seen
-from partool.cost.time.layer import Layer, LayerPass
+from partool.cost.time.layer import Layer
+from partool.cost.time.layer_pass import LayerPass
 from partool.cost.time.pipeline import (
     messages,
     moves_weights,

@@ -1,6 +1,6 @@
 """Constants of code bases, fitted to published step times on some sources and judged on the others.
 
-A constant is a field of :class:`partool.work.stacks.Stack`. It is fitted by coordinate search: each constant in turn
+A constant is a field of :class:`partool.work.stack.Stack`. It is fitted by coordinate search: each constant in turn
 takes the value of its range with the smallest loss, while the others stay. The loss is the mean over sources of the
 median size of the logarithm of predicted over measured, so that a source with a thousand rows counts as one with five.
 """
@@ -21,7 +21,8 @@ from partool.replay import measured
 from partool.replay.cases import SkipError, case_of
 from partool.replay.predicted import plausible
 from partool.replay.table import read_table
-from partool.work.stacks import STACKS, Stack
+from partool.work.stack import Stack
+from partool.work.stacks import STACKS
 from partool.work.training import TrainingWork
 
 Values = Mapping["Constant", float]

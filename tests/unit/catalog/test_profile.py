@@ -241,12 +241,11 @@ def load_profile_of(profile: Profile, folder: Path) -> Profile:
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    from partool.cost.time import attention, layer
+    from partool.cost.time import attention
     from partool.cost.training import offload
     from partool.work.stacks import PARTOOL
     from partool_runtime.calibrate.items import NARROW_HEADS
 
-    assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
     assert attention._head_share(64) / attention._head_share(128) == NARROW_HEADS
     assert catalog_profile._HOST_LINK_SHARE == offload._LINK_SHARE
     assert (offload._HOST_BYTES, PARTOOL.host_share) == (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE)

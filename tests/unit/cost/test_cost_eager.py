@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from partool.cost.case import Layouts
 from partool.cost.kinds import kinds
 from partool.cost.time import eager
-from partool.cost.time.layer import head_s, layer
+from partool.cost.time.head import head_s
+from partool.cost.time.layer import layer
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.work.stacks import own_stack

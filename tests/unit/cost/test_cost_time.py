@@ -17,7 +17,8 @@ from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import attention_s, keys_seen
 from partool.cost.time.gemm import matmul_s, streamed_s
-from partool.cost.time.layer import head_s, layer
+from partool.cost.time.head import head_s
+from partool.cost.time.layer import layer
 from partool.cost.training.bound import bound_s
 from partool.cost.training.micro import micro
 from partool.cost.training.offload import offload

@@ -9,7 +9,7 @@ import pytest
 from partool.cost.training.predict import predict_time
 from partool.replay.cases import case_of
 from partool.replay.cells import Cells
-from partool.work.stacks import Stack
+from partool.work.stack import Stack
 from partool.work.training import TrainingWork
 
 BASE = {

@@ -24,7 +24,8 @@ from partool.cost.time.layer import layer
 from partool.plan.layout import Mesh
 from partool.spec.hardware import HardwareSpec
 from partool.spec.model import ModelConfig
-from partool.work.stacks import PARTOOL, STACKS, Stack
+from partool.work.stack import Stack
+from partool.work.stacks import PARTOOL, STACKS
 from partool.work.training import TrainingWork
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,66 @@
+"""Seconds of a layer's experts, and of sending tokens to them and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.catalog.silicon.experts import Sizes
+from partool.cost import collective, tensor_shares
+from partool.cost.case import Column, Layouts
+from partool.cost.silicon import experts
+from partool.cost.time.gemm import matmul_s
+from partool.cost.traffic.messages import tokens
+from partool.work.base import Workload
+
+_GROUPED_SHARE = 0.85
+"""Rate of a CPU's products of experts relative to one dense product of the same size: an assumption. Devices have
+measured curves (:mod:`partool.cost.silicon.experts`)."""
+
+
+def expert_sizes(job: Workload, layouts: Layouts, rows: Column) -> Sizes | None:
+    """Return the experts on a rank and the rows of each; None for a model without experts."""
+    model, moe = job.model, job.model.moe
+    if moe is None:
+        return None
+    local = np.maximum(moe.experts / layouts.ep, 1.0)
+    # Ranks that hold parts of the same experts all get these experts' tokens.
+    each = job.load * rows * moe.top_k * layouts.etp / local
+    # Experts are sharded by tensor parallelism only where no ranks are dedicated to sharing them.
+    width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, layouts.etp, tensor_shares.outer(layouts)))
+    each = np.where(layouts.ep > 1, each / layouts.tp, each)
+    return Sizes(each, local, model.hidden, width, model.gated)
+
+
+def experts_s(job: Workload, layouts: Layouts, rows: Column) -> tuple[Column, Column, Column]:
+    """Return the seconds of a layer's experts: forward, gradients of their inputs, gradients of their weights.
+
+    Of devices they contain the activation and the copies of rows, of a CPU the products only.
+    """
+    sizes = expert_sizes(job, layouts, rows)
+    if sizes is None:
+        return 0.0, 0.0, 0.0
+    if job.devices.backend != "cpu":
+        forward = experts.layer_s(job, sizes)
+        return forward, 0.5 * experts.BACKWARD * forward, 0.5 * experts.BACKWARD * forward
+    inputs: Column = 0.0
+    weights: Column = 0.0
+    forward = 0.0
+    pairs = (((1 + sizes.gated) * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner))
+    for n, k in pairs:
+        forward = forward + matmul_s(job, sizes.each, n, k, batch=sizes.experts) / _GROUPED_SHARE
+        inputs = inputs + matmul_s(job, sizes.each, k, n, batch=sizes.experts) / _GROUPED_SHARE
+        weights = weights + matmul_s(job, n, k, sizes.each, batch=sizes.experts) / _GROUPED_SHARE
+    return forward, inputs, weights
+
+
+def exchange_s(job: Workload, layouts: Layouts) -> Column:
+    """Return the seconds to send tokens to experts and back; each token goes to all parts of ``top_k`` experts."""
+    if job.model.moe is None:
+        return 0.0
+    rows = tokens(job, layouts) / layouts.tp
+    ranks = collective.axis_group(job, layouts, "ep")
+    visits = job.model.moe.top_k * layouts.etp
+    token_bytes = job.load * rows * job.model.hidden * job.compute_bytes
+    if job.stack.sends_once:
+        return collective.token_exchange_s(job, token_bytes, ranks, visits)
+    return 2.0 * collective.all_to_all_s(job, visits * token_bytes, ranks)
