@@ -19,7 +19,8 @@ from partool.work.base import Workload
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
 """Share of the peak rate (on a CPU: of the achievable rate) that fused attention reaches over both passes. It is used
-where the devices have no ``attention_flops``."""
+where the devices have no ``attention_flops``, as those that the catalog lacks. These are assumptions, and so are the
+catalog's shares of AMD devices (0.30 to 0.34): measured attention was published for NVIDIA's devices only."""
 _GENERATIONS = {
     "flash1": (0.70, 200e12, False),
     "flash2": (1.0, 350e12, True),

@@ -89,8 +89,8 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
         precisions = sorted({m["precision"] for m in of_kind})
         if precisions:
             fitted[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
-    if best and (times := _best_attention(_of(measurements, "attention"))):
-        fitted["attention_times"] = times
+    if best and (best_attention := _best_attention(_of(measurements, "attention"))):
+        fitted["attention_times"] = best_attention
     if not best and (lines := _products(_of(measurements, "gemm"))):
         fitted["products"] = lines
     if not best and (rates_by_length := _by_length(_of(measurements, "attention"))):
