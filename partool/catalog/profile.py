@@ -23,7 +23,7 @@ from partool.catalog.profile_file import (
 )
 from partool.catalog.silicon.collectives import OPERATIONS, collectives, measured_device, seconds_by_rank
 from partool.diagnostics.record import Diagnostic
-from partool.spec.hardware import AttentionTime, Devices, HardwareSpec
+from partool.spec.hardware import Devices, HardwareSpec
 
 SMALLEST_ERROR = 0.02
 """Lower limit of a prediction's relative error; more finished runs do not lower it further."""
@@ -115,7 +115,6 @@ _GIVEN = {
     "product_element_s": ("achievable_tflops", "peak_tflops"),
     "wide_flops": ("wide_tflops", "peak_tflops"),
     "attention_flops": ("attention_tflops", "peak_tflops"),
-    "attention_measured": ("attention_tflops", "peak_tflops"),
     "attention_by_length": ("attention_tflops", "peak_tflops"),
     "memory_bytes_per_s": ("memory_gb_per_s",),
     "operator_s": ("operator_us",),
@@ -178,12 +177,6 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
         measured["wide_flops"] = share * figures.achievable_flops[wide].value
     if wide in figures.attention_flops:
         measured["attention_flops"] = share * figures.attention_flops[wide].value
-    if wide in figures.attention_times and devices.backend != "cpu":
-        shape = figures.attention_times[wide]
-        measured["attention_measured"] = AttentionTime(
-            sequences=shape.sequences, heads=shape.heads, length=shape.length, head_dim=shape.head_dim,
-            seconds=shape.seconds.value,
-        )  # fmt: skip
     if wide in figures.attention_by_length and devices.backend == "cpu":
         rates = sorted(figures.attention_by_length[wide].items())
         measured["attention_by_length"] = tuple((length, share * rate.value) for length, rate in rates)

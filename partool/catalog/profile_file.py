@@ -75,16 +75,6 @@ class ProductTime(_Part):
     element_s: Figure
 
 
-class MeasuredAttention(_Part):
-    """Time of a forward and a backward pass of causal attention of one shape."""
-
-    sequences: PositiveInt
-    heads: PositiveInt
-    length: PositiveInt
-    head_dim: PositiveInt
-    seconds: Figure
-
-
 class MeasuredFigures(_Part):
     """Figures of one rank, measured while all ranks work; None for a figure that was not measured."""
 
@@ -95,9 +85,6 @@ class MeasuredFigures(_Part):
     empty in calibrations before the figure existed."""
     attention_flops: dict[str, Figure] = {}
     """Precision → FLOP/s of fused causal attention, forward and backward together, with heads of width 128."""
-    attention_times: dict[str, MeasuredAttention] = {}
-    """Precision → the shape with the rate ``attention_flops`` on an accelerator; empty in calibrations before the
-    figure existed."""
     attention_by_length: dict[str, dict[PositiveInt, Figure]] = {}
     """Precision → sequence length → FLOP/s of attention on a CPU, if several lengths were measured; empty in
     calibrations before the figure existed."""
@@ -120,8 +107,7 @@ class MeasuredFigures(_Part):
     def _only_measured(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out newer figures that were not measured, so that older calibrations keep their hash."""
         fields: dict[str, Any] = dump(self)
-        newer = ("products", "attention_times", "attention_by_length", "fresh_bytes_per_s", "storage_bytes_per_s")
-        for name in newer:
+        for name in ("products", "attention_by_length", "fresh_bytes_per_s", "storage_bytes_per_s"):
             if not getattr(self, name):
                 fields.pop(name, None)
         return fields

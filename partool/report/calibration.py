@@ -48,9 +48,6 @@ def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
     ):
         for precision, figure in by_precision.items():
             yield f"{name}, {precision}", _text(figure)
-    for precision, shape in figures.attention_times.items():
-        sides = f"{shape.sequences} x {shape.heads} x {shape.length} x {shape.head_dim}"
-        yield f"attention of {sides}, both passes, {precision}", _text(shape.seconds)
     for precision, by_length in figures.attention_by_length.items():
         for length, figure in by_length.items():
             yield f"attention of length {length}, {precision}", _text(figure)

@@ -7,21 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Auto, Section
-from partool.spec.numbers import (
-    MOST_DEVICES,
-    Bytes,
-    Cores,
-    CoresOrNone,
-    Figure,
-    Heads,
-    Ranks,
-    Rate,
-    Sequences,
-    Share,
-    Speed,
-    Tokens,
-    Width,
-)
+from partool.spec.numbers import MOST_DEVICES, Bytes, Cores, CoresOrNone, Figure, Ranks, Rate, Share, Speed, Tokens
 from partool.spec.patterns import FilePath, MigProfile
 
 Backend = Literal["cpu", "cuda", "rocm"]
@@ -117,17 +103,6 @@ class LimitsSpec(Section):
     time are predicted; an expert's ``capacity`` limits it."""
 
 
-class AttentionTime(Section):
-    """A calibration's measurement of fused causal attention on one device."""
-
-    sequences: Sequences
-    heads: Heads
-    length: Tokens
-    head_dim: Width
-    seconds: Annotated[float, Field(gt=0.0, le=1e30)]
-    """Seconds of a forward and a backward pass together."""
-
-
 class Devices(Section):
     """The machines, with the figures that predictions use."""
 
@@ -161,9 +136,6 @@ class Devices(Section):
     """With fp8: FLOP/s of 16-bit matrix products in the head and attention; None means ``achievable_flops``."""
     attention_flops: Speed | None = None
     """FLOP/s of fused attention; None means that the cost model assumes a share of the peak."""
-    attention_measured: AttentionTime | None = None
-    """The calibration's measurement from which ``attention_flops`` follows. On devices with tables of measured kernels
-    these give the form of prices, and take the measured time for this shape; None without such a measurement."""
     attention_by_length: tuple[tuple[Tokens, Speed], ...] = ()
     """Sequence lengths, in ascending order, with the FLOP/s of fused attention on a CPU at each; empty means
     ``attention_flops`` at every length."""
@@ -210,8 +182,7 @@ class Devices(Section):
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize devices without a slice, or without figures that few have, as before these fields existed."""
         fields: dict[str, Any] = dump(self)
-        few = ("slice", "measured_as", "product_element_s", "attention_measured", "attention_by_length")
-        for name in (*few, "fresh_bytes_per_s"):
+        for name in ("slice", "measured_as", "product_element_s", "attention_by_length", "fresh_bytes_per_s"):
             if not getattr(self, name):
                 fields.pop(name, None)
         return fields

@@ -3,9 +3,7 @@
 Tables (:mod:`partool.catalog.silicon`) have forward passes of causal attention in 16 bits on whole devices. A price is
 the equation's seconds times a ratio: measured seconds of the nearest shape in a table, divided by the equation's
 seconds of that shape on the measured device. At a table's points the result is the measurement; beyond them the
-equation says how seconds grow. A rate that a spec gives scales the result by its ratio to the catalog's rate. A
-calibration has the seconds of one shape, and scales the result by their ratio to the table's seconds of that shape: a
-table reaches 0.74 to 1.21 of the catalog's rate in the shapes that calibrations measure.
+equation says how seconds grow; and rates that a spec or a calibration gives scale the result.
 
 Measured kernels ran alone and shortly. Over a whole step power limits lower the clocks, those of attention too, so
 seconds are divided by ``Devices.sustained_share``. The tables show as much: on H100 with 8,192 tokens they have 640
@@ -138,12 +136,8 @@ def origin(devices: Devices, shape: AttentionShape, *, wanted: str, backward: bo
     names = [one for one in tables if one.widths == shape.widths]
     entry = entries("attention")[(names or list(tables))[0].names[0]]
     ratios = []
-    if devices.attention_measured is not None:
-        ratios.append("this machine's calibration")
-    elif devices.measured_as != devices.accelerator:
+    if devices.measured_as != devices.accelerator:
         ratios.append(f"rate of {devices.accelerator} relative to {devices.measured_as}")
-    elif devices.attention_flops and not np.isclose(devices.attention_flops, catalog_flops(devices.measured_as)):
-        ratios.append("the spec's rate relative to the catalog's")
     if devices.sustained_share < 1.0:
         ratios.append(f"clocks of a whole step, {devices.sustained_share:g}")
     if backward:

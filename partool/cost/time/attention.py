@@ -14,7 +14,6 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.silicon import attention as silicon
 from partool.cost.silicon.origin import PriceOrigin
 from partool.cost.time.gemm import matmul_s
-from partool.spec.hardware import AttentionTime, Devices
 from partool.work.base import Workload
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
@@ -102,43 +101,18 @@ def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward:
         return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
     model, devices, generation = job.model, job.devices, job.stack.attention
     flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * sum(_head(job))
-    blocks = sequence_shares.blocks(layouts, kind)
     rate = _rate_at(devices.attention_by_length, _length(job, kind)) or devices.attention_flops
     rate = rate or _FLASH_SHARE[devices.backend] * _peak(job)
-    if not silicon.covers(devices, generation, job.compute_bytes, latent=model.mla is not None):
+    blocks, latent = sequence_shares.blocks(layouts, kind), model.mla is not None
+    if not silicon.covers(devices, generation, job.compute_bytes, latent=latent):
         rate = equation_flops(rate, generation, model.head_dim)
         return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * blocks
-    slower = 1.0 / devices.sustained_share
-    if devices.attention_measured is not None:
-        rate, slower = silicon.catalog_flops(devices.measured_as), slower * _calibrated(job, devices.attention_measured)
-    one = kernel(job, layouts, kind)
-    return _table_s(devices, one, flops, _generation_rate(rate, generation), blocks, backward=backward) * slower
-
-
-def _table_s(
-    devices: Devices, one: silicon.AttentionShape, flops: Column, rate: float, blocks: Column, *, backward: bool
-) -> Column:
-    """Return the seconds of ``blocks`` kernels with ``flops`` together, from the table and a rate beside its own."""
-    measured = silicon.generation(devices, latent=one.latent)
-    table_rate = _generation_rate(silicon.catalog_flops(devices.measured_as), measured)
-    ratio = silicon.slowness(devices, one, lambda work: work / table_rate + _START_S)
+    measured = silicon.generation(devices, latent=latent)
     passes = _BACKWARD / silicon.BACKWARD_RATE if backward else 1.0
-    return (flops * passes / rate + _START_S * blocks) * ratio
-
-
-def _calibrated(job: Workload, measured: AttentionTime) -> float:
-    """Return a calibration's seconds divided by the table's for the same shape, both passes together.
-
-    The table's kernel is the fastest one of the device; that of a calibration is the one which torch chooses.
-    """
-    if "calibrated attention" not in job.memo:
-        length, heads, width = measured.length, measured.sequences * measured.heads, measured.head_dim
-        one = silicon.AttentionShape(length, heads, None, (width, width))
-        flops = 4.0 * heads * length * keys_seen(length, None) * width
-        rate = silicon.catalog_flops(job.devices.measured_as)
-        passes = (_table_s(job.devices, one, flops, rate, 1, backward=which) for which in (False, True))
-        job.memo["calibrated attention"] = measured.seconds / float(sum(passes))
-    return float(job.memo["calibrated attention"])
+    measured_rate = _generation_rate(silicon.catalog_flops(devices.measured_as), measured)
+    ratio = silicon.slowness(devices, kernel(job, layouts, kind), lambda work: work / measured_rate + _START_S)
+    clocks = devices.sustained_share
+    return (flops * passes / _generation_rate(rate, generation) + _START_S * blocks) * ratio / clocks
 
 
 def kernel(job: Workload, layouts: Layouts, kind: Kind = _ALL) -> silicon.AttentionShape:

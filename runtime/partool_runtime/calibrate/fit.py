@@ -89,8 +89,6 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
         precisions = sorted({m["precision"] for m in of_kind})
         if precisions:
             fitted[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
-    if best and (best_attention := _best_attention(_of(measurements, "attention"))):
-        fitted["attention_times"] = best_attention
     if not best and (lines := _products(_of(measurements, "gemm"))):
         fitted["products"] = lines
     if not best and (rates_by_length := _by_length(_of(measurements, "attention"))):
@@ -151,19 +149,6 @@ def _products(gemms: Sequence[Mapping[str, Any]]) -> Json:
                 "element_s": _figure(element_s, "s/element", n, element_s * error),
             }
     return products
-
-
-def _best_attention(attention: Sequence[Mapping[str, Any]]) -> Json:
-    """Return the shape and the seconds of attention with the highest rate, by precision."""
-    times: Json = {}
-    for precision in sorted({m["precision"] for m in attention}):
-        best = max((m for m in attention if m["precision"] == precision), key=lambda m: m["work"] / m["seconds"])
-        sequences, heads, length, head_dim = map(int, best["name"].split("x"))
-        times[precision] = {
-            "sequences": sequences, "heads": heads, "length": length, "head_dim": head_dim,
-            "seconds": _figure(best["seconds"], "s", best["n"], best["mad_s"]),
-        }  # fmt: skip
-    return times
 
 
 def _by_length(attention: Sequence[Mapping[str, Any]]) -> Json:

@@ -25,11 +25,8 @@ from partool.catalog.profile_file import (
     save_profile,
 )
 from partool.cost import collective
-from partool.cost.case import Layouts
-from partool.cost.time.attention import attention_s
 from partool.diagnostics.record import Diagnostic
 from partool.planner.make import PlanResult
-from partool.report.calibration import calibration_text
 from partool.report.plan_rows import stop_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
@@ -213,33 +210,6 @@ def test_measured_collectives_scale_tables(tmp_path: Path) -> None:
     assert slower == pytest.approx(gathers, rel=0.05)
 
 
-def test_measured_attention_scales_its_table(tmp_path: Path) -> None:
-    """A spec's own rate takes the place of the calibration, with its shape."""
-    shape = {"sequences": 1, "heads": 32, "length": 16384, "head_dim": 128, "seconds": figure(0.02, "s")}
-    rates = {"attention_flops": {"bf16": figure(4e14)}, "attention_times": {"bf16": shape}}
-    profile = made("h100-sxm", **rates)
-    assert load_profile_of(profile, tmp_path) == profile
-    machine = {"accelerator": "h100-sxm", "per_node": 8}
-    found = applied(tmp_path, profile, "bf16", **machine)[0].devices
-    assert found.attention_measured is not None
-    assert found.attention_measured.model_dump() == {**shape, "seconds": 0.02}
-    model = MODEL.model_copy(update={"heads": 32, "kv_heads": 32, "head_dim": 128})
-    job = TrainingWork(model, found.model_copy(update={"sustained_share": 1.0}), 16384, "bf16", global_batch=8)
-    passes = (attention_s(job, Layouts(), backward=which) for which in (False, True))
-    assert float(sum(passes)) == pytest.approx(0.02, rel=1e-12)
-    other = applied(tmp_path, profile, "bf16", **machine, attention_tflops=300.0)[0].devices
-    assert (other.attention_measured, other.attention_flops) == (None, 3e14)
-    older = made("h100-sxm", attention_flops=rates["attention_flops"])
-    assert "attention_times" not in older.model_dump(mode="json")["figures"]
-    assert older.figures_hash != profile.figures_hash
-    assert "1 x 32 x 16384 x 128" in calibration_text(profile)
-
-
-def load_profile_of(profile: Profile, folder: Path) -> Profile:
-    save_profile(profile, folder / "p.json")
-    return load_profile(folder / "p.json")
-
-
 def test_shares_are_those_of_the_cost_model() -> None:
     from partool.cost.time import attention
     from partool.cost.training import offload
@@ -340,6 +310,7 @@ def test_a_precision_that_was_not_measured_is_named(tmp_path: Path) -> None:
 def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
     from dataclasses import replace
 
+    from partool.cost.case import Layouts
     from partool.cost.training.peak import peak_memory
 
     job = TrainingWork(MODEL, devices_of()[1], 128, "fp32", global_batch=8)

@@ -20,7 +20,7 @@ from partool.cost.case import SEQUENCE_METHODS, Layouts
 from partool.cost.kinds import Kind
 from partool.cost.silicon import attention as silicon
 from partool.cost.time.attention import attention_s, kernel, origin, pairs
-from partool.spec.hardware import AttentionTime, Devices, HardwareSpec
+from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import Mla, ModelConfig
 from partool.work.base import Workload
 from partool.work.stacks import PARTOOL
@@ -162,37 +162,6 @@ def test_rates_of_a_spec_scale_the_tables() -> None:
     assert base == pytest.approx(seconds(job(devices(), 8192)))
     assert half == pytest.approx(2 * base, rel=0.02)
     assert seconds(job(devices(power_w=350), 8192)) == pytest.approx(2 ** (2 / 3) * base, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "sequences", "length", "head_dim"),
-    [("h100-sxm", 1, 16384, 128), ("h100-sxm", 4, 2048, 128), ("b200", 1, 8192, 128), ("a100-80", 1, 8192, 64)],
-)
-def test_a_calibration_gives_back_its_time(name: str, sequences: int, length: int, head_dim: int) -> None:
-    """Measured in 1.3 times the table's seconds, both passes together: every price is 1.3 times the table's."""
-
-    def both_s(machine: Devices, length: int, **changes: Any) -> float:
-        one = job(machine, length, **{"head_dim": head_dim, "kv_heads": 32, **changes})
-        return sum(float(seconds(one, backward=which, micro_batch=sequences)) for which in (False, True))
-
-    alone = devices(name, sustained_share=1.0)
-    measured_s = 1.3 * both_s(alone, length)
-    shape = AttentionTime(sequences=sequences, heads=32, length=length, head_dim=head_dim, seconds=measured_s)
-    calibrated = alone.model_copy(update={"attention_flops": 123e12, "attention_measured": shape})
-    assert both_s(calibrated, length) == pytest.approx(measured_s, rel=1e-12)
-    assert both_s(calibrated, 1000, head_dim=96) == pytest.approx(1.3 * both_s(alone, 1000, head_dim=96), rel=1e-12)
-    # Over a whole step, clocks slow a measured kernel as they slow the table's.
-    usual = devices(name).model_copy(update={"attention_measured": shape})
-    assert both_s(usual, length) == pytest.approx(measured_s / devices(name).sustained_share, rel=1e-12)
-    said = origin(job(calibrated, length), Layouts(), backward=False)
-    assert (said.kind, "this machine's calibration" in said.text) == ("scaled", True)
-
-
-def test_a_rate_of_the_spec_is_no_measurement() -> None:
-    catalog = silicon.catalog_flops("l40s") / 1e12
-    said = [origin(job(devices("l40s", attention_tflops=rate)), Layouts(), backward=False) for rate in (catalog, 100.0)]
-    assert [one.kind for one in said] == ["measured", "scaled"]
-    assert "the spec's rate" in said[1].text
 
 
 def test_memory_changes_no_price_and_only_the_name_picks_a_table() -> None:
