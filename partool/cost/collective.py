@@ -5,7 +5,8 @@ Inside a node, measured tables give the seconds (:mod:`partool.cost.silicon.coll
 and twice in an all-reduce (g = 2; Thakur, Rabenseifner and Gropp, IJHPCA 2005).
 
 A collective that crosses nodes does the same work inside each node and sends over the network at the same time, after a
-start that grows with the number of hops (a ring of gathers) or with its logarithm (trees of all-reduces) and with the
+start: that of a collective inside a node, also where each node has one rank, and what the network adds to it. The
+latter grows with the number of hops (a ring of gathers) or with its logarithm (trees of all-reduces) and with the
 message, as small messages go by the protocol of low latency and larger ones by that of high bandwidth. The part of the
 shorter of both phases that is not hidden is that of the first pieces. The few figures are NCCL's
 (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) and those of published nccl-tests lines, with which
@@ -162,7 +163,7 @@ def gather_s(
     hops = ranks.size - ranks.domains - np.maximum(ranks.inside - 1, 0)
     quick = _QUICK_HOP * devices.link_latency_s * hops + _HOP * devices.fabric_latency_s * (ranks.domains - 1)
     more = (_HOP - _QUICK_HOP) * devices.link_latency_s * hops + _MORE_START * devices.fabric_latency_s
-    start = np.where(ranks.domains > 1, quick, 0.0)
+    start = np.where(ranks.domains > 1, quick, 0.0) + _lone_start_s(job, ranks)
     return start + _across(job, whole_bytes, at_least, (within, network), np.where(ranks.domains > 1, more, 0.0))
 
 
@@ -196,7 +197,16 @@ def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least:
     if devices.backend == "cpu":
         # Gloo has no protocol of low latency: each hop takes as long as a message.
         start = 2.0 * devices.fabric_latency_s * np.log2(ranks.domains + 1.0) * (ranks.domains > 1)
+    start = start + _lone_start_s(job, ranks)
     return start + _across(job, whole_bytes, at_least, (within, network), more)
+
+
+def _lone_start_s(job: Workload, ranks: RankGroup) -> Column:
+    """Return the start of a collective whose ranks are one per node, and so have no seconds inside of a node.
+
+    NCCL starts the same kernel whatever links the ranks have.
+    """
+    return np.where((ranks.domains > 1) & (np.asarray(ranks.inside) <= 1), job.devices.link_latency_s, 0.0)
 
 
 def _across(
@@ -232,7 +242,8 @@ def all_to_all_s(job: Workload, sent_bytes: Column, ranks: RankGroup, at_least: 
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s
     across = sent_bytes * (1.0 - own_share) / network
     start = devices.fabric_latency_s * np.log2(np.maximum(ranks.domains, 1.0) + 1.0)
-    return np.where(ranks.domains > 1, start, 0.0) + np.maximum(within, across)
+    start = np.where(ranks.domains > 1, start, 0.0) + _lone_start_s(job, ranks)
+    return start + np.maximum(within, across)
 
 
 def token_exchange_s(job: Workload, token_bytes: Column, ranks: RankGroup, visits: Column) -> Column:

@@ -149,6 +149,9 @@ def origin(devices: Devices, operation: Operation, members: int) -> PriceOrigin:
     link = (entry["link_latency_us"] * 1e-6, entry["link_gb_per_s"] * 1e9)
     if not np.allclose((devices.link_latency_s, devices.link_bytes_per_s), link):
         return PriceOrigin("scaled", f"{text}; scaled to the link's start and rate")
-    if device != devices.accelerator or members > measured.axes["ranks"][-1]:
+    most = int(measured.axes["ranks"][-1])
+    if members > most and devices.topology == "none":
+        return PriceOrigin("scaled", f"{text}; {members} cards share the lanes of {most}")
+    if device != devices.accelerator or members > most:
         return PriceOrigin("scaled", text)
     return PriceOrigin("measured" if members in measured.axes["ranks"] else "interpolated", text)
