@@ -20,6 +20,7 @@ from partool.catalog.profile_file import (
     home,
     load_profile,
 )
+from partool.catalog.profile_rows import measured_rows
 from partool.catalog.silicon.collectives import OPERATIONS, collectives, measured_device, seconds_by_rank
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
@@ -194,6 +195,8 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
     if figures.storage_bytes_per_s:
         measured["storage_bytes_per_s"] = _storage(figures.storage_bytes_per_s.value, devices)
     given = {name for name, fields in _GIVEN.items() if any(getattr(spec, field) is not None for field in fields)}
+    if not devices.slice and (rows := measured_rows(profile, devices, precision, given)) is not None:
+        measured["measured_rows"] = rows
     return devices.model_copy(update={name: value for name, value in measured.items() if name not in given})
 
 
@@ -238,9 +241,10 @@ def _paired(link: dict[str, float], devices: Devices, ranks: int) -> dict[str, f
 
 
 def _scaled_link(figures: MeasuredFigures, device: str, ranks: int) -> dict[str, float]:
-    """Return the rate of a ring and the start time that make the tables of ``device`` take the measured times, as medians.
+    """Return the rate of a ring and the start time with which the tables of ``device`` take the measured times.
 
-    Prices scale a table's start times and what exceeds them by these figures over the catalog's.
+    Both are medians over the operations. Prices scale a table's start times and what exceeds them by these figures over
+    the catalog's.
     """
     rates, starts = [], []
     for operation in OPERATIONS:

@@ -16,12 +16,16 @@ tests compare the model (tests/data/silicon/nccl_tests.csv).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
 from partool.catalog.silicon.collectives import Operation
 from partool.cost.case import Column, Layouts
 from partool.cost.silicon import collectives as measured
+from partool.spec.hardware import Devices
+from partool.spec.measured_rows import CollectiveRow
 from partool.work.base import Workload
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
@@ -115,10 +119,43 @@ def inside_rate(job: Workload, members: Column) -> Column:
 
     In a node whose devices are linked pairwise, the ring uses only the links between these devices.
     """
-    devices = job.devices
-    pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
-    ring_bytes_per_s = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
-    return _LINK_SHARE[devices.backend] * np.minimum(ring_bytes_per_s, devices.link_bytes_per_s)
+    return _ring_bytes_per_s(_link(job.devices), members)
+
+
+class _Link(NamedTuple):
+    """What the equation of a node's collectives reads."""
+
+    backend: str
+    mesh: bool
+    bytes_per_s: float
+    pair_bytes_per_s: float
+    latency_s: float
+
+
+def _link(devices: Devices) -> _Link:
+    pair_bytes_per_s = devices.pair_bytes_per_s or devices.link_bytes_per_s
+    mesh = devices.topology == "mesh"
+    return _Link(devices.backend, mesh, devices.link_bytes_per_s, pair_bytes_per_s, devices.link_latency_s)
+
+
+def _ring_bytes_per_s(link: _Link, members: Column) -> Column:
+    ring_bytes_per_s = link.pair_bytes_per_s * np.maximum(members - 1, 1) if link.mesh else link.bytes_per_s
+    return _LINK_SHARE[link.backend] * np.minimum(ring_bytes_per_s, link.bytes_per_s)
+
+
+def _equation_s(link: _Link, operation: Operation, whole_bytes: Column, members: Column) -> Column:
+    """Return the seconds of a collective of several ranks of a node that no table prices."""
+    sums, reduced = operation == "all_reduce", _REDUCE_SLOWDOWN[link.backend]
+    passes = 1.0 + reduced if sums else reduced if operation == "reduce_scatter" else 1.0
+    start = link.latency_s * (1.0 + _HOP * (members - 1)) * (2.0 if sums else 1.0)
+    return start + passes * whole_bytes * (members - 1) / members / _ring_bytes_per_s(link, members)
+
+
+@lru_cache(maxsize=64)
+def _row_curves(
+    link: _Link, operation: Operation, most: int, rows: tuple[CollectiveRow, ...]
+) -> measured.CollectiveCurves:
+    return measured.equation_curves(partial(_equation_s, link, operation), most, rows)
 
 
 def inside_s(
@@ -128,16 +165,15 @@ def inside_s(
 
     With ``at_least``, the result is a lower bound for messages of at least so many bytes, and convex in the bytes.
     """
-    seconds = measured.seconds(job.devices, operation, whole_bytes, ranks.slots, at_least)
+    devices = job.devices
+    seconds = measured.seconds(devices, operation, whole_bytes, ranks.slots, at_least)
     if seconds is not None:
         return seconds
-    members = ranks.inside
-    sums = operation == "all_reduce"
-    slow = _REDUCE_SLOWDOWN[job.devices.backend] if operation == "reduce_scatter" else 1.0
-    passes = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend] if sums else slow
-    start = job.devices.link_latency_s * (1.0 + _HOP * (members - 1)) * (2.0 if sums else 1.0)
-    moved = passes * whole_bytes * (members - 1) / members / inside_rate(job, members)
-    return np.where(np.asarray(members) > 1, start + moved, 0.0)
+    members, rows = ranks.inside, measured.rows(devices, operation)
+    if rows:
+        curves = _row_curves(_link(devices), operation, measured.most_ranks(devices), rows)
+        return curves.seconds_of(whole_bytes, members, at_least)
+    return np.where(np.asarray(members) > 1, _equation_s(_link(devices), operation, whole_bytes, members), 0.0)
 
 
 def gather_s(

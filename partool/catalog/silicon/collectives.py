@@ -74,9 +74,9 @@ def _growth(measured: MeasuredGrid, more: NDArray[np.int64]) -> NDArray[np.float
     https://github.com/coreweave/nccl-tests#gb200).
 
     Cards in PCIe slots have no links of their own. Eight cards with 16 lanes each take about all lanes of two host
-    processors (128 to 160 with AMD EPYC 9004, https://www.amd.com/en/products/processors/server/epyc.html), so that more
-    cards share the lanes of eight. What n ranks send, (n-1)/n of the tensor each, then takes in proportion to n-1. This
-    is an assumption, as nobody published measurements of servers with more than eight cards.
+    processors (128 to 160 with AMD EPYC 9004, https://www.amd.com/en/products/processors/server/epyc.html), so that
+    more cards share the lanes of eight. What n ranks send, (n-1)/n of the tensor each, then takes in proportion to
+    n-1. This is an assumption, as nobody published measurements of servers with more than eight cards.
     """
     most = measured.axes["ranks"][-1]
     entry = table("accelerators")[measured.origin["device"]]
