@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.catalog.silicon.grid import MeasuredGrid, grid, interpolate
+from partool.catalog.silicon.grid import MeasuredGrid, Origin, grid, interpolate
 from partool.cost.case import Column
 from partool.cost.silicon import calibrated
 from partool.spec.measured_rows import ProductRow
@@ -19,6 +19,18 @@ _START_S = 2.8e-6
 """Start of a kernel, in products beyond the tables' sizes."""
 _MULTIPLE = 16
 """Products whose m is a multiple of this number, and products with other m, follow different curves."""
+
+
+_NOBODY: Origin = {
+    "device": "", "kernel": "", "framework": "", "source": "", "licence": "", "date": "", "rows": 0, "dropped": {},
+}  # fmt: skip
+
+
+class Equation(Protocol):
+    """Seconds of products [m, k] × [k, n]."""
+
+    def __call__(self, m: Column, n: Column, k: Column) -> Column:
+        """Return the seconds."""
 
 
 class Rates(NamedTuple):
@@ -118,18 +130,41 @@ def _merged(
     scales: tuple[float, float, float],
     rows: tuple[tuple[tuple[float, ...], float], ...],
 ) -> MeasuredGrid:
-    """Return a table's grid with rows among its points.
-
-    Between rows the ratio of measured to priced seconds is interpolated. Seconds grow with m, as in every table.
-    """
     seconds_grid = grid("products", name)
     assert seconds_grid is not None
     ratio, flop_s, byte_s = scales
     unaligned = grid("products", f"{name}/unaligned")
     before = ProductTable(name, seconds_grid, unaligned, large, element_bytes, ratio, flop_s, 0.0, byte_s)
+    return _row_points(before, rows)
+
+
+def equation_table(
+    equation: Equation, rows: tuple[ProductRow, ...], large: Rates, element_bytes: float, clocks_flop_s: float
+) -> ProductTable:
+    """Return a table of rows and, around them, of the seconds of an equation, which lacks the clocks of a whole step.
+
+    The table has powers of two: between them the steps of partly filled tiles are evened out.
+    """
+    axes = {"m": 2.0 ** np.arange(4, 17), "n": 2.0 ** np.arange(6, 17), "k": 2.0 ** np.arange(6, 17)}
+    points = np.meshgrid(*axes.values(), indexing="ij")
+    log_s = np.log(equation(*(side.ravel() for side in points))).reshape(points[0].shape)
+    before = ProductTable("", MeasuredGrid(axes, log_s, _NOBODY), None, large, element_bytes, 1.0, 0.0, 0.0, 0.0)
+    sides = {(float(row.m), float(row.n), float(row.k)): row.seconds for row in rows}
+    merged = _row_points(before, tuple(sides.items()))
+    return replace(
+        before, seconds_grid=merged, flop_s=clocks_flop_s, clocks_flop_s=clocks_flop_s, rows=frozenset(sides),
+        before=before,
+    )  # fmt: skip
+
+
+def _row_points(before: ProductTable, rows: tuple[tuple[tuple[float, ...], float], ...]) -> MeasuredGrid:
+    """Return a table's grid with rows among its points.
+
+    Between rows the ratio of measured to priced seconds is interpolated. Seconds grow with m, as in every table.
+    """
     sides = np.array([each for each, _ in rows])
     log_ratios = np.log([seconds for _, seconds in rows]) - np.log([float(before.seconds(*each)) for each in sides])
-    axes, places = calibrated.merged_axes(list(seconds_grid.axes.values()), sides)
+    axes, places = calibrated.merged_axes(list(before.seconds_grid.axes.values()), sides)
     points = np.meshgrid(*axes, indexing="ij")
     aligned = replace(before, unaligned=None)
     log_s = np.log(aligned.seconds(*(side.ravel() for side in points))).reshape(points[0].shape)
@@ -137,9 +172,9 @@ def _merged(
     is_row = np.zeros(log_s.shape, bool)
     is_row[places] = True
     return MeasuredGrid(
-        dict(zip(seconds_grid.axes, axes, strict=True)),
+        dict(zip(before.seconds_grid.axes, axes, strict=True)),
         calibrated.pinned(log_s + ratio_at, is_row),
-        seconds_grid.origin,
+        before.seconds_grid.origin,
     )
 
 

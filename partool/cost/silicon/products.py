@@ -7,8 +7,8 @@ rates, a price is the table's; otherwise the table is scaled by the ratios of bo
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from partool.catalog.silicon.grid import entries, grid
 from partool.cost.case import Column
 from partool.cost.silicon import calibrated
 from partool.cost.silicon.origin import PriceOrigin
-from partool.cost.silicon.product_grid import ProductTable, Rates, with_rows
+from partool.cost.silicon.product_grid import ProductTable, Rates, equation_table, with_rows
 from partool.spec.measured_rows import ProductRow
 from partool.work.base import Workload
 
@@ -41,8 +41,17 @@ _NOTEWORTHY = 0.005
 """Least relative difference from a table that makes a price a scaled one."""
 MEASURED_WIDTHS = 32
 """The widths of measured products are multiples of this number."""
+EQUATION_WIDTHS = 64
+"""The widths of products whose equation has no cost of misaligned rows are multiples of this number."""
 _QUANTISING = ("fp8/scaled_mm", "fp8_block/deepgemm", "fp8_block/trtllm")
 """Tables whose products contain the quantisation of their input, other than the computation of its scale."""
+
+
+class JobEquation(Protocol):
+    """Seconds of a workload's products [m, k] × [k, n]."""
+
+    def __call__(self, job: Workload, m: Column, n: Column, k: Column, *, wide: bool) -> Column:
+        """Return the seconds."""
 
 
 def product_table(job: Workload, *, wide: bool = False) -> ProductTable | None:
@@ -54,24 +63,50 @@ def product_table(job: Workload, *, wide: bool = False) -> ProductTable | None:
     key = f"product table{' wide' if wide else ''}"
     if key not in job.memo:
         made = _made(job, wide=wide)
-        rows = () if made is None else _rows(job, made, wide=wide)
-        if made is not None and len(rows) > 1:
+        rows = _rows(job, wide=wide, multiple=MEASURED_WIDTHS)
+        # A calibration measures fp8 products without the quantisation of their input, which some tables contain.
+        narrow = job.precision == "fp8" and not wide and made is not None and made.name.endswith(_QUANTISING)
+        if made is not None and len(rows) > 1 and not narrow:
             made = with_rows(made, rows, _ENGINE[job.stack.product_kernel])
         job.memo[key] = made
     table: ProductTable | None = job.memo[key]
     return table
 
 
-def _rows(job: Workload, of: ProductTable, *, wide: bool) -> tuple[ProductRow, ...]:
-    """Return the products that were measured on this machine and take the place of a table's.
+def priced_table(job: Workload, equation: JobEquation, *, wide: bool = False) -> ProductTable | None:
+    """Return the table of :func:`product_table`, or on accelerators that have none one of the user's rows.
 
-    A calibration measures fp8 products without the quantisation of their input, which some tables contain.
+    ``equation`` gives the seconds around these rows. The result is None where nothing was measured: plans then take
+    the equation. On a CPU they do so with rows, too, as a calibration draws its line through all of them.
     """
+    table = product_table(job, wide=wide)
+    if table is not None or job.devices.measured_rows is None or not job.devices.units:
+        return table
+    key = f"product rows{' wide' if wide else ''}"
+    if key not in job.memo:
+        job.memo[key] = _row_table(job, equation, wide=wide)
+    rows: ProductTable | None = job.memo[key]
+    return rows
+
+
+def _row_table(job: Workload, equation: JobEquation, *, wide: bool) -> ProductTable | None:
+    rows, devices = _rows(job, wide=wide, multiple=EQUATION_WIDTHS), job.devices
+    if len(rows) < 2:
+        return None
+    flops_per_s = devices.wide_flops if wide and devices.wide_flops else devices.achievable_flops
+    steady = replace(job, devices=devices.model_copy(update={"sustained_share": 1.0}))
+    return equation_table(
+        partial(equation, steady, wide=wide), rows, Rates(flops_per_s, _MEMORY_SHARE * devices.memory_bytes_per_s),
+        job.compute_bytes, (1.0 / devices.sustained_share - 1.0) / flops_per_s,
+    )  # fmt: skip
+
+
+def _rows(job: Workload, *, wide: bool, multiple: int) -> tuple[ProductRow, ...]:
+    """Return the products of widths of a multiple that were measured on this machine."""
     measured = job.devices.measured_rows
-    if measured is None or (job.precision == "fp8" and not wide and of.name.endswith(_QUANTISING)):
-        return ()
-    rows = [row for row in measured.products if row.wide is (wide and job.precision == "fp8")]
-    return tuple(row for row in rows if row.n % MEASURED_WIDTHS == 0 and row.k % MEASURED_WIDTHS == 0)
+    of_kind = () if measured is None else measured.products
+    of_kind = tuple(row for row in of_kind if row.wide is (wide and job.precision == "fp8"))
+    return tuple(row for row in of_kind if row.n % multiple == 0 and row.k % multiple == 0)
 
 
 def _made(job: Workload, *, wide: bool) -> ProductTable | None:
@@ -140,13 +175,27 @@ def scale_s(job: Workload, m: Column, k: Column) -> Column:
     return memory * of.seconds(*inside) * np.maximum(at[0] * at[1] / (inside[0] * inside[1]), 1.0)
 
 
-def origin(job: Workload, m: float, n: float, k: float, *, wide: bool = False, batch: float = 1) -> PriceOrigin:
-    """Return where the price of ``batch`` products [m, k] × [k, n] comes from."""
-    of = product_table(job, wide=wide)
+def origin(
+    job: Workload,
+    m: float,
+    n: float,
+    k: float,
+    *,
+    wide: bool = False,
+    batch: float = 1,
+    equation: JobEquation | None = None,
+) -> PriceOrigin:
+    """Return where the price of ``batch`` products [m, k] × [k, n] comes from.
+
+    ``equation`` is that of :func:`priced_table`; without it devices that have no table have no rows either.
+    """
+    of = product_table(job, wide=wide) if equation is None else priced_table(job, equation, wide=wide)
+    who = f"equations with the rates of {job.devices.accelerator}"
     if of is None:
-        return PriceOrigin("assumed", f"equations with the rates of {job.devices.accelerator}")
+        return PriceOrigin("assumed", who)
     measured = of.seconds_grid.origin
-    who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
+    if of.name:
+        who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
     ratios = _ratios(job, of, (m, n, k), batch)
     if of.before is not None:
         return _calibrated_origin(job, of, (m, n, k), ratios, who)

@@ -22,9 +22,9 @@ from partool.cost import collective
 from partool.cost.case import Layouts
 from partool.cost.silicon import calibrated
 from partool.cost.silicon import collectives as collective_prices
-from partool.cost.silicon.products import origin, product_table
+from partool.cost.silicon.products import origin, priced_table
 from partool.cost.time import attention
-from partool.cost.time.gemm import matmul_s
+from partool.cost.time.gemm import equations_s, matmul_s
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.measured_rows import AttentionRow, CollectiveRow, MeasuredRows, ProductRow
 from partool.spec.model import ModelConfig
@@ -80,17 +80,17 @@ def calibrated_machine(devices: Devices, seed: int, most: float = 1.4) -> Device
     return devices.model_copy(update={"measured_rows": rows})
 
 
-@pytest.mark.parametrize("accelerator", ["a100-80", "l40s", "h800", "mi355x"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("accelerator", ["a100-80", "l40s", "h800", "mi355x", "v100-32", "mi300x"])
+@pytest.mark.parametrize("seed", range(2))
 def test_a_price_at_a_row_is_the_row(accelerator: str, seed: int) -> None:
     devices = calibrated_machine(machine(accelerator), seed, most=1.1)
     rows, work = devices.measured_rows, job(devices)
     assert rows is not None
-    table = product_table(work)
-    if table is not None:
-        for row in rows.products:
-            clocks_s = table.clocks_flop_s * 2.0 * row.m * row.n * row.k
-            assert float(matmul_s(work, row.m, row.n, row.k)) - clocks_s == pytest.approx(row.seconds, rel=1e-9)
+    table = priced_table(work, equations_s)
+    assert table is not None
+    for row in rows.products:
+        clocks_s = table.clocks_flop_s * 2.0 * row.m * row.n * row.k
+        assert float(matmul_s(work, row.m, row.n, row.k)) - clocks_s == pytest.approx(row.seconds, rel=1e-9)
     for one in rows.attention:
         of_length = job(devices, one.length)
         clocks = attention._clocks(of_length, of_length.stack.attention, latent=False)
@@ -102,9 +102,10 @@ def test_a_price_at_a_row_is_the_row(accelerator: str, seed: int) -> None:
         assert seconds == pytest.approx(each.seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_products_grow_with_aligned_m_and_change_between_rows_only(seed: int) -> None:
-    plain = machine("a100-80")
+@pytest.mark.parametrize("accelerator", ["a100-80", "v100-32"])
+@pytest.mark.parametrize("seed", range(3))
+def test_products_grow_with_aligned_m_and_keep_their_form_beyond_rows(accelerator: str, seed: int) -> None:
+    plain = machine(accelerator, sustained_share=1.0)
     work, before = job(calibrated_machine(plain, seed, most=3.0)), job(plain)
     m = np.arange(16.0, 70000.0, 16.0)
     for n, k in [(4096.0, 4096.0), (14336.0, 4096.0), (10240.0, 8192.0), (5120.0, 1024.0), (512.0, 65536.0)]:
@@ -164,6 +165,11 @@ def test_prices_say_which_rows_they_come_from() -> None:
     assert kinds == ["measured", "scaled"]
     assert f"this machine, {DATE}" in collective_prices.origin(a100, "all_gather", 8).text
     assert DATE not in collective_prices.origin(a100, "all_to_all", 8).text, "calibrations measure no all-to-all"
+    v100 = job(calibrated_machine(machine("v100-32"), 0), precision="fp16")
+    kinds = [origin(v100, *sides, equation=equations_s).kind for sides in ((4096, 4096, 4096), (64, 64, 64))]
+    assert kinds == ["scaled", "scaled"]
+    assert origin(v100, 4096, 4096, 4096, equation=equations_s).text.startswith(f"this machine, {DATE}; ×")
+    assert origin(v100, 4096, 4096, 4096).kind == "assumed"
     h100 = origin(job(calibrated_machine(machine("h100-sxm"), 0)), 16384, 10240, 8192)
     assert (h100.kind, "for clocks over a whole step" in h100.text) == ("scaled", True)
 

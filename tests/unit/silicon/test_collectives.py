@@ -87,6 +87,15 @@ def test_published_lines_of_nodes_with_adapters_of_their_devices_are_close() -> 
     assert errors.p90 <= 0.30, errors
 
 
+@pytest.mark.parametrize(("fabric", "median", "p90"), [("efa", 0.15, 0.32), ("efa-p4d", 0.22, 0.42)])
+def test_published_lines_of_efa_are_nearer(fabric: str, median: float, p90: float) -> None:
+    """Small messages start late; the protocol of high bandwidth adds no more than on other networks."""
+    lines = [line for line in judge.published() if line["fabric"] == fabric and int(line["bytes"]) >= 4096]
+    errors = judge.Errors.of(line["predicted_us"] / float(line["us"]) for line in lines)
+    assert errors.count >= 20
+    assert (errors.median <= median, errors.p90 <= p90) == (True, True), errors
+
+
 @pytest.mark.parametrize("accelerator", [*DEVICES, "h800", "gh200-96", "a10", "rtx-5090", "h100-pcie"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_times_grow_with_bytes_without_steps_at_the_ends(accelerator: str, operation: Operation) -> None:
