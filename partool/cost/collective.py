@@ -49,9 +49,9 @@ _QUICK_BYTES_PER_S = {"cpu": np.inf, "cuda": 16e9, "rocm": 16e9}
 bus bandwidth on Hopper, which is half as much of the tensor in an all-reduce."""
 _FIRST_PIECES_S = 60e-6
 """Longest part of the shorter phase, inside nodes or between them, that the longer one does not hide, fitted to the 276
-published lines of nodes of eight NVIDIA devices: the mean over publishers of their median errors is 12.9 % where all is
-hidden, 11.6 % with 30 us, 11.7 % with 60 us, 12.4 % with 120 us and 40 % where nothing is. With any publisher left out,
-the others' best value is 30 us."""
+published lines of nodes of eight NVIDIA devices: the mean over publishers of their median errors is 12.0 % where all is
+hidden, 10.4 % with 30 us, 10.5 % with 60 us, 11.1 % with 120 us and 38 % where nothing is. With one publisher left out
+at a time, the others give 30 us, and once 0."""
 _RACK_ADAPTERS = 8
 """Network adapters of a rack-scale domain that one collective drives: two racks of GB200 all-reduce 408 GB/s, twenty
 203 GB/s, which is 8 adapters of 50 GB/s once and twice (https://github.com/coreweave/nccl-tests#2-racks)."""

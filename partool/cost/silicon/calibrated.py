@@ -91,7 +91,7 @@ def by_length(rows: Sequence[LengthRatio], length: Column, heads: Column) -> Col
     ratios: list[NDArray[np.float64]] = []
     for index, knot in enumerate(knots):
         of_length = sorted((np.log(row.heads), row.log_ratio) for row in rows if row.length == knot)
-        ratio = np.interp(heads, *zip(*of_length, strict=True))
+        ratio = np.interp(heads, [each[0] for each in of_length], [each[1] for each in of_length])
         if index:
             fall = next(power for least, power in _LEAST_RISE if knots[index - 1] >= least)
             ratio = np.maximum(ratio, ratios[-1] - fall * np.log(knot / knots[index - 1]))

@@ -175,8 +175,10 @@ def equation_curves(
     equation: Callable[[Column, Column], Column], most: int, measured_here: tuple[CollectiveRow, ...]
 ) -> CollectiveCurves:
     """Return curves of rows and, around them, of an equation that gives the seconds of bytes and numbers of ranks."""
-    sizes, members = 2.0 ** np.arange(_SMALLEST, _LARGEST), np.arange(2, most + 1)
-    return with_rows(CollectiveCurves(_SMALLEST, equation(sizes[None, :], members[:, None])), measured_here)
+    sizes: NDArray[np.float64] = 2.0 ** np.arange(_SMALLEST, _LARGEST, dtype=np.float64)
+    members = np.arange(2, most + 1, dtype=np.float64)
+    seconds = np.asarray(equation(sizes[None, :], members[:, None]))
+    return with_rows(CollectiveCurves(_SMALLEST, seconds), measured_here)
 
 
 def seconds(

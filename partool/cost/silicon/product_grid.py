@@ -33,7 +33,7 @@ class Equation(Protocol):
         """Return the seconds."""
 
 
-class Rates(NamedTuple):
+class TableRates(NamedTuple):
     """What a table's device reaches in large products, and from its memory."""
 
     flops_per_s: float
@@ -48,7 +48,7 @@ class ProductTable:
     seconds_grid: MeasuredGrid
     unaligned: MeasuredGrid | None
     """Logarithms of the ratios by which products with other m than multiples of 16 take longer."""
-    large: Rates
+    large: TableRates
     """FLOP/s of the table's large products, and bytes per second of streaming kernels on the measured device."""
     element_bytes: float
     ratio: float
@@ -125,7 +125,7 @@ def with_rows(of: ProductTable, rows: tuple[ProductRow, ...], engine: float) -> 
 @lru_cache(maxsize=16)
 def _merged(
     name: str,
-    large: Rates,
+    large: TableRates,
     element_bytes: float,
     scales: tuple[float, float, float],
     rows: tuple[tuple[tuple[float, ...], float], ...],
@@ -139,13 +139,14 @@ def _merged(
 
 
 def equation_table(
-    equation: Equation, rows: tuple[ProductRow, ...], large: Rates, element_bytes: float, clocks_flop_s: float
+    equation: Equation, rows: tuple[ProductRow, ...], large: TableRates, element_bytes: float, clocks_flop_s: float
 ) -> ProductTable:
     """Return a table of rows and, around them, of the seconds of an equation, which lacks the clocks of a whole step.
 
     The table has powers of two: between them the steps of partly filled tiles are evened out.
     """
-    axes = {"m": 2.0 ** np.arange(4, 17), "n": 2.0 ** np.arange(6, 17), "k": 2.0 ** np.arange(6, 17)}
+    sizes: NDArray[np.float64] = 2.0 ** np.arange(4, 17, dtype=np.float64)
+    axes = {"m": sizes, "n": sizes[2:], "k": sizes[2:]}
     points = np.meshgrid(*axes.values(), indexing="ij")
     log_s = np.log(equation(*(side.ravel() for side in points))).reshape(points[0].shape)
     before = ProductTable("", MeasuredGrid(axes, log_s, _NOBODY), None, large, element_bytes, 1.0, 0.0, 0.0, 0.0)

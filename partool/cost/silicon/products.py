@@ -17,7 +17,7 @@ from partool.catalog.silicon.grid import entries, grid
 from partool.cost.case import Column
 from partool.cost.silicon import calibrated
 from partool.cost.silicon.origin import PriceOrigin
-from partool.cost.silicon.product_grid import ProductTable, Rates, equation_table, with_rows
+from partool.cost.silicon.product_grid import ProductTable, TableRates, equation_table, with_rows
 from partool.spec.measured_rows import ProductRow
 from partool.work.base import Workload
 
@@ -96,7 +96,7 @@ def _row_table(job: Workload, equation: JobEquation, *, wide: bool) -> ProductTa
     flops_per_s = devices.wide_flops if wide and devices.wide_flops else devices.achievable_flops
     steady = replace(job, devices=devices.model_copy(update={"sustained_share": 1.0}))
     return equation_table(
-        partial(equation, steady, wide=wide), rows, Rates(flops_per_s, _MEMORY_SHARE * devices.memory_bytes_per_s),
+        partial(equation, steady, wide=wide), rows, TableRates(flops_per_s, _MEMORY_SHARE * devices.memory_bytes_per_s),
         job.compute_bytes, (1.0 / devices.sustained_share - 1.0) / flops_per_s,
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
         name=name,
         seconds_grid=seconds_grid,
         unaligned=grid("products", f"{name}/unaligned"),
-        large=Rates(large, bytes_per_s),
+        large=TableRates(large, bytes_per_s),
         element_bytes=1.0 if narrow else 2.0,
         ratio=least * _ENGINE[job.stack.product_kernel],
         flop_s=(compute - least) / large + sustained,
@@ -142,9 +142,9 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     )
 
 
-def _catalog_rates(device: str, precision: str) -> Rates:
+def _catalog_rates(device: str, precision: str) -> TableRates:
     entry: dict[str, Any] = catalog("accelerators")[device]
-    return Rates(entry["achievable_tflops"][precision] * 1e12, entry["memory_gb_per_s"] * 1e9)
+    return TableRates(entry["achievable_tflops"][precision] * 1e12, entry["memory_gb_per_s"] * 1e9)
 
 
 @cache
