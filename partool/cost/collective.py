@@ -39,7 +39,7 @@ _HOP = 0.4
 per NVLink hop."""
 _QUICK_HOP = 0.1
 """The same ratio inside a node for the protocol of low latency: tables of H100 have 0.8 us per rank."""
-_MORE_START_S = 37e-6
+_MORE_START_S = 37.5e-6
 """What the protocol of high bandwidth adds to the start of an all-reduce, per doubling of the nodes, fitted to lines of
 two to eight nodes of H100 and B200 with InfiniBand (87 lines of NVIDIA/nccl-tests issue 309, 22 of Nebius, 19 of
 Lambda). It is the protocol's, not the network's: 43 lines of EFA, whose small messages start later, are met with the

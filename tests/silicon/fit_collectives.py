@@ -24,7 +24,7 @@ import judge_collectives as judge
 
 CONSTANTS: dict[str, tuple[float, ...]] = {
     "_FABRIC_SHARE": (0.75, 0.80, 0.85, 0.90, 0.95),
-    "_MORE_START_S": (12e-6, 20e-6, 28e-6, 37e-6, 45e-6, 55e-6),
+    "_MORE_START_S": (12e-6, 20e-6, 28e-6, 37.5e-6, 45e-6, 55e-6),
     "_QUICK_BYTES_PER_S": (8e9, 12e9, 16e9, 24e9, 32e9),
     "_HOP": (0.2, 0.3, 0.4, 0.5, 0.6),
     "_FIRST_PIECES_S": (0.0, 30e-6, 60e-6, 120e-6, 240e-6, 1.0),
