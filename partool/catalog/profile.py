@@ -21,6 +21,7 @@ from partool.catalog.profile_file import (
     home,
     load_profile,
 )
+from partool.catalog.profile_rows import measured_rows
 from partool.catalog.silicon.collectives import OPERATIONS, collectives, measured_device, seconds_by_rank
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
@@ -194,6 +195,8 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
     if figures.storage_bytes_per_s:
         measured["storage_bytes_per_s"] = _storage(figures.storage_bytes_per_s.value, devices)
     given = {name for name, fields in _GIVEN.items() if any(getattr(spec, field) is not None for field in fields)}
+    if not devices.slice and (rows := measured_rows(profile, devices, precision, given)) is not None:
+        measured["measured_rows"] = rows
     return devices.model_copy(update={name: value for name, value in measured.items() if name not in given})
 
 
@@ -209,7 +212,7 @@ def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, f
     """
     table_of = "" if devices.slice else measured_device(devices.accelerator, devices.measured_as)
     if table_of and figures.collectives:
-        return _scaled_link(figures, table_of, ranks)
+        return _paired(_scaled_link(figures, table_of, ranks), devices, ranks)
     slow = _REDUCE_SLOWDOWN[devices.backend]
     moves_of = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
     lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in moves_of.items()
@@ -218,16 +221,30 @@ def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, f
         return {}
     rate = statistics.median(line.bytes_per_s.value * moves for _, moves, line in lines) / _LINK_SHARE[devices.backend]
     latency = statistics.median(line.latency_s.value / starts for starts, _, line in lines)
-    link = {"link_bytes_per_s": rate, "link_latency_s": latency / (1.0 + _HOP * (ranks - 1))}
-    if devices.topology == "mesh" and ranks > 1:
-        link["pair_bytes_per_s"] = rate / (ranks - 1)
-    return link
+    return _paired({"link_bytes_per_s": rate, "link_latency_s": latency / (1.0 + _HOP * (ranks - 1))}, devices, ranks)
+
+
+def _paired(link: dict[str, float], devices: Devices, ranks: int) -> dict[str, float]:
+    """Return ``link`` with the rate of a pair of ranks, where devices are linked pairwise.
+
+    The measured rate is that of a ring over ``ranks`` devices, which uses only the links between them. The rates of a
+    pair and of all links together have the ratio that they have in ``devices``.
+    """
+    pair_bytes_per_s = devices.pair_bytes_per_s
+    if devices.topology != "mesh" or pair_bytes_per_s is None or ranks < 2:
+        return link
+    ring_bytes_per_s = min(pair_bytes_per_s * (ranks - 1), devices.link_bytes_per_s)
+    faster = link["link_bytes_per_s"] / ring_bytes_per_s
+    return link | {
+        "link_bytes_per_s": faster * devices.link_bytes_per_s, "pair_bytes_per_s": faster * pair_bytes_per_s
+    }  # fmt: skip
 
 
 def _scaled_link(figures: MeasuredFigures, device: str, ranks: int) -> dict[str, float]:
-    """Return the rate and start time that make the tables of ``device`` take the measured times, as medians.
+    """Return the rate of a ring and the start time with which the tables of ``device`` take the measured times.
 
-    Prices scale a table's start times and what exceeds them by these figures over the catalog's.
+    Both are medians over the operations. Prices scale a table's start times and what exceeds them by these figures over
+    the catalog's.
     """
     rates, starts = [], []
     for operation in OPERATIONS:

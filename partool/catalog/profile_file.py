@@ -152,7 +152,7 @@ class StackScalars(_Part):
 
 
 class Measurement(_Part):
-    """One measurement of a calibration; plans do not read it."""
+    """One measurement of a calibration; plans read those that have ``sides``."""
 
     kind: str
     name: str
@@ -163,6 +163,10 @@ class Measurement(_Part):
     """Number of elements that a matrix product reads and writes; 0 for other work."""
     length: NonNegativeInt = 0
     """Sequence length of attention; 0 for other work."""
+    sides: tuple[PositiveInt, ...] = ()
+    """Sizes of a row that takes the place of prices: (m, n, k) of a matrix product, (batch, heads, length, width) of
+    attention, (bytes of the whole tensor,) of a collective, whose name begins with the operation; empty for other work
+    and in calibrations before the field existed."""
     seconds: float
     """Median time in seconds."""
     mad_s: float
@@ -186,13 +190,16 @@ class Profile(_Part):
 
     @property
     def figures_hash(self) -> str:
-        """Return the SHA-256 of the figures and the machine; empty if the profile has no figures.
+        """Return the SHA-256 of the figures, the rows and the machine; empty if the profile has no figures.
 
-        Only predictions made with equal hashes are comparable.
+        Only predictions made with equal hashes are comparable. Calibrations without rows keep the hash that they had
+        before rows existed.
         """
         if self.figures == MeasuredFigures():
             return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})
+        if rows := [[one.kind, one.name, one.precision, one.seconds] for one in self.measurements if one.sides]:
+            kept["rows"] = rows
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -5,7 +5,8 @@ Inside a node, measured tables give the seconds (:mod:`partool.cost.silicon.coll
 and twice in an all-reduce (g = 2; Thakur, Rabenseifner and Gropp, IJHPCA 2005).
 
 A collective that crosses nodes does the same work inside each node and sends over the network at the same time, after a
-start that grows with the number of hops (a ring of gathers) or with its logarithm (trees of all-reduces) and with the
+start: that of a collective inside a node, also where each node has one rank, and what the network adds to it. The
+latter grows with the number of hops (a ring of gathers) or with its logarithm (trees of all-reduces) and with the
 message, as small messages go by the protocol of low latency and larger ones by that of high bandwidth. The part of the
 shorter of both phases that is not hidden is that of the first pieces. The few figures are NCCL's
 (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc) and those of published nccl-tests lines, with which
@@ -15,12 +16,16 @@ tests compare the model (tests/data/silicon/nccl_tests.csv).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
 from partool.catalog.silicon.collectives import Operation
 from partool.cost.case import Column, Layouts
 from partool.cost.silicon import collectives as measured
+from partool.spec.hardware import Devices
+from partool.spec.measured_rows import CollectiveRow
 from partool.work.base import Workload
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
@@ -34,15 +39,19 @@ _HOP = 0.4
 per NVLink hop."""
 _QUICK_HOP = 0.1
 """The same ratio inside a node for the protocol of low latency: tables of H100 have 0.8 us per rank."""
-_MORE_START = 1.5
-"""Ratio of what the protocol of high bandwidth adds to the start of an all-reduce, per doubling of the nodes, to the
-time that a collective between nodes takes to start: 37 us, fitted to published lines of two to eight nodes of H100 and
-B200 with InfiniBand."""
+_MORE_START_S = 37.5e-6
+"""What the protocol of high bandwidth adds to the start of an all-reduce, per doubling of the nodes, fitted to lines of
+two to eight nodes of H100 and B200 with InfiniBand (87 lines of NVIDIA/nccl-tests issue 309, 22 of Nebius, 19 of
+Lambda). It is the protocol's, not the network's: 43 lines of EFA, whose small messages start later, are met with the
+same figure (median error 13 %; 24 % in proportion to the network's start)."""
 _QUICK_BYTES_PER_S = {"cpu": np.inf, "cuda": 16e9, "rocm": 16e9}
 """Rate of the protocol of low latency between nodes, fitted to the same lines. NCCL's tuning table has 35 to 45 GB/s of
 bus bandwidth on Hopper, which is half as much of the tensor in an all-reduce."""
 _FIRST_PIECES_S = 60e-6
-"""Longest part of the shorter phase, inside nodes or between them, that the longer one does not hide."""
+"""Longest part of the shorter phase, inside nodes or between them, that the longer one does not hide, fitted to the 276
+published lines of nodes of eight NVIDIA devices: the mean over publishers of their median errors is 12.0 % where all is
+hidden, 10.4 % with 30 us, 10.5 % with 60 us, 11.1 % with 120 us and 38 % where nothing is. With one publisher left out
+at a time, the others give 30 us, and once 0."""
 _RACK_ADAPTERS = 8
 """Network adapters of a rack-scale domain that one collective drives: two racks of GB200 all-reduce 408 GB/s, twenty
 203 GB/s, which is 8 adapters of 50 GB/s once and twice (https://github.com/coreweave/nccl-tests#2-racks)."""
@@ -50,8 +59,10 @@ _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 """Ratio of the time of reductions to the time of gathers of the same bytes. Gloo sums on the core that also sends, and
 its reduce-scatter is an all-reduce of which each rank keeps a part (measured ratio: 1.7 to 1.9)."""
 _ONCE_START_S, _ONCE_NODE_START_S = 75e-6, 65e-6
-"""Start of a dispatch and a combine of kernels that send a token once, and what each doubling of the nodes adds to it
-(DeepEP in tables of H100: 74, 142, 213 and 260 us on 1, 2, 4 and 8 nodes)."""
+"""Start of a dispatch and a combine of kernels that send a token once, and what each doubling of the nodes adds to it:
+DeepEP's smallest exchanges in tables of H100 take 74, 142, 213 and 260 us on 1, 2, 4 and 8 nodes. They matter for few
+tokens only: starts of 45 to 110 us change the errors of 147 exchanges of 1,024 tokens and more by 1 % of the time, and
+30 to 100 us per doubling by 1 %, with any number of nodes left out."""
 _ONCE_TOKEN_BYTES_PER_S, _ONCE_COPY_SHARE = 200e9, 1.2
 """Rate at which 24 units take up tokens, and ratio of the rate at which they write copies to the link's rate. A token's
 copy for a rank of its own is among the copies and does not use the link. Both are fitted to DeepEP's tables of one node
@@ -114,10 +125,43 @@ def inside_rate(job: Workload, members: Column) -> Column:
 
     In a node whose devices are linked pairwise, the ring uses only the links between these devices.
     """
-    devices = job.devices
-    pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
-    ring_bytes_per_s = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
-    return _LINK_SHARE[devices.backend] * np.minimum(ring_bytes_per_s, devices.link_bytes_per_s)
+    return _ring_bytes_per_s(_link(job.devices), members)
+
+
+class _Link(NamedTuple):
+    """What the equation of a node's collectives reads."""
+
+    backend: str
+    mesh: bool
+    bytes_per_s: float
+    pair_bytes_per_s: float
+    latency_s: float
+
+
+def _link(devices: Devices) -> _Link:
+    pair_bytes_per_s = devices.pair_bytes_per_s or devices.link_bytes_per_s
+    mesh = devices.topology == "mesh"
+    return _Link(devices.backend, mesh, devices.link_bytes_per_s, pair_bytes_per_s, devices.link_latency_s)
+
+
+def _ring_bytes_per_s(link: _Link, members: Column) -> Column:
+    ring_bytes_per_s = link.pair_bytes_per_s * np.maximum(members - 1, 1) if link.mesh else link.bytes_per_s
+    return _LINK_SHARE[link.backend] * np.minimum(ring_bytes_per_s, link.bytes_per_s)
+
+
+def _equation_s(link: _Link, operation: Operation, whole_bytes: Column, members: Column) -> Column:
+    """Return the seconds of a collective of several ranks of a node that no table prices."""
+    sums, reduced = operation == "all_reduce", _REDUCE_SLOWDOWN[link.backend]
+    passes = 1.0 + reduced if sums else reduced if operation == "reduce_scatter" else 1.0
+    start = link.latency_s * (1.0 + _HOP * (members - 1)) * (2.0 if sums else 1.0)
+    return start + passes * whole_bytes * (members - 1) / members / _ring_bytes_per_s(link, members)
+
+
+@lru_cache(maxsize=64)
+def _row_curves(
+    link: _Link, operation: Operation, most: int, rows: tuple[CollectiveRow, ...]
+) -> measured.CollectiveCurves:
+    return measured.equation_curves(partial(_equation_s, link, operation), most, rows)
 
 
 def inside_s(
@@ -127,16 +171,15 @@ def inside_s(
 
     With ``at_least``, the result is a lower bound for messages of at least so many bytes, and convex in the bytes.
     """
-    seconds = measured.seconds(job.devices, operation, whole_bytes, ranks.slots, at_least)
+    devices = job.devices
+    seconds = measured.seconds(devices, operation, whole_bytes, ranks.slots, at_least)
     if seconds is not None:
         return seconds
-    members = ranks.inside
-    sums = operation == "all_reduce"
-    slow = _REDUCE_SLOWDOWN[job.devices.backend] if operation == "reduce_scatter" else 1.0
-    passes = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend] if sums else slow
-    start = job.devices.link_latency_s * (1.0 + _HOP * (members - 1)) * (2.0 if sums else 1.0)
-    moved = passes * whole_bytes * (members - 1) / members / inside_rate(job, members)
-    return np.where(np.asarray(members) > 1, start + moved, 0.0)
+    members, rows = ranks.inside, measured.rows(devices, operation)
+    if rows:
+        curves = _row_curves(_link(devices), operation, measured.most_ranks(devices), rows)
+        return curves.seconds_of(whole_bytes, members, at_least)
+    return np.where(np.asarray(members) > 1, _equation_s(_link(devices), operation, whole_bytes, members), 0.0)
 
 
 def gather_s(
@@ -161,8 +204,8 @@ def gather_s(
     # A ring goes through all ranks of all nodes; the table has the hops of one node.
     hops = ranks.size - ranks.domains - np.maximum(ranks.inside - 1, 0)
     quick = _QUICK_HOP * devices.link_latency_s * hops + _HOP * devices.fabric_latency_s * (ranks.domains - 1)
-    more = (_HOP - _QUICK_HOP) * devices.link_latency_s * hops + _MORE_START * devices.fabric_latency_s
-    start = np.where(ranks.domains > 1, quick, 0.0)
+    more = (_HOP - _QUICK_HOP) * devices.link_latency_s * hops + _MORE_START_S
+    start = np.where(ranks.domains > 1, quick, 0.0) + _lone_start_s(job, ranks)
     return start + _across(job, whole_bytes, at_least, (within, network), np.where(ranks.domains > 1, more, 0.0))
 
 
@@ -192,11 +235,20 @@ def all_reduce_s(job: Workload, whole_bytes: Column, ranks: RankGroup, at_least:
         share = np.where(ranks.domains == 2, 1.0, share)
     network = share * whole_bytes / rate(job, ranks)
     doublings = np.log2(np.maximum(ranks.domains, 1.0))
-    start, more = (part * devices.fabric_latency_s * doublings for part in (_HOP, _MORE_START))
+    start, more = _HOP * devices.fabric_latency_s * doublings, _MORE_START_S * doublings
     if devices.backend == "cpu":
         # Gloo has no protocol of low latency: each hop takes as long as a message.
         start = 2.0 * devices.fabric_latency_s * np.log2(ranks.domains + 1.0) * (ranks.domains > 1)
+    start = start + _lone_start_s(job, ranks)
     return start + _across(job, whole_bytes, at_least, (within, network), more)
+
+
+def _lone_start_s(job: Workload, ranks: RankGroup) -> Column:
+    """Return the start of a collective whose ranks are one per node, and so have no seconds inside of a node.
+
+    NCCL starts the same kernel whatever links the ranks have.
+    """
+    return np.where((ranks.domains > 1) & (np.asarray(ranks.inside) <= 1), job.devices.link_latency_s, 0.0)
 
 
 def _across(
@@ -232,7 +284,8 @@ def all_to_all_s(job: Workload, sent_bytes: Column, ranks: RankGroup, at_least: 
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s
     across = sent_bytes * (1.0 - own_share) / network
     start = devices.fabric_latency_s * np.log2(np.maximum(ranks.domains, 1.0) + 1.0)
-    return np.where(ranks.domains > 1, start, 0.0) + np.maximum(within, across)
+    start = np.where(ranks.domains > 1, start, 0.0) + _lone_start_s(job, ranks)
+    return start + np.maximum(within, across)
 
 
 def token_exchange_s(job: Workload, token_bytes: Column, ranks: RankGroup, visits: Column) -> Column:

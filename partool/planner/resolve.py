@@ -116,7 +116,7 @@ def _problem(
 
 _BY_PRECISION = (
     "peak_flops", "achievable_flops", "sustained_share", "product_element_s", "wide_flops", "attention_flops",
-    "attention_by_length",
+    "attention_by_length", "measured_rows",
 )  # fmt: skip
 """Fields of the machines that depend on the precision of training."""
 _BY_CORES = ("threads_per_rank", "achievable_flops", "memory_bytes_per_s")

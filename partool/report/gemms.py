@@ -18,7 +18,7 @@ from partool.cost.silicon.origin import PriceOrigin
 from partool.cost.silicon.products import origin
 from partool.cost.time import attention
 from partool.cost.time.experts import expert_sizes
-from partool.cost.time.gemm import matmul_s
+from partool.cost.time.gemm import equations_s, matmul_s
 from partool.cost.traffic.messages import tokens
 from partool.layout.gemms import Gemm, gemms
 from partool.plan.types import Plan
@@ -115,7 +115,7 @@ def _forward_s(plan: Plan, work: Workload, gemm: Gemm) -> float:
 
 def _origin(plan: Plan, work: Workload, gemm: Gemm) -> PriceOrigin:
     wide = not is_narrow(plan, gemm)
-    price = origin(work, gemm.rows.mean, gemm.n, gemm.k, wide=wide, batch=gemm.groups)
+    price = origin(work, gemm.rows.mean, gemm.n, gemm.k, wide=wide, batch=gemm.groups, equation=equations_s)
     if gemm.groups == 1 or work.devices.backend == "cpu":
         return price
     return price._replace(text=f"{price.text}; a step has the seconds of a whole layer of experts instead")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Auto, Section
+from partool.spec.measured_rows import MeasuredRows
 from partool.spec.numbers import MOST_DEVICES, Bytes, Cores, CoresOrNone, Figure, Ranks, Rate, Share, Speed, Tokens
 from partool.spec.patterns import FilePath, MigProfile
 
@@ -175,6 +176,8 @@ class Devices(Section):
     section 3.3.1)."""
     operator_s: Rate = 7e-6
     """Host time to start one operator (kernel)."""
+    measured_rows: MeasuredRows | None = None
+    """What ``partool calibrate`` timed on this machine, which takes the place of prices at its sizes."""
     threads_per_rank: CoresOrNone = 0
     """Intra-op threads of torch per rank; 0 leaves the number to torch."""
 
@@ -182,7 +185,8 @@ class Devices(Section):
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize devices without a slice, or without figures that few have, as before these fields existed."""
         fields: dict[str, Any] = dump(self)
-        for name in ("slice", "measured_as", "product_element_s", "attention_by_length", "fresh_bytes_per_s"):
+        few = ("slice", "measured_as", "product_element_s", "attention_by_length", "fresh_bytes_per_s", "measured_rows")
+        for name in few:
             if not getattr(self, name):
                 fields.pop(name, None)
         return fields

@@ -6,8 +6,9 @@ products, which code bases add as ``contention`` and as shares of overlap (:clas
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce
 
 _PCIE = (("l40s", 31.0), ("rtx-pro-6000", 63.0))
 """Measured servers of cards without links between them, by ascending GB/s of the slot (PCIe 4 and PCIe 5)."""
+_SUMMING_SWITCHES = 90
+"""Least compute capability of devices whose NVLink switches sum (NVLink SHARP of Hopper)."""
 
 
 @cache
@@ -47,10 +50,8 @@ def seconds_by_rank(measured: MeasuredGrid, most: int) -> NDArray[np.float64]:
     """Return seconds at the table's sizes for 2 to ``most`` ranks, one row each.
 
     Between measured numbers of ranks the logarithm of the seconds is linear in the logarithm of the ranks. Beyond the
-    largest, which only rack-scale links reach, a collective starts later by what one doubling of the ranks has
-    measured, per doubling, and its bytes take longer in proportion to (n-1)/n. All-reduces keep their time per byte:
-    the switches of such racks sum (GB200: 413 GB/s at 4 ranks, 423 at 72,
-    https://github.com/coreweave/nccl-tests#gb200).
+    largest, a collective starts later by what one doubling of the ranks has measured, per doubling, and its bytes take
+    longer by :func:`_growth`.
     """
     ranks, log_s = measured.axes["ranks"], measured.log_s
     inner = np.arange(2, min(most, int(ranks[-1])) + 1)
@@ -61,7 +62,30 @@ def seconds_by_rank(measured: MeasuredGrid, most: int) -> NDArray[np.float64]:
         return np.asarray(seconds)
     largest, start_s = np.exp(log_s[-1]), np.exp(log_s[:, 0])
     per_doubling_s = (start_s[-1] - start_s[-2]) / np.log2(ranks[-1] / ranks[-2])
-    sums = measured.origin["kernel"] == "all_reduce"
-    growth = np.ones_like(more, dtype=float) if sums else (1.0 - 1.0 / more) / (1.0 - 1.0 / ranks[-1])
     started_s = start_s[-1] + per_doubling_s * np.log2(more / ranks[-1])
-    return np.concatenate([seconds, started_s + growth * (largest - start_s[-1])])
+    return np.concatenate([seconds, started_s + _growth(measured, more) * (largest - start_s[-1])])
+
+
+def _growth(measured: MeasuredGrid, more: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return how much longer bytes take with ``more`` ranks than with the most that were measured.
+
+    Behind switches of NVLink a rank sends (n-1)/n of the tensor over its own links, and from Hopper on the switches sum
+    all-reduces, whose time per byte stays (GB200: 413 GB/s at 4 ranks, 423 at 72,
+    https://github.com/coreweave/nccl-tests#gb200).
+
+    Cards in PCIe slots have no links of their own. Eight cards with 16 lanes each take about all lanes of two host
+    processors (128 to 160 with AMD EPYC 9004, https://www.amd.com/en/products/processors/server/epyc.html), so that
+    more cards share the lanes of eight. What n ranks send, (n-1)/n of the tensor each, then takes in proportion to
+    n-1. This is an assumption, as nobody published measurements of servers with more than eight cards.
+    """
+    most = measured.axes["ranks"][-1]
+    entry = table("accelerators")[measured.origin["device"]]
+    if entry["topology"] == "none":
+        return np.asarray((more - 1.0) / (most - 1.0))
+    if measured.origin["kernel"] == "all_reduce" and _capability(entry) >= _SUMMING_SWITCHES:
+        return np.ones_like(more, dtype=float)
+    return np.asarray((1.0 - 1.0 / more) / (1.0 - 1.0 / most))
+
+
+def _capability(entry: Mapping[str, Any]) -> int:
+    return int(entry["kernel_limits"]["architecture"].removeprefix("sm_"))

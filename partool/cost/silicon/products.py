@@ -6,25 +6,22 @@ rates, a price is the table's; otherwise the table is scaled by the ratios of bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from partool.catalog.bandwidth import MEMORY_SHARE
 from partool.catalog.lookup import table as catalog
-from partool.catalog.silicon.grid import MeasuredGrid, entries, grid, interpolate
+from partool.catalog.silicon.grid import entries, grid
 from partool.cost.case import Column
+from partool.cost.silicon import calibrated
 from partool.cost.silicon.origin import PriceOrigin
+from partool.cost.silicon.product_grid import ProductTable, TableRates, equation_table, with_rows
+from partool.spec.measured_rows import ProductRow
 from partool.work.base import Workload
 
-_START_S = 2.8e-6
-"""Start of a kernel, in products beyond the tables' sizes."""
-_MULTIPLE = 16
-"""Products whose m is a multiple of this number, and products with other m, follow different curves."""
 _LARGE = (4096.0, 16384.0)
 """Least and greatest n and k of the products whose median rate counts as that of large products; m is at least the
 first number."""
@@ -43,87 +40,72 @@ _NOTEWORTHY = 0.005
 """Least relative difference from a table that makes a price a scaled one."""
 MEASURED_WIDTHS = 32
 """The widths of measured products are multiples of this number."""
+EQUATION_WIDTHS = 64
+"""The widths of products whose equation has no cost of misaligned rows are multiples of this number."""
 _QUANTISING = ("fp8/scaled_mm", "fp8_block/deepgemm", "fp8_block/trtllm")
 """Tables whose products contain the quantisation of their input, other than the computation of its scale."""
 
 
-class _Rates(NamedTuple):
-    flops_per_s: float
-    bytes_per_s: float
+class JobEquation(Protocol):
+    """Seconds of a workload's products [m, k] × [k, n]."""
 
-
-@dataclass(frozen=True)
-class ProductTable:
-    """A table of seconds, and what turns them into a device's."""
-
-    name: str
-    seconds_grid: MeasuredGrid
-    unaligned: MeasuredGrid | None
-    """Logarithms of the ratios by which products with other m than multiples of 16 take longer."""
-    large: _Rates
-    """FLOP/s of the table's large products, and bytes per second of streaming kernels on the measured device."""
-    element_bytes: float
-    ratio: float
-    """Ratio by which the whole table is scaled."""
-    flop_s: float
-    """Seconds per FLOP that are added."""
-    byte_s: float
-    """Seconds per byte that are added."""
-
-    def seconds(self, m: Column, n: Column, k: Column) -> Column:
-        """Return the seconds of products [m, k] × [k, n], whose sides are 1 or more."""
-        at = (m, n, k)
-        inside = self._clipped(at)
-        seconds = np.exp(_at(self.seconds_grid, inside))
-        if self.unaligned is not None:
-            seconds = seconds * self._unaligned(m, inside)
-        if any(one is not other for one, other in zip(at, inside, strict=True)):
-            seconds = seconds * (self._grown_s(*at) / self._grown_s(*inside))
-        seconds = self.ratio * seconds
-        if self.flop_s:
-            seconds = seconds + self.flop_s * (2.0 * m * n * k)
-        if self.byte_s:
-            seconds = seconds + self.byte_s * self._moved_bytes(m, n, k)
-        return seconds
-
-    def _clipped(self, at: Sequence[Column]) -> list[Column]:
-        """Return the nearest sides of the table; a column that lies inside is returned as it is."""
-        clipped = []
-        for side, values in zip(at, self.seconds_grid.axes.values(), strict=True):
-            least, most = values[0], values[-1]
-            low, high = (np.min(side), np.max(side)) if np.ndim(side) else (side, side)
-            outside = low < least or high > most
-            clipped.append(np.clip(side, least, most) if outside else side)
-        return clipped
-
-    def _unaligned(self, m: Column, inside: Sequence[Column]) -> Column:
-        """Return the ratio to the products between multiples of 16; 1 for these, and for fewer than 16 rows."""
-        assert self.unaligned is not None
-        other = (np.mod(m, _MULTIPLE) != 0) & (np.asarray(m) > _MULTIPLE)
-        if not np.any(other):
-            return 1.0
-        axes = self.unaligned.axes.values()
-        nearest = [np.clip(side, values[0], values[-1]) for side, values in zip(inside, axes, strict=True)]
-        return np.exp(np.where(other, _at(self.unaligned, nearest), 0.0))
-
-    def _grown_s(self, m: Column, n: Column, k: Column) -> Column:
-        """Return seconds that grow smoothly with all sides: beyond the table, its price grows in their proportion."""
-        return 2.0 * m * n * k / self.large.flops_per_s + self._moved_bytes(m, n, k) / self.large.bytes_per_s + _START_S
-
-    def _moved_bytes(self, m: Column, n: Column, k: Column) -> Column:
-        return self.element_bytes * (m * k + n * k) + 2.0 * m * n
+    def __call__(self, job: Workload, m: Column, n: Column, k: Column, *, wide: bool) -> Column:
+        """Return the seconds."""
 
 
 def product_table(job: Workload, *, wide: bool = False) -> ProductTable | None:
     """Return the table that prices a workload's products; None if the device or the precision was not measured.
 
-    Under fp8, ``wide`` products use 16 bits.
+    Rows that were measured on the user's machine take the place of the table's. Under fp8, ``wide`` products use 16
+    bits.
     """
     key = f"product table{' wide' if wide else ''}"
     if key not in job.memo:
-        job.memo[key] = _made(job, wide=wide)
-    made: ProductTable | None = job.memo[key]
-    return made
+        made = _made(job, wide=wide)
+        rows = _rows(job, wide=wide, multiple=MEASURED_WIDTHS)
+        # A calibration measures fp8 products without the quantisation of their input, which some tables contain.
+        narrow = job.precision == "fp8" and not wide and made is not None and made.name.endswith(_QUANTISING)
+        if made is not None and len(rows) > 1 and not narrow:
+            made = with_rows(made, rows, _ENGINE[job.stack.product_kernel])
+        job.memo[key] = made
+    table: ProductTable | None = job.memo[key]
+    return table
+
+
+def priced_table(job: Workload, equation: JobEquation, *, wide: bool = False) -> ProductTable | None:
+    """Return the table of :func:`product_table`, or on accelerators that have none one of the user's rows.
+
+    ``equation`` gives the seconds around these rows. The result is None where nothing was measured: plans then take
+    the equation. On a CPU they do so with rows, too, as a calibration draws its line through all of them.
+    """
+    table = product_table(job, wide=wide)
+    if table is not None or job.devices.measured_rows is None or not job.devices.units:
+        return table
+    key = f"product rows{' wide' if wide else ''}"
+    if key not in job.memo:
+        job.memo[key] = _row_table(job, equation, wide=wide)
+    rows: ProductTable | None = job.memo[key]
+    return rows
+
+
+def _row_table(job: Workload, equation: JobEquation, *, wide: bool) -> ProductTable | None:
+    rows, devices = _rows(job, wide=wide, multiple=EQUATION_WIDTHS), job.devices
+    if len(rows) < 2:
+        return None
+    flops_per_s = devices.wide_flops if wide and devices.wide_flops else devices.achievable_flops
+    steady = replace(job, devices=devices.model_copy(update={"sustained_share": 1.0}))
+    return equation_table(
+        partial(equation, steady, wide=wide), rows, TableRates(flops_per_s, MEMORY_SHARE * devices.memory_bytes_per_s),
+        job.compute_bytes, (1.0 / devices.sustained_share - 1.0) / flops_per_s,
+    )  # fmt: skip
+
+
+def _rows(job: Workload, *, wide: bool, multiple: int) -> tuple[ProductRow, ...]:
+    """Return the products of widths of a multiple that were measured on this machine."""
+    measured = job.devices.measured_rows
+    of_kind = () if measured is None else measured.products
+    of_kind = tuple(row for row in of_kind if row.wide is (wide and job.precision == "fp8"))
+    return tuple(row for row in of_kind if row.n % multiple == 0 and row.k % multiple == 0)
 
 
 def _made(job: Workload, *, wide: bool) -> ProductTable | None:
@@ -150,17 +132,18 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
         name=name,
         seconds_grid=seconds_grid,
         unaligned=grid("products", f"{name}/unaligned"),
-        large=_Rates(large, bytes_per_s),
+        large=TableRates(large, bytes_per_s),
         element_bytes=1.0 if narrow else 2.0,
         ratio=least * _ENGINE[job.stack.product_kernel],
         flop_s=(compute - least) / large + sustained,
+        clocks_flop_s=sustained,
         byte_s=(memory - least) / bytes_per_s,
     )
 
 
-def _catalog_rates(device: str, precision: str) -> _Rates:
+def _catalog_rates(device: str, precision: str) -> TableRates:
     entry: dict[str, Any] = catalog("accelerators")[device]
-    return _Rates(entry["achievable_tflops"][precision] * 1e12, entry["memory_gb_per_s"] * 1e9)
+    return TableRates(entry["achievable_tflops"][precision] * 1e12, entry["memory_gb_per_s"] * 1e9)
 
 
 @cache
@@ -172,11 +155,6 @@ def _large_flops_per_s(name: str) -> float:
     large = (m >= _LARGE[0]) & (n >= _LARGE[0]) & (n <= _LARGE[1]) & (k >= _LARGE[0]) & (k <= _LARGE[1])
     rates = np.sort((2.0 * m * n * k / np.exp(of.log_s))[large])
     return float(rates[len(rates) // 2])
-
-
-def _at(of: MeasuredGrid, at: Sequence[Column]) -> NDArray[np.float64]:
-    """Return a grid's logarithms at points."""
-    return interpolate(of.log_axes, of.log_s, [np.log(side) for side in at])
 
 
 def quantises(job: Workload) -> bool:
@@ -196,19 +174,53 @@ def scale_s(job: Workload, m: Column, k: Column) -> Column:
     return memory * of.seconds(*inside) * np.maximum(at[0] * at[1] / (inside[0] * inside[1]), 1.0)
 
 
-def origin(job: Workload, m: float, n: float, k: float, *, wide: bool = False, batch: float = 1) -> PriceOrigin:
-    """Return where the price of ``batch`` products [m, k] × [k, n] comes from."""
-    of = product_table(job, wide=wide)
+def origin(
+    job: Workload,
+    m: float,
+    n: float,
+    k: float,
+    *,
+    wide: bool = False,
+    batch: float = 1,
+    equation: JobEquation | None = None,
+) -> PriceOrigin:
+    """Return where the price of ``batch`` products [m, k] × [k, n] comes from.
+
+    ``equation`` is that of :func:`priced_table`; without it devices that have no table have no rows either.
+    """
+    of = product_table(job, wide=wide) if equation is None else priced_table(job, equation, wide=wide)
+    who = f"equations with the rates of {job.devices.accelerator}"
     if of is None:
-        return PriceOrigin("assumed", f"equations with the rates of {job.devices.accelerator}")
+        return PriceOrigin("assumed", who)
     measured = of.seconds_grid.origin
-    who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
+    if of.name:
+        who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
     ratios = _ratios(job, of, (m, n, k), batch)
+    if of.before is not None:
+        return _calibrated_origin(job, of, (m, n, k), ratios, who)
     if ratios:
         return PriceOrigin("scaled", f"{who}; {', '.join(ratios)}")
     # Of sparse tables (AMD's), not every point of the grid was measured.
     at_point = all(side in values for side, values in zip((m, n, k), of.seconds_grid.axes.values(), strict=True))
     return PriceOrigin("measured" if at_point and of.unaligned is not None else "interpolated", who)
+
+
+def _calibrated_origin(
+    job: Workload, of: ProductTable, sides: tuple[float, float, float], ratios: list[str], who: str
+) -> PriceOrigin:
+    """Return the origin of a price of a table with rows of the user's machine."""
+    rows = job.devices.measured_rows
+    assert rows is not None
+    here = calibrated.here(rows.date)
+    if sides in of.rows:
+        return calibrated.at_row(here, ratios)
+    least, most = (bound(list(of.rows), axis=0) for bound in (np.min, np.max))
+    inside = np.all((least <= sides) & (np.asarray(sides) <= most))
+    if inside and not ratios:
+        return PriceOrigin("interpolated", f"between products of {here}, along {who}")
+    assert of.before is not None
+    more = float(replace(of, flop_s=0.0).seconds(*sides) / of.before.seconds(*sides))
+    return PriceOrigin("scaled", f"{who}; {', '.join([f'× {more:.2f} by the nearest products of {here}', *ratios])}")
 
 
 def _ratios(job: Workload, of: ProductTable, sides: tuple[float, float, float], batch: float) -> list[str]:
@@ -218,7 +230,7 @@ def _ratios(job: Workload, of: ProductTable, sides: tuple[float, float, float], 
         words.append("beyond its sizes in proportion to FLOPs and bytes")
     more = float(of.seconds(*sides) / replace(of, ratio=1.0, flop_s=0.0, byte_s=0.0).seconds(*sides))
     if abs(more - 1.0) >= _NOTEWORTHY:
-        clocks = devices.accelerator == devices.measured_as and of.ratio == 1.0
+        clocks = of.flop_s == of.clocks_flop_s and of.ratio == 1.0 and not of.byte_s
         words.append(
             f"× {more:.2f} for {'clocks over a whole step' if clocks else f'the rates of {devices.accelerator}'}"
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -12,8 +15,10 @@ from partool.cost.case import Column, Layouts, among
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.silicon import attention as silicon
+from partool.cost.silicon import calibrated
 from partool.cost.silicon.origin import PriceOrigin
 from partool.cost.time.gemm import matmul_s
+from partool.spec.measured_rows import AttentionRow
 from partool.work.base import Workload
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
@@ -99,20 +104,76 @@ def attention_s(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward:
     """Return the seconds that the busiest rank spends on the core of one layer's attention for one micro-batch."""
     if job.stack.attention == "unfused":
         return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
-    model, devices, generation = job.model, job.devices, job.stack.attention
     flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * sum(_head(job))
-    rate = _rate_at(devices.attention_by_length, _length(job, kind)) or devices.attention_flops
-    rate = rate or _FLASH_SHARE[devices.backend] * _peak(job)
-    blocks, latent = sequence_shares.blocks(layouts, kind), model.mla is not None
-    if not silicon.covers(devices, generation, job.compute_bytes, latent=latent):
-        rate = equation_flops(rate, generation, model.head_dim)
-        return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * blocks
-    measured = silicon.generation(devices, latent=latent)
+    shape = partial(kernel, job, layouts, kind)
+    blocks, latent = sequence_shares.blocks(layouts, kind), job.model.mla is not None
+    core = _Core(flops, blocks, _length(job, kind), job.model.head_dim, latent, shape)
+    seconds = _pass_s(job, core, job.stack.attention, backward=backward) * _measured_ratio(job, core)
+    return seconds / _clocks(job, job.stack.attention, latent=latent)
+
+
+@dataclass(frozen=True)
+class _Core:
+    """Fused attention of one rank."""
+
+    flops: Column
+    """FLOPs of a forward pass."""
+    blocks: Column
+    """Kernels that follow each other."""
+    length: int
+    head_dim: int
+    latent: bool
+    shape: Callable[[], silicon.AttentionShape]
+    """Gives what one kernel computes."""
+
+
+def _covered(job: Workload, generation: str, *, latent: bool) -> bool:
+    return silicon.covers(job.devices, generation, job.compute_bytes, latent=latent)
+
+
+def _clocks(job: Workload, generation: str, *, latent: bool) -> float:
+    """Return the share of a kernel's rate that a whole step sustains; the rates of equations are those of steps."""
+    return job.devices.sustained_share if _covered(job, generation, latent=latent) else 1.0
+
+
+def _best_flops(job: Workload, length: int) -> float:
+    """Return the FLOP/s over both passes of the device's fastest kernel."""
+    rate = _rate_at(job.devices.attention_by_length, length) or job.devices.attention_flops
+    return rate or _FLASH_SHARE[job.devices.backend] * _peak(job)
+
+
+def _pass_s(job: Workload, core: _Core, generation: str, *, backward: bool) -> Column:
+    """Return the seconds of one pass, without the clocks of a whole step."""
+    devices, rate = job.devices, _best_flops(job, core.length)
+    if not _covered(job, generation, latent=core.latent):
+        rate = equation_flops(rate, generation, core.head_dim)
+        return core.flops * (_BACKWARD if backward else 1.0) / rate + _START_S * core.blocks
+    measured = silicon.generation(devices, latent=core.latent)
     passes = _BACKWARD / silicon.BACKWARD_RATE if backward else 1.0
     measured_rate = _generation_rate(silicon.catalog_flops(devices.measured_as), measured)
-    ratio = silicon.slowness(devices, kernel(job, layouts, kind), lambda work: work / measured_rate + _START_S)
-    clocks = devices.sustained_share
-    return (flops * passes / _generation_rate(rate, generation) + _START_S * blocks) * ratio / clocks
+    ratio = silicon.slowness(devices, core.shape(), lambda work: work / measured_rate + _START_S)
+    return (core.flops * passes / _generation_rate(rate, generation) + _START_S * core.blocks) * ratio
+
+
+def _measured_ratio(job: Workload, core: _Core) -> Column:
+    """Return the ratio of the user's machine to the price, from the attention that was measured on it."""
+    measured = job.devices.measured_rows
+    if measured is None or not measured.attention:
+        return 1.0
+    if "attention rows" not in job.memo:
+        job.memo["attention rows"] = [_row_ratio(job, row) for row in measured.attention]
+    shape = core.shape()
+    return calibrated.by_length(job.memo["attention rows"], shape.length, shape.heads)
+
+
+def _row_ratio(job: Workload, row: AttentionRow) -> calibrated.LengthRatio:
+    """Return the ratio of a row's seconds to the price of both passes, by the fastest kernel that the device has."""
+    widths = (row.width, row.width)
+    shape = silicon.AttentionShape(float(row.length), float(row.heads), None, widths)
+    flops = 2.0 * row.heads * row.length * keys_seen(row.length, None) * sum(widths)
+    core = _Core(flops, 1, row.length, row.width, latent=False, shape=lambda: shape)
+    priced_s = sum(float(_pass_s(job, core, silicon.FLASH3, backward=backward)) for backward in (False, True))
+    return calibrated.LengthRatio(float(row.length), float(row.heads), math.log(row.seconds / priced_s))
 
 
 def kernel(job: Workload, layouts: Layouts, kind: Kind = _ALL) -> silicon.AttentionShape:
@@ -140,9 +201,35 @@ def kernel(job: Workload, layouts: Layouts, kind: Kind = _ALL) -> silicon.Attent
 
 def origin(job: Workload, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> PriceOrigin:
     """Return where the seconds of :func:`attention_s` come from."""
-    if job.stack.attention == "unfused" or job.compute_bytes != 2:
-        return PriceOrigin("assumed", "equations of attention")
-    return silicon.origin(job.devices, kernel(job, layouts, kind), wanted=job.stack.attention, backward=backward)
+    assumed = PriceOrigin("assumed", "equations of attention")
+    if job.stack.attention == "unfused":
+        return assumed
+    shape, price = kernel(job, layouts, kind), assumed
+    if job.compute_bytes == 2:
+        price = silicon.origin(job.devices, shape, wanted=job.stack.attention, backward=backward)
+    measured = job.devices.measured_rows
+    if measured is None or not measured.attention:
+        return price
+    here, length = calibrated.here(measured.date), float(shape.length)
+    if _is_row(job, shape, measured.attention):
+        clocks = _clocks(job, job.stack.attention, latent=False)
+        return calibrated.at_row(
+            f"{here}, both passes together", [f"clocks of a whole step, {clocks:g}"] if clocks < 1.0 else []
+        )
+    lengths = [row.length for row in measured.attention]
+    if price.kind in ("measured", "interpolated") and min(lengths) <= length <= max(lengths):
+        return PriceOrigin("interpolated", f"between attention of {here}, along {price.text}")
+    return PriceOrigin("scaled", f"{price.text}; by the nearest attention of {here}")
+
+
+def _is_row(job: Workload, shape: silicon.AttentionShape, rows: Sequence[AttentionRow]) -> bool:
+    """Return True if a row's kernel, the fastest of the device, computes this shape."""
+    if shape.latent or shape.window is not None:
+        return False
+    rate = _best_flops(job, int(shape.length))
+    at = float(shape.length), float(shape.heads), shape.widths
+    fastest = _generation_rate(rate, job.stack.attention) == rate
+    return fastest and any(at == (row.length, row.heads, (row.width, row.width)) for row in rows)
 
 
 def equation_flops(rate: float, generation: str, head_dim: int) -> float:

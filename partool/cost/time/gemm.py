@@ -9,7 +9,7 @@ import numpy as np
 from partool.catalog.bandwidth import MEMORY_SHARE
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, Mask
-from partool.cost.silicon.products import MEASURED_WIDTHS, product_table
+from partool.cost.silicon.products import EQUATION_WIDTHS, MEASURED_WIDTHS, priced_table
 from partool.work.base import Workload
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
@@ -33,14 +33,16 @@ Multiplication Background User's Guide": tensor cores need multiples of 8; full 
 def matmul_s(job: Workload, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
     """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; under fp8, ``wide`` products use 16 bits.
 
-    They come from a table of measurements where there is one for the device (:mod:`partool.cost.silicon.products`).
+    They come from a table of measurements where there is one for the device, or where a calibration measured rows
+    (:mod:`partool.cost.silicon.products`).
     Tables have single products of widths that are multiples of 32; the ratios to other products are the equations'.
     """
-    table = product_table(job, wide=wide)
+    table = priced_table(job, equations_s, wide=wide)
     if table is None:
         return equations_s(job, m, n, k, wide=wide, batch=batch)
     m, n, k = (np.maximum(side, 1.0) for side in (m, n, k))
-    seconds = table.seconds(m, n, k) * misaligned(n, MEASURED_WIDTHS) * misaligned(k, MEASURED_WIDTHS)
+    widths = MEASURED_WIDTHS if table.name else EQUATION_WIDTHS
+    seconds = table.seconds(m, n, k) * misaligned(n, widths) * misaligned(k, widths)
     if np.ndim(batch) == 0 and batch == 1:
         return seconds
     several, one = (equations_s(job, m, n, k, wide=wide, batch=each) for each in (batch, 1))

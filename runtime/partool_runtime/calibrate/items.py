@@ -34,6 +34,9 @@ class Item:
     """Number of elements that a matrix product reads and writes; 0 for other work."""
     length: int = 0
     """Sequence length of attention; 0 for other work."""
+    sides: tuple[int, ...] = ()
+    """(m, n, k) of a matrix product, (batch, heads, length, width) of attention, (bytes,) of a collective's whole
+    tensor; empty for other work."""
     host_clock: bool = False
     """True if the host's time is measured even on an accelerator."""
 
@@ -134,7 +137,7 @@ def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[I
         ):
             make = partial(_gemm, m, n, k, device, precision)
             elements = float(m * k + k * n + m * n)
-            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make, elements)
+            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make, elements, sides=(m, n, k))
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
@@ -172,7 +175,9 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
         return work
 
     work_flops = flops / (1.0 if width >= 96 else NARROW_HEADS)
-    return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare, length=length)
+    return Item(
+        "attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare, length=length, sides=shape
+    )
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
@@ -270,7 +275,8 @@ def _collectives(sizes: WorkSizes, device: torch.device, world: int) -> Iterator
             return partial(dist.all_reduce, torch.zeros(part * world, device=device))
 
         for name, prepare in (("all_gather", gather), ("reduce_scatter", scatter), ("all_reduce", reduce)):
-            yield Item("collective", f"{name} {size}", "fp32", 4.0 * part * world, "byte", prepare)
+            whole = 4 * part * world
+            yield Item("collective", f"{name} {size}", "fp32", float(whole), "byte", prepare, sides=(whole,))
 
 
 def _link(size: int, device: torch.device, name: str) -> Work:

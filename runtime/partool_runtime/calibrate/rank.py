@@ -120,8 +120,8 @@ def _measurement(item: Item, measured: list[float]) -> dict[str, object]:
     n, median, mad = summary(measured)
     return {
         "kind": item.kind, "name": item.name, "precision": item.precision, "work": item.work,
-        "work_unit": item.work_unit, "elements": item.elements, "length": item.length, "seconds": median,
-        "mad_s": mad, "n": n,
+        "work_unit": item.work_unit, "elements": item.elements, "length": item.length, "sides": item.sides,
+        "seconds": median, "mad_s": mad, "n": n,
     }  # fmt: skip
 
 

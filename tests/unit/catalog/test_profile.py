@@ -210,6 +210,36 @@ def test_measured_collectives_scale_tables(tmp_path: Path) -> None:
     assert slower == pytest.approx(gathers, rel=0.05)
 
 
+@pytest.mark.parametrize("measured_ranks", [2, 4])
+def test_pairs_of_a_mesh_take_the_measured_times(tmp_path: Path, measured_ranks: int) -> None:
+    """The links between the measured ranks say how fast one pair is, and how fast all pairs of a rank are together."""
+    profile = made("gh200-96", ranks=measured_ranks, collectives={"all_gather": line(2e-5, 3e10 * measured_ranks)})
+    found, usual = applied(tmp_path, profile, "bf16", accelerator="gh200-96", per_node=4)
+    measured, catalog = found.devices, usual
+    assert measured.pair_bytes_per_s is not None
+    assert catalog.pair_bytes_per_s is not None
+    assert measured.pair_bytes_per_s / catalog.pair_bytes_per_s == pytest.approx(
+        measured.link_bytes_per_s / catalog.link_bytes_per_s
+    )
+    job = TrainingWork(MODEL, measured, 128, "bf16", global_batch=8)
+    ranks = collective.group(job, measured_ranks, 1)
+    moved = 2.0**29 * (measured_ranks - 1) / measured_ranks
+    expected = 2e-5 + moved / (3e10 * measured_ranks)
+    assert float(collective.gather_s(job, 2.0**29, ranks)) == pytest.approx(expected)
+
+
+def test_pairs_of_a_mesh_without_tables_scale_as_well(tmp_path: Path) -> None:
+    profile = made("v100-32", ranks=8, collectives={"all_gather": line(2e-5, 5e10)})
+    found, usual = applied(tmp_path, profile, "fp16", accelerator="v100-32", per_node=8)
+    assert found.devices.pair_bytes_per_s is not None
+    assert usual.pair_bytes_per_s is not None
+    faster = found.devices.link_bytes_per_s / usual.link_bytes_per_s
+    assert found.devices.pair_bytes_per_s == pytest.approx(faster * usual.pair_bytes_per_s)
+    job = TrainingWork(MODEL, found.devices, 128, "fp16", global_batch=8)
+    seconds = float(collective.gather_s(job, 1e9, collective.group(job, 8, 1)))
+    assert seconds == pytest.approx(2e-5 + 1e9 * 7 / 8 / 5e10)
+
+
 def test_shares_are_those_of_the_cost_model() -> None:
     from partool.cost.time import attention
     from partool.cost.training import offload

@@ -127,7 +127,7 @@ def test_collectives_across_nodes_do_the_work_of_a_node_and_of_the_network_at_th
     node = 10e-6 * (1 + 0.4 * 7)
     ring = 0.1 * 10e-6 * 21 + 0.4 * 25e-6 * 3
     assert collective.gather_s(job(), 0.0, across) == pytest.approx(node + ring)
-    more = 0.3 * 10e-6 * 21 + 1.5 * 25e-6
+    more = 0.3 * 10e-6 * 21 + 37.5e-6
     inside, network = node + 7e9 / (0.78 * 4e11), 8e9 * 31 / 32 / (8 * 0.85 * 5e10)
     assert collective.gather_s(job(), 8e9, across) == pytest.approx(ring + more + max(inside, network) + 60e-6)
     tree = 2 * 0.4 * 25e-6
@@ -135,7 +135,7 @@ def test_collectives_across_nodes_do_the_work_of_a_node_and_of_the_network_at_th
     two = collective.group(job(), 16, 1)
     network = 8e9 / (8 * 0.85 * 5e10)
     inside = 2 * node + 14e9 / (0.78 * 4e11)
-    once = (0.4 + 1.5) * 25e-6 + max(inside, network) + 60e-6
+    once = 0.4 * 25e-6 + 37.5e-6 + max(inside, network) + 60e-6
     assert collective.all_reduce_s(job(), 8e9, two) == pytest.approx(once), "a tree of two nodes sends sums once"
 
 

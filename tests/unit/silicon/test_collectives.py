@@ -87,6 +87,15 @@ def test_published_lines_of_nodes_with_adapters_of_their_devices_are_close() -> 
     assert errors.p90 <= 0.30, errors
 
 
+@pytest.mark.parametrize(("fabric", "median", "p90"), [("efa", 0.15, 0.32), ("efa-p4d", 0.22, 0.42)])
+def test_published_lines_of_efa_are_nearer(fabric: str, median: float, p90: float) -> None:
+    """Small messages start late; the protocol of high bandwidth adds no more than on other networks."""
+    lines = [line for line in judge.published() if line["fabric"] == fabric and int(line["bytes"]) >= 4096]
+    errors = judge.Errors.of(line["predicted_us"] / float(line["us"]) for line in lines)
+    assert errors.count >= 20
+    assert (errors.median <= median, errors.p90 <= p90) == (True, True), errors
+
+
 @pytest.mark.parametrize("accelerator", [*DEVICES, "h800", "gh200-96", "a10", "rtx-5090", "h100-pcie"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_times_grow_with_bytes_without_steps_at_the_ends(accelerator: str, operation: Operation) -> None:
@@ -126,6 +135,50 @@ def test_pcie_cards_that_are_apart_take_the_time_of_all_cards_between_them() -> 
 
     assert seconds("l40s", 2, 4) == seconds("l40s", 4, 2) == seconds("l40s", 8, 1) > 4.0 * seconds("l40s", 4, 1)
     assert seconds("h100-sxm", 2, 4) == seconds("h100-sxm", 2, 1)
+
+
+@pytest.mark.parametrize("accelerator", ["l40s", "rtx-pro-6000", "a10", "a100-80", "gb200", "h100-sxm"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_more_ranks_than_measured_take_no_less_time(accelerator: str, operation: Operation) -> None:
+    devices = judge.machine(accelerator, per_node=24)
+    members = np.arange(2, 25)
+    for size in (1024.0, 1e6, 1e9):
+        seconds = prices.seconds(devices, operation, size, members)
+        assert seconds is not None
+        most = 4 if accelerator == "gb200" else 8
+        assert np.all(np.diff(seconds[members >= most]) >= 0), "beyond the measured ranks"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_more_cards_share_the_lanes_of_eight(operation: Operation) -> None:
+    """Beyond eight cards without links, bytes take in proportion to n-1; behind switches to (n-1)/n or not at all."""
+
+    def more(accelerator: str) -> float:
+        devices = judge.machine(accelerator, per_node=16)
+        eight, sixteen = (float(prices.seconds(devices, operation, 2.0**34, members) or 0.0) for members in (8, 16))
+        return sixteen / eight
+
+    assert more("l40s") == pytest.approx(15 / 7, rel=0.001)
+    assert more("rtx-pro-6000") == pytest.approx(15 / 7, rel=0.001)
+    assert more("a100-80") == pytest.approx(15 / 14, rel=0.01)
+    assert more("h100-sxm") == pytest.approx(1.0 if operation == "all_reduce" else 15 / 14, rel=0.01)
+    sixteen = prices.origin(judge.machine("l40s", per_node=16), operation, 16)
+    assert (sixteen.kind, "16 cards share the lanes of 8" in sixteen.text) == ("scaled", True)
+
+
+@pytest.mark.parametrize("accelerator", ["h100-sxm", "l40s", "mi300x", "cpu"])
+def test_one_rank_per_node_starts_a_collective_too(accelerator: str) -> None:
+    """What a collective takes to start does not depend on whether ranks share a node."""
+    job: Any = judge._Job(judge.machine(accelerator, nodes=4, per_node=2))
+    alone = collective.group(job, 4, 2)
+    assert (int(alone.inside), int(alone.domains)) == (1, 4)
+    latency_s = job.devices.link_latency_s
+    later: Any = judge._Job(job.devices.model_copy(update={"link_latency_s": 3.0 * latency_s}))
+    for of in judge.OF_OPERATION.values():
+        for size in (0.0, 1e6):
+            more = float(of(later, size, alone)) - float(of(job, size, alone))
+            assert more == pytest.approx(2.0 * latency_s)
+    assert float(collective.gather_s(job, 1e6, collective.group(job, 1, 1))) == 0.0
 
 
 def test_only_names_choose_a_table() -> None:

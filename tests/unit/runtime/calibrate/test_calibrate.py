@@ -118,6 +118,9 @@ def test_a_real_measurement_of_two_ranks(capfd: pytest.CaptureFixture[str], tmp_
     assert 1e4 < profile.figures.storage_bytes_per_s.value < 1e12
     assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
     assert {m.kind for m in profile.measurements if m.elements} == {"gemm"}
+    assert {m.kind for m in profile.measurements if m.sides} == {"gemm", "attention", "collective"}
+    products = [m for m in profile.measurements if m.kind == "gemm"]
+    assert all(m.name.endswith("x".join(map(str, m.sides))) for m in products)
     assert {(m.kind, m.length) for m in profile.measurements if m.length} == {("attention", 64)}
     assert f"[{len(profile.measurements)}/{len(profile.measurements)}]" in err
 
