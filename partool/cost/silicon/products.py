@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from partool.catalog.lookup import table as catalog
 from partool.catalog.silicon.grid import MeasuredGrid, entries, grid, interpolate
+from partool.catalog.silicon.products import ProductGrid, product_grid
 from partool.cost.case import Column
 from partool.cost.silicon.origin import PriceOrigin
 from partool.work.base import Workload
@@ -58,7 +59,7 @@ class ProductTable:
     """A table of seconds, and what turns them into a device's."""
 
     name: str
-    seconds_grid: MeasuredGrid
+    measured: ProductGrid
     unaligned: MeasuredGrid | None
     """Logarithms of the ratios by which products with other m than multiples of 16 take longer."""
     large: _Rates
@@ -75,7 +76,7 @@ class ProductTable:
         """Return the seconds of products [m, k] × [k, n], whose sides are 1 or more."""
         at = (m, n, k)
         inside = self._clipped(at)
-        seconds = np.exp(_at(self.seconds_grid, inside))
+        seconds = np.exp(self.measured.log_s(*inside))
         if self.unaligned is not None:
             seconds = seconds * self._unaligned(m, inside)
         if any(one is not other for one, other in zip(at, inside, strict=True)):
@@ -90,7 +91,7 @@ class ProductTable:
     def _clipped(self, at: Sequence[Column]) -> list[Column]:
         """Return the nearest sides of the table; a column that lies inside is returned as it is."""
         clipped = []
-        for side, values in zip(at, self.seconds_grid.axes.values(), strict=True):
+        for side, values in zip(at, self.measured.grid.axes.values(), strict=True):
             least, most = values[0], values[-1]
             low, high = (np.min(side), np.max(side)) if np.ndim(side) else (side, side)
             outside = low < least or high > most
@@ -136,8 +137,8 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     name = next((name for name in names if name in entries("products")), None)
     if name is None:
         return None
-    seconds_grid = grid("products", name)
-    assert seconds_grid is not None
+    measured = product_grid(name)
+    assert measured is not None
     reference, large = _catalog_rates(devices.measured_as, "fp8" if narrow else "bf16"), _large_flops_per_s(name)
     flops_per_s = devices.wide_flops if wide and devices.wide_flops else devices.achievable_flops
     compute = reference.flops_per_s / flops_per_s
@@ -149,7 +150,7 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     bytes_per_s = _MEMORY_SHARE * reference.bytes_per_s
     return ProductTable(
         name=name,
-        seconds_grid=seconds_grid,
+        measured=measured,
         unaligned=grid("products", f"{name}/unaligned"),
         large=_Rates(large, bytes_per_s),
         element_bytes=1.0 if narrow else 2.0,
@@ -167,11 +168,11 @@ def _catalog_rates(device: str, precision: str) -> _Rates:
 @cache
 def _large_flops_per_s(name: str) -> float:
     """Return the median rate of a table's large products."""
-    of = grid("products", name)
+    of = product_grid(name)
     assert of is not None
-    m, n, k = np.meshgrid(*of.axes.values(), indexing="ij")
+    m, n, k = np.meshgrid(*of.grid.axes.values(), indexing="ij")
     large = (m >= _LARGE[0]) & (n >= _LARGE[0]) & (n <= _LARGE[1]) & (k >= _LARGE[0]) & (k <= _LARGE[1])
-    rates = np.sort((2.0 * m * n * k / np.exp(of.log_s))[large])
+    rates = np.sort(2.0 * (m * n * k)[large] / np.exp(of.log_s(m[large], n[large], k[large])))
     return float(rates[len(rates) // 2])
 
 
@@ -202,20 +203,20 @@ def origin(job: Workload, m: float, n: float, k: float, *, wide: bool = False, b
     of = product_table(job, wide=wide)
     if of is None:
         return PriceOrigin("assumed", f"equations with the rates of {job.devices.accelerator}")
-    measured = of.seconds_grid.origin
+    measured = of.measured.grid.origin
     who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
     ratios = _ratios(job, of, (m, n, k), batch)
     if ratios:
         return PriceOrigin("scaled", f"{who}; {', '.join(ratios)}")
     # Of sparse tables (AMD's), not every point of the grid was measured.
-    at_point = all(side in values for side, values in zip((m, n, k), of.seconds_grid.axes.values(), strict=True))
+    at_point = all(side in values for side, values in zip((m, n, k), of.measured.grid.axes.values(), strict=True))
     return PriceOrigin("measured" if at_point and of.unaligned is not None else "interpolated", who)
 
 
 def _ratios(job: Workload, of: ProductTable, sides: tuple[float, float, float], batch: float) -> list[str]:
     """Return in words why a price is not the table's."""
     words, devices = [], job.devices
-    if not of.seconds_grid.contains(*sides):
+    if not of.measured.grid.contains(*sides):
         words.append("beyond its sizes in proportion to FLOPs and bytes")
     more = float(of.seconds(*sides) / replace(of, ratio=1.0, flop_s=0.0, byte_s=0.0).seconds(*sides))
     if abs(more - 1.0) >= _NOTEWORTHY:

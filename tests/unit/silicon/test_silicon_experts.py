@@ -22,7 +22,7 @@ from partool.catalog.silicon.grid import entries
 from partool.cost.silicon.experts import layer_s, origin
 from partool.planner.cost_job import cost_job
 from partool.work.base import Workload
-from partool.work.stacks import STACKS
+from partool.work.stacks import STACKS, scaled_by
 
 TESTS = Path(__file__).parents[2]
 SAMPLE = TESTS / "data" / "silicon" / "experts.csv.gz"
@@ -145,6 +145,14 @@ def test_kernels_differ_as_they_were_measured() -> None:
         name: flops / layer_s(job("h100-sxm", kernel=name), sizes) / (0.81 * 794e12) for name in ("cutlass", "triton")
     }
     assert 0.35 < share["triton"] < share["cutlass"] < 1.0
+
+
+def test_scales_by_block_have_curves_of_their_own() -> None:
+    tensor = job("h100-sxm", precision="fp8")
+    block = replace(tensor, stack=scaled_by(tensor.stack, "blockwise"))
+    apart = [table(f"h100-sxm/{dtype}/cutlass/even").seconds(LAYER) for dtype in ("fp8", "fp8-block")]
+    assert layer_s(block, LAYER) / layer_s(tensor, LAYER) == pytest.approx(apart[1] / apart[0])
+    assert apart[1] > 1.2 * apart[0]
 
 
 def test_skewed_loads_take_longer_for_the_same_rows() -> None:

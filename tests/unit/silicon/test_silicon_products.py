@@ -24,7 +24,7 @@ from partool.cost.time.layer import layer
 from partool.plan.layout import Mesh
 from partool.spec.hardware import HardwareSpec
 from partool.spec.model import ModelConfig
-from partool.work.stacks import PARTOOL, STACKS, Stack
+from partool.work.stacks import PARTOOL, STACKS, Stack, scaled_by
 from partool.work.training import TrainingWork
 
 ROOT = Path(__file__).parents[3]
@@ -109,7 +109,7 @@ def test_prices_are_positive_monotone_and_continuous(name: str) -> None:
             assert np.all(np.diff(seconds) >= -1e-12 * seconds[1:])
         of = product_table(work)
         assert of is not None
-        for axis, values in enumerate(of.seconds_grid.axes.values()):
+        for axis, values in enumerate(of.measured.grid.axes.values()):
             for edge in (values[0], values[-1]):
                 # Widths of multiples of 32 only, as misaligned widths take longer by a step.
                 at = np.array([[4096.0, 4096.0, 4096.0]] * 2)
@@ -247,6 +247,9 @@ def test_prices_say_where_they_come_from() -> None:
     assert "fp16 as bf16" in origin(job("a100-80", "fp16"), 4096, 4096, 4096).text
     assert "misaligned" in origin(job("a100-80"), 4096, 4100, 4096).text
     assert "transformer-engine" in origin(job("a100-80", stack=STACKS["megatron"]), 4096, 4096, 4096).text
+    blocks = scaled_by(STACKS["megatron"], "blockwise")
+    assert "DeepGEMM" in origin(job("h100-sxm", "fp8", stack=blocks), 4096, 4096, 4096).text
+    assert "DeepGEMM" not in origin(job("h100-sxm", "fp8", stack=STACKS["megatron"]), 4096, 4096, 4096).text
     assert origin(job("mi355x"), 4096, 8192, 8192).kind == "interpolated"  # not every pair of its grid was measured
     assert origin(job("mi300x"), 4096, 4096, 4096).kind == "assumed"
 
@@ -305,7 +308,7 @@ same products are 8 to 9 % apart on L40S (90th percentile 19 to 29 %)."""
 def judged(device: str, table: str, step: int) -> None:
     judge = pytest.importorskip("silicon.judge_products")
     rows, _ = judge.products.of_kernel(device, table)
-    for side, errors in judge.by_side(rows, step).items():
+    for side, errors in judge.by_side(rows, judge.products.waves(device, table), step).items():
         median, p90 = MISSED.get((device, table, side), judge.BARS[table][side])
         assert (errors["median"] <= median, errors["p90"] <= p90) == (True, True), (device, table, side, errors)
 
