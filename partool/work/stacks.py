@@ -45,8 +45,9 @@ reads a tensor for its largest value, reads it again and writes half as many byt
 tensor. Scales per row need a second cast, of the transposed tensor, for products that sum over the other dimension;
 blocks of 32 elements (MX) or of 128 (``blockwise``: DeepSeek-V3, arXiv 2412.19437, section 3.3, and
 ``Float8BlockScaling`` of Transformer Engine) are cast twice, too, but in a single read. ``float8`` gathers inputs of
-tensor ranks in eight bits with one scale per tensor only (https://github.com/pytorch/torchtitan/blob/main/docs/float8.md). The product with a
-scale per row takes 1.25 times as long on an H100: fitted to four runs of torchtitan with eight tensor ranks
+tensor ranks in eight bits with one scale per tensor only
+(https://github.com/pytorch/torchtitan/blob/main/docs/float8.md). The product with a scale per row takes 1.25 times as
+long on an H100: fitted to four runs of torchtitan with eight tensor ranks
 (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), which gain nothing from it over bf16."""
 _EAGER_CASTS = 7.0
 """Reads and writes of a cast in eager mode relative to a compiled one: absolute value, maximum, conversion to float32,

@@ -251,7 +251,7 @@ def report() -> dict[str, Any]:
         made[f"{device}/{table}"] = {
             "shipped": shipped(device, table),
             "left out": by_side(rows, following),
-            "between frameworks": spread(rows),
+            "between frameworks": spread([*rows, *products.of_other_frameworks(device, table)]),
             "by framework": {one.framework: by_side([one], following, step=2) for one in rows} if len(rows) > 1 else {},
         }
         print(device, table, json.dumps(made[f"{device}/{table}"]["left out"]), flush=True)

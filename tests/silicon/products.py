@@ -178,6 +178,13 @@ def of_kernel(device: str, kernel: str) -> tuple[list[Measured], int]:
     return [one for one in kept if one.framework in frameworks and len(one.seconds) >= FULL], hosted
 
 
+def of_other_frameworks(device: str, kernel: str) -> list[Measured]:
+    """Return the complete rows of frameworks whose products of the same type are not in a table."""
+    dtype, frameworks = KERNELS[kernel]
+    kept, _ = without_host([one for one in measured(device) if one.dtype == dtype])
+    return [one for one in kept if one.framework not in frameworks and len(one.seconds) >= FULL]
+
+
 def sides_of(rows: Sequence[Measured]) -> Floats:
     """Return the values of n and k at which a kernel was measured."""
     return SIDES[np.isin(SIDES, rows[0].n) & np.isin(SIDES, rows[0].k)]

@@ -95,6 +95,18 @@ def test_seconds_are_positive_and_grow_with_rows_without_jumps(name: str) -> Non
         assert np.all(seconds[1:] < 1.08 * seconds[:-1])
 
 
+def test_a_curve_far_from_the_others_counts_less_elsewhere_and_fully_at_its_own_sizes() -> None:
+    fitted = table(TABLES[0])
+    points = np.array([[1024.0, 1024.0, 8.0], [4096.0, 1024.0, 8.0], [1024.0, 4096.0, 8.0], [4096.0, 4096.0, 8.0]])
+    far = np.log(np.array([1.0, 1.0, 1.0, 8.0]))[:, None] + np.zeros_like(fitted.each)
+    few, plain = (replace(fitted, points=points, log_ratio=logs) for logs in (far, np.zeros_like(far)))
+    ratios = [
+        np.exp(few.log_seconds(at) - plain.log_seconds(at))[-1] for at in ((2048.0, 2048.0, 8.0), tuple(points[3]))
+    ]
+    assert 1.0 < ratios[0] < 1.3  # a plain mean is 1.7
+    assert ratios[1] == pytest.approx(8.0, rel=0.01)
+
+
 def test_prices_are_continuous_in_every_size() -> None:
     work = job("h100-sxm")
     for place in range(4):
