@@ -38,6 +38,11 @@ _GATHERS_ALONE = r"kempnerforge|transformers|accelerate|axolotl|\bhf\b|hugging ?
 """Trainers whose plan for tensor ranks has an entry per projection: KempnerForge (``kempnerforge/distributed/
 tensor_parallel.py``) and Hugging Face's ``base_model_tp_plan``."""
 _EIGHT_BITS = r"fp8|float8|\bf8\b"
+_BLOCKWISE = (
+    rf"(?:{_EIGHT_BITS})[^;,.]{{0,20}}(?:block|\b128 ?x ?128|sub-?channel)|\bfp8[-_ ]sc\b|deep-?gemm"
+    rf"|(?:block[- ]?(?:wise|scal\w+)|sub-?channel)[^;,.]{{0,20}}(?:{_EIGHT_BITS})"
+)
+"""Words for scales per block of 128 elements; NVIDIA's recipes call them sub-channel scales (``fp8_sc``)."""
 _RECIPES = r"megatron[- ]?bridge|modelzoo|model zoo|\bnemo\b|\bdgxc?\b"
 _RECIPES_YEAR = 2025
 """First year of recipes with DeepEP: it was published in February 2025 (https://github.com/deepseek-ai/DeepEP)."""
@@ -80,8 +85,7 @@ def stack_of(cells: Cells) -> Stack:
         stack = replace(stack, overlap_tensor=0.5)
     if stack.name.startswith("fsdp") and re.search(_GATHERS_ALONE, cells.lower("source")):
         stack = gathering_alone(stack)
-    if stack.name.startswith("fsdp2"):
-        stack = _scaled(stack, f"{cells.lower('dtype')} {text}")
+    stack = _scaled(stack, f"{cells.lower('dtype')} {text}")
     stack = _exchanging(stack, cells, text)
     if re.search(r"cuda[ _-]?graph", text) and not re.search(r"(no|without|w/o) cuda[ _-]?graph", text):
         stack = replace(stack, host_slowdown=0.1)  # a graph starts its kernels at once
@@ -175,7 +179,11 @@ def _torch_compiles(cells: Cells) -> bool:
 
 
 def _scaled(stack: Stack, text: str) -> Stack:
-    """Return a torch code base with the recipe of eight-bit training that a row names."""
+    """Return a code base with the recipe of eight-bit training that a row names."""
+    if stack.name.startswith(("fsdp2", "megatron")) and re.search(_BLOCKWISE, text):
+        return scaled_by(stack, "blockwise")
+    if not stack.name.startswith("fsdp2"):
+        return stack
     if re.search(r"row[- ]?wise", text):
         stack = scaled_by(stack, "rowwise")
     elif re.search(r"\bmx[- ]?fp8|\bmx[- ]?float8", text):

@@ -15,7 +15,7 @@ from partool.work.stack import Stack
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How torch's eight-bit training finds scales and casts (torchao's ``float8`` and ``mx_formats``)."""
+    """How eight-bit training finds scales and casts (torchao's ``float8`` and ``mx_formats``, Transformer Engine)."""
 
     casts: float
     """:attr:`Stack.fp8_casts` of compiled blocks."""
@@ -23,22 +23,27 @@ class Fp8Recipe:
     """:attr:`Stack.fp8_product`."""
     tensor_gathers: bool
     """:attr:`Stack.fp8_tensor_gathers`."""
+    kernel: Literal[scaled_mm, block] = "scaled_mm"
+    """:attr:`Stack.fp8_kernel`."""
 
 
 FP8_RECIPES: dict[str, Fp8Recipe] = {
     "tensorwise": Fp8Recipe(3.75, 1.0, tensor_gathers=True),
     "rowwise": Fp8Recipe(7.5, 1.25, tensor_gathers=False),
     "mx": Fp8Recipe(4.8, 1.0, tensor_gathers=False),
+    "blockwise": Fp8Recipe(4.8, 1.0, tensor_gathers=False, kernel="block"),
 }
-"""Recipes of eight-bit training in torch, by the shape of what shares a scale.
+"""Recipes of eight-bit training, by the shape of what shares a scale.
 
 Counts are of a Llama layer, whose inner width is 3.5 hidden widths: inputs of its products are 6.5 hidden widths,
 gradients of their results 10, and the unit (two hidden widths and one inner) 5.5. A cast with one scale per tensor
 reads a tensor for its largest value, reads it again and writes half as many bytes, 2.5 reads and writes, once for each
 tensor. Scales per row need a second cast, of the transposed tensor, for products that sum over the other dimension;
-blocks of 32 elements (MX) are cast twice, too, but in a single read. ``float8`` gathers inputs of tensor ranks in eight
-bits with one scale per tensor only (https://github.com/pytorch/torchtitan/blob/main/docs/float8.md). The product with a
-scale per row takes 1.25 times as long on an H100: fitted to four runs of torchtitan with eight tensor ranks
+blocks of 32 elements (MX) or of 128 (``blockwise``: DeepSeek-V3, arXiv 2412.19437, section 3.3, and
+``Float8BlockScaling`` of Transformer Engine) are cast twice, too, but in a single read. ``float8`` gathers inputs of
+tensor ranks in eight bits with one scale per tensor only
+(https://github.com/pytorch/torchtitan/blob/main/docs/float8.md). The product with a scale per row takes 1.25 times as
+long on an H100: fitted to four runs of torchtitan with eight tensor ranks
 (benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md), which gain nothing from it over bf16."""
 _EAGER_CASTS = 7.0
 """Reads and writes of a cast in eager mode relative to a compiled one: absolute value, maximum, conversion to float32,
@@ -133,10 +138,16 @@ def gathering_alone(stack: Stack) -> Stack:
 
 
 def scaled_by(stack: Stack, recipe: str) -> Stack:
-    """Return the facts of a torch code base that scales eight-bit products by a recipe of :data:`FP8_RECIPES`."""
+    """Return the facts of a code base that scales eight-bit products by a recipe of :data:`FP8_RECIPES`."""
     record, usual = FP8_RECIPES[recipe], FP8_RECIPES["tensorwise"]
     casts = stack.fp8_casts * record.casts / usual.casts
-    return replace(stack, fp8_casts=casts, fp8_product=record.product, fp8_tensor_gathers=record.tensor_gathers)
+    return replace(
+        stack,
+        fp8_casts=casts,
+        fp8_product=record.product,
+        fp8_tensor_gathers=record.tensor_gathers,
+        fp8_kernel=record.kernel,
+    )
 
 
 def sending_once(stack: Stack) -> Stack:

@@ -110,7 +110,9 @@ def page() -> str:
     text = _TEXT.read_text(encoding="utf-8")
     for family in FAMILIES:
         text = text.replace(f"{{{family}}}", table(family))
-    return text
+    judged = json.loads((_RESULTS / "silicon_products.json").read_text(encoding="utf-8"))
+    apart = judged["h200/fp8_block/deepgemm"]["between frameworks"]["SGLang - TRTLLM"]
+    return text.replace("{deepgemm}", f"{apart['median']:.0f} / {apart['p90']:.0f}")
 
 
 _LEFT, _RIGHT, _STEP, _WIDE = 250, 30, 13, 900

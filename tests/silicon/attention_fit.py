@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,13 @@ HEADS = np.array(
 """Numbers of query heads of all sequences together; half octaves where the multiprocessors are not all busy."""
 L2_BYTES = {"a100-80": 40e6, "h100-sxm": 50e6, "h200": 50e6, "l40s": 96e6, "rtx-pro-6000": 128e6}
 """Bytes of the last cache (vendors' data sheets); 126e6 on Blackwell servers. Writes within half of it are faster."""
+KEY_HEADS = 2.0 ** np.arange(7)
+"""Numbers of key heads between which the seconds of writing one token's keys and values follow a line: they are not
+proportional to the bytes, as the engine's kernel divides a token's elements among threads."""
 _FAR_OFF = np.log(2.0)
 """Rows that are further from the fit than this factor are isolated outliers."""
+_MOST_ROUNDS = 3000
+"""Rounds of coordinate descent, which ends before in all fits of the shipped tables."""
 
 
 @dataclass
@@ -73,7 +77,7 @@ class Split:
 
     log_s: dict[int, Floats]
     cache: list[float]
-    """Seconds per byte of keys and values, per byte beyond half of the last cache, and per token."""
+    """Seconds per token with each number of :data:`KEY_HEADS`, and per byte beyond half of the last cache."""
 
     def predicted(self, rows: Rows) -> Floats:
         """Return the seconds of measurements: kernel and writing of the cache.
@@ -90,11 +94,12 @@ class Split:
 
 
 def cache_features(rows: Rows) -> Floats:
-    """Return bytes of keys and values, bytes beyond half of the last cache, and tokens, a column each."""
+    """Return tokens, divided between the nearest of :data:`KEY_HEADS`, and bytes beyond half of the last cache."""
     width = int(rows.width.split("+")[0])
     moved = 4.0 * rows.batch * rows.key_heads * rows.length * width
+    beyond = np.maximum(moved - L2_BYTES.get(rows.device, 126e6) / 2.0, 0.0)
     tokens = rows.batch * rows.length * (rows.key_heads > 0)
-    return np.stack([moved, np.maximum(moved - L2_BYTES.get(rows.device, 126e6) / 2.0, 0.0), tokens], axis=1)
+    return np.concatenate([_hats(KEY_HEADS, rows.key_heads) * tokens[:, None], beyond[:, None]], axis=1)
 
 
 def split(rows: Rows) -> Split:
@@ -150,21 +155,31 @@ def _without_cache(rows: Rows) -> tuple[list[float], Floats, Floats]:
         kernel = np.maximum(mean(seconds - features @ cost), 0.2 * mean(seconds))
         total = kernel + features @ cost
         weights = 1.0 / np.maximum(np.abs(total / seconds - 1.0), 0.01)
-    return cost.tolist(), kernel, total
+    return _unmeasured_filled(cost, features).tolist(), kernel, total
+
+
+def _unmeasured_filled(cost: Floats, features: Floats) -> Floats:
+    """Return the cache's cost with that of key heads that no row has, in proportion to the next smaller number."""
+    filled = cost.copy()
+    for place in range(1, len(KEY_HEADS)):
+        if not features[:, place].any():
+            filled[place] = filled[place - 1] * KEY_HEADS[place] / KEY_HEADS[place - 1]
+    return filled
 
 
 def _least_squares(parts: Floats, target: Floats) -> Floats:
-    """Return the non-negative coefficients with the least squares, trying every set of coefficients that are 0."""
-    count = parts.shape[1]
-    best, least = np.zeros(count), float(target @ target)
-    for size in range(1, count + 1):
-        for some in combinations(range(count), size):
-            cost = np.zeros(count)
-            cost[list(some)] = np.linalg.lstsq(parts[:, some], target, rcond=None)[0]
-            error = float(np.sum((parts @ cost - target) ** 2))
-            if (cost >= 0.0).all() and error < least:
-                best, least = cost, error
-    return best
+    """Return the non-negative coefficients with the least squares (cyclic coordinate descent)."""
+    scale = np.sqrt(np.sum(parts * parts, axis=0))
+    scale[scale == 0.0] = 1.0
+    products, right = (parts / scale).T @ (parts / scale), (parts / scale).T @ target
+    cost = np.zeros(len(right))
+    for _ in range(_MOST_ROUNDS):
+        before = cost.copy()
+        for place in np.flatnonzero(np.diag(products)):
+            cost[place] = max(cost[place] + right[place] - products[place] @ cost, 0.0)
+        if np.max(np.abs(cost - before)) <= 1e-9 * np.max(cost):
+            break
+    return cost / scale
 
 
 def _on_grid(length: Floats, work: Floats, log_s: Floats) -> Floats:

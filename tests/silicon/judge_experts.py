@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from partool.catalog.devices import accelerator
 from partool.catalog.lookup import table
 from partool.catalog.silicon.experts import Curves, curves, equation_s
-from partool.cost.time.gemm import matmul_s
+from partool.cost.time.gemm import equations_s
 from partool.spec.hardware import HardwareSpec
 from partool.spec.training import Precision
 from partool.work.base import Workload
@@ -83,8 +83,8 @@ def before_s(rows: Rows) -> NDArray[np.float64]:
     devices = accelerator(HardwareSpec(accelerator=rows.device), rows.device, entry, entry["fabric"], precision)
     job, c = cast(Workload, SimpleNamespace(devices=devices)), rows.columns
     gates = 1 + rows.gated
-    first = matmul_s(job, c["each"], gates * c["inner"], c["hidden"], batch=c["experts"])
-    second = matmul_s(job, c["each"], c["hidden"], c["inner"], batch=c["experts"])
+    first = equations_s(job, c["each"], gates * c["inner"], c["hidden"], batch=c["experts"])
+    second = equations_s(job, c["each"], c["hidden"], c["inner"], batch=c["experts"])
     moved = rows.sizes.rows * (7.0 * c["hidden"] + (1 + gates) * c["inner"]) * 2.0
     return np.asarray((first + second) / 0.85 + moved / (0.8 * devices.memory_bytes_per_s))
 

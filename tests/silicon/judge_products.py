@@ -25,6 +25,7 @@ from silicon.products_fit import Floats
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.silicon.grid import MeasuredGrid, entries
+from partool.catalog.silicon.products import ProductGrid, Waves
 from partool.cost.silicon.products import product_table
 from partool.cost.time.gemm import equations_s
 from partool.spec.hardware import HardwareSpec
@@ -130,8 +131,13 @@ def quantiles(ratios: Errors) -> list[float]:
     return [round(float(each), 3) for each in np.quantile(ratios, (0.05, 0.25, 0.5, 0.75, 0.95))]
 
 
-def left_out(rows: Sequence[products.Measured], side: str, values: Sequence[float]) -> Errors:
-    """Return predicted / measured at sizes of one side, by tables that are made without the size, one at a time."""
+def left_out(
+    rows: Sequence[products.Measured], side: str, values: Sequence[float], following: Waves | None = None
+) -> Errors:
+    """Return predicted / measured at sizes of one side, by tables that are made without the size, one at a time.
+
+    The tables' seconds follow the waves ``following`` between their points.
+    """
     sides = products.sides_of(rows)
     axes = {"m": products.ALIGNED, "n": sides, "k": sides}
     with warnings.catch_warnings():
@@ -145,10 +151,10 @@ def left_out(rows: Sequence[products.Measured], side: str, values: Sequence[floa
         kept = axes | {side: axes[side][[place - 1, place + 1]]}
         if side == "m":
             kept = axes | {"m": np.delete(axes["m"], place)}
-        made = products.distil(rows, *kept.values())
-        one = MeasuredGrid(kept, made.log_s, {})  # type: ignore[arg-type]
+        made = products.distil(rows, *kept.values(), following)
+        one = ProductGrid(MeasuredGrid(kept, made.log_s, {}), following)  # type: ignore[arg-type]
         at = np.meshgrid(*(axes | {side: np.array([value])}).values(), indexing="ij")
-        ratio = one.seconds(*at) / np.exp(truth.take([place], along))
+        ratio = np.exp(one.log_s(*at) - truth.take([place], along))
         ratios.append(ratio[counted.take([place], along)])
     return np.concatenate(ratios)
 
@@ -172,16 +178,16 @@ def pairs_left_out(rows: Sequence[products.Measured], places: Sequence[tuple[int
     return np.concatenate(ratios)
 
 
-def by_side(rows: Sequence[products.Measured], step: int = 1) -> dict[str, dict[str, float]]:
+def by_side(rows: Sequence[products.Measured], following: Waves | None, step: int = 1) -> dict[str, dict[str, float]]:
     """Return errors with each inner size of each side left out in turn; ``step`` > 1 leaves out every step-th only."""
     sides = products.sides_of(rows)
     wide = sides[(sides >= LEAST_SIDE) & (sides < sides[-1])]
     inner = products.ALIGNED[(products.ALIGNED >= LEAST_M) & (products.ALIGNED[-1] > products.ALIGNED)]
     at = [int(place) for place in np.flatnonzero(np.isin(sides, wide))]
     return {
-        "m": figures(left_out(rows, "m", inner[::step])),
-        "n": figures(left_out(rows, "n", wide[::step])),
-        "k": figures(left_out(rows, "k", wide[::step])),
+        "m": figures(left_out(rows, "m", inner[::step], following)),
+        "n": figures(left_out(rows, "n", wide[::step], following)),
+        "k": figures(left_out(rows, "k", wide[::step], following)),
         "pairs": figures(pairs_left_out(rows, [(n, k) for n in at for k in at][:: step * 3])),
     }
 
@@ -241,11 +247,12 @@ def report() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for device, table in tables():
         rows, _ = products.of_kernel(device, table)
+        following = products.waves(device, table)
         made[f"{device}/{table}"] = {
             "shipped": shipped(device, table),
-            "left out": by_side(rows),
-            "between frameworks": spread(rows),
-            "by framework": {one.framework: by_side([one], step=2) for one in rows} if len(rows) > 1 else {},
+            "left out": by_side(rows, following),
+            "between frameworks": spread([*rows, *products.of_other_frameworks(device, table)]),
+            "by framework": {one.framework: by_side([one], following, step=2) for one in rows} if len(rows) > 1 else {},
         }
         print(device, table, json.dumps(made[f"{device}/{table}"]["left out"]), flush=True)
     for device, table in products_amd.measured():

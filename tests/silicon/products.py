@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, reduce
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -25,7 +26,9 @@ import pyarrow.parquet as pq
 from silicon import products_amd, writing
 from silicon.products_fit import Floats, completed, cube, isolated, monotone
 
-from partool.catalog.silicon.grid import MeasuredGrid, interpolate
+from partool.catalog.lookup import table as catalog
+from partool.catalog.silicon.grid import MeasuredGrid, Origin
+from partool.catalog.silicon.products import ProductGrid, Waves
 
 SIDES = np.array(
     [32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384,
@@ -62,6 +65,12 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Table → the measurements' type, and the frameworks whose median it is. The torch linear layers of three frameworks
 call cuBLAS. ``scaled_mm`` is the median of three implementations of scales per tensor or row. TensorRT-LLM's products
 with scales per block stand in where DeepGEMM does not run."""
+TILES = {"bf16/linear": (128, 256), "fp8/scaled_mm": (128, 128)}
+"""Table → rows and columns of the tiles whose waves its seconds follow between measured sizes, on :data:`WAVED`. Of a
+few tiles these leave the least errors where values of m are left out; values of n, left out, confirm the choice."""
+WAVED = ("a100-80", "l40s", "rtx-pro-6000")
+"""Devices whose kernels compute one tile of the result after the other on each multiprocessor. On Hopper's and
+Blackwell's servers kernels are persistent and choose among more tiles: there waves lower no errors."""
 TEXTS = {
     "bf16/linear": "cuBLAS linear layer",
     "fp8/scaled_mm": "fp8 linear layer with scales per tensor or row, with its input's quantisation",
@@ -133,8 +142,18 @@ def without_host(rows: Sequence[Measured]) -> tuple[list[Measured], int]:
     return kept, sum(len(one.seconds) for one in rows) - sum(len(one.seconds) for one in kept)
 
 
-def distil(rows: Sequence[Measured], ms: Floats, ns: Floats, ks: Floats) -> Distilled:
-    """Return the table of one device's kernel at these sizes, made of the measurements at these sizes alone."""
+def waves(device: str, kernel: str) -> Waves | None:
+    """Return the waves that a table's seconds follow between measured sizes; None if they follow none."""
+    if device not in WAVED or kernel not in TILES:
+        return None
+    return Waves(catalog("accelerators")[device]["units"], *TILES[kernel])
+
+
+def distil(rows: Sequence[Measured], ms: Floats, ns: Floats, ks: Floats, following: Waves | None = None) -> Distilled:
+    """Return the table of one device's kernel at these sizes, made of the measurements at these sizes alone.
+
+    Logarithms are less those of the waves that the seconds follow.
+    """
     axes = (ms, ns, ks)
     cubes, dropped, counted = [], 0, 0
     for one in rows:
@@ -146,6 +165,8 @@ def distil(rows: Sequence[Measured], ms: Floats, ns: Floats, ks: Floats) -> Dist
         warnings.simplefilter("ignore", RuntimeWarning)  # entries that nobody measured
         median = np.nanmedian(np.stack(cubes), axis=0)
     median = completed(median, axes)
+    if following is not None:
+        median = median - following.log(ms[:, None, None], ns[:, None])
     names = [f"{one.framework} {one.version} ({one.source})" for one in rows]
     return Distilled(monotone(median), names, counted - dropped, {"isolated": dropped} if dropped else {})
 
@@ -155,6 +176,13 @@ def of_kernel(device: str, kernel: str) -> tuple[list[Measured], int]:
     dtype, frameworks = KERNELS[kernel]
     kept, hosted = without_host([one for one in measured(device) if one.dtype == dtype])
     return [one for one in kept if one.framework in frameworks and len(one.seconds) >= FULL], hosted
+
+
+def of_other_frameworks(device: str, kernel: str) -> list[Measured]:
+    """Return the complete rows of frameworks whose products of the same type are not in a table."""
+    dtype, frameworks = KERNELS[kernel]
+    kept, _ = without_host([one for one in measured(device) if one.dtype == dtype])
+    return [one for one in kept if one.framework not in frameworks and len(one.seconds) >= FULL]
 
 
 def sides_of(rows: Sequence[Measured]) -> Floats:
@@ -170,29 +198,30 @@ def grids() -> Iterator[tuple[str, MeasuredGrid]]:
             if not rows or (kernel == "fp8_block/trtllm" and of_kernel(device, "fp8_block/deepgemm")[0]):
                 continue
             sides = sides_of(rows)
-            made = distil(rows, SHIPPED, sides, sides)
+            following = waves(device, kernel)
+            made = distil(rows, SHIPPED, sides, sides, following)
             dropped = made.dropped | ({"host time": hosted} if hosted else {})
             origin = writing.origin(device, TEXTS[kernel], ", ".join(made.frameworks), made.rows, dropped)
-            table = MeasuredGrid({"m": SHIPPED, "n": sides, "k": sides}, made.log_s, origin)
-            yield f"{device}/{kernel}", table
-            yield f"{device}/{kernel}/unaligned", unaligned(rows, table)
+            entry: Any = {**origin, **({"waves": list(following)} if following else {})}
+            table = ProductGrid(MeasuredGrid({"m": SHIPPED, "n": sides, "k": sides}, made.log_s, entry), following)
+            yield f"{device}/{kernel}", table.grid
+            yield f"{device}/{kernel}/unaligned", unaligned(rows, table, origin)
 
 
-def unaligned(rows: Sequence[Measured], table: MeasuredGrid) -> MeasuredGrid:
+def unaligned(rows: Sequence[Measured], table: ProductGrid, origin: Origin) -> MeasuredGrid:
     """Return logarithms of the ratios of unaligned products to the table, by m and coarsely by n and k."""
-    sides = table.axes["n"]
+    sides = table.grid.axes["n"]
     made = np.full((len(UNALIGNED), len(UNALIGNED_SIDES), len(UNALIGNED_SIDES)), np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         log_s = np.nanmedian(np.stack([one.cube(UNALIGNED, sides) for one in rows]), axis=0)
-        at = np.meshgrid(*(np.log(axis) for axis in (UNALIGNED, sides, sides)), indexing="ij")
-        ratio = log_s - interpolate([np.log(axis) for axis in table.axes.values()], table.log_s, at)
+        ratio = log_s - table.log_s(*np.meshgrid(UNALIGNED, sides, sides, indexing="ij"))
         nearest = np.abs(np.log(sides)[:, None] - np.log(UNALIGNED_SIDES)).argmin(axis=1)
         for n in range(len(UNALIGNED_SIDES)):
             for k in range(len(UNALIGNED_SIDES)):
                 made[:, n, k] = np.nanmedian(ratio[:, nearest == n][:, :, nearest == k], axis=(1, 2))
     axes = {"m": UNALIGNED, "n": UNALIGNED_SIDES, "k": UNALIGNED_SIDES}
-    return MeasuredGrid(axes, made, table.origin | {"rows": int(np.isfinite(log_s).sum()), "dropped": {}})  # type: ignore[arg-type]
+    return MeasuredGrid(axes, made, origin | {"rows": int(np.isfinite(log_s).sum()), "dropped": {}})
 
 
 def scales() -> Iterator[tuple[str, MeasuredGrid]]:

@@ -38,7 +38,7 @@ def main() -> None:
             found = {"shipped": errors(part, shipped(part))}
             if kind == "all":
                 found |= {f"{axis} left out": left_out(part, axis) for axis in LEFT_OUT}
-                found["equation"] = _equation(part)
+                found["equation"] = equation_errors(part)
             tables[f"{name}/{rows.width}/{kind}"] = {
                 each: quantiles(error) | _spread(error) for each, error in found.items()
             }
@@ -53,7 +53,7 @@ def main() -> None:
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _equation(rows: Rows) -> Floats:
+def equation_errors(rows: Rows) -> Floats:
     """Return relative errors of the equation that prices devices without tables; it has no cache to write."""
     long = rows.taken(rows.length >= 1024)
     generation = GENERATIONS[rows.kernel]

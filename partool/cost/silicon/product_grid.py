@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.catalog.silicon.grid import MeasuredGrid, Origin, grid, interpolate
+from partool.catalog.silicon.products import ProductGrid, product_grid
 from partool.cost.case import Column
 from partool.cost.silicon import calibrated
 from partool.spec.measured_rows import ProductRow
@@ -45,7 +46,7 @@ class ProductTable:
     """A table of seconds, and what turns them into a device's."""
 
     name: str
-    seconds_grid: MeasuredGrid
+    measured: ProductGrid
     unaligned: MeasuredGrid | None
     """Logarithms of the ratios by which products with other m than multiples of 16 take longer."""
     large: TableRates
@@ -68,7 +69,7 @@ class ProductTable:
         """Return the seconds of products [m, k] × [k, n], whose sides are 1 or more."""
         at = (m, n, k)
         inside = self._clipped(at)
-        seconds = np.exp(_at(self.seconds_grid, inside))
+        seconds = np.exp(self.measured.log_s(*inside))
         if self.unaligned is not None:
             seconds = seconds * self._unaligned(m, inside)
         if any(one is not other for one, other in zip(at, inside, strict=True)):
@@ -83,7 +84,7 @@ class ProductTable:
     def _clipped(self, at: Sequence[Column]) -> list[Column]:
         """Return the nearest sides of the table; a column that lies inside is returned as it is."""
         clipped = []
-        for side, values in zip(at, self.seconds_grid.axes.values(), strict=True):
+        for side, values in zip(at, self.measured.grid.axes.values(), strict=True):
             least, most = values[0], values[-1]
             low, high = (np.min(side), np.max(side)) if np.ndim(side) else (side, side)
             outside = low < least or high > most
@@ -118,7 +119,7 @@ def with_rows(of: ProductTable, rows: tuple[ProductRow, ...], engine: float) -> 
     scales = (plain.ratio, plain.flop_s, plain.byte_s)
     merged = _merged(of.name, of.large, of.element_bytes, scales, tuple(sides.items()))
     return replace(
-        of, seconds_grid=merged, ratio=1.0, flop_s=of.clocks_flop_s, byte_s=0.0, rows=frozenset(sides), before=plain
+        of, measured=merged, ratio=1.0, flop_s=of.clocks_flop_s, byte_s=0.0, rows=frozenset(sides), before=plain
     )
 
 
@@ -129,12 +130,12 @@ def _merged(
     element_bytes: float,
     scales: tuple[float, float, float],
     rows: tuple[tuple[tuple[float, ...], float], ...],
-) -> MeasuredGrid:
-    seconds_grid = grid("products", name)
-    assert seconds_grid is not None
+) -> ProductGrid:
+    measured = product_grid(name)
+    assert measured is not None
     ratio, flop_s, byte_s = scales
     unaligned = grid("products", f"{name}/unaligned")
-    before = ProductTable(name, seconds_grid, unaligned, large, element_bytes, ratio, flop_s, 0.0, byte_s)
+    before = ProductTable(name, measured, unaligned, large, element_bytes, ratio, flop_s, 0.0, byte_s)
     return _row_points(before, rows)
 
 
@@ -149,34 +150,34 @@ def equation_table(
     axes = {"m": sizes, "n": sizes[2:], "k": sizes[2:]}
     points = np.meshgrid(*axes.values(), indexing="ij")
     log_s = np.log(equation(*(side.ravel() for side in points))).reshape(points[0].shape)
-    before = ProductTable("", MeasuredGrid(axes, log_s, _NOBODY), None, large, element_bytes, 1.0, 0.0, 0.0, 0.0)
+    measured = ProductGrid(MeasuredGrid(axes, log_s, _NOBODY), None)
+    before = ProductTable("", measured, None, large, element_bytes, 1.0, 0.0, 0.0, 0.0)
     sides = {(float(row.m), float(row.n), float(row.k)): row.seconds for row in rows}
     merged = _row_points(before, tuple(sides.items()))
     return replace(
-        before, seconds_grid=merged, flop_s=clocks_flop_s, clocks_flop_s=clocks_flop_s, rows=frozenset(sides),
+        before, measured=merged, flop_s=clocks_flop_s, clocks_flop_s=clocks_flop_s, rows=frozenset(sides),
         before=before,
     )  # fmt: skip
 
 
-def _row_points(before: ProductTable, rows: tuple[tuple[tuple[float, ...], float], ...]) -> MeasuredGrid:
+def _row_points(before: ProductTable, rows: tuple[tuple[tuple[float, ...], float], ...]) -> ProductGrid:
     """Return a table's grid with rows among its points.
 
     Between rows the ratio of measured to priced seconds is interpolated. Seconds grow with m, as in every table.
     """
     sides = np.array([each for each, _ in rows])
     log_ratios = np.log([seconds for _, seconds in rows]) - np.log([float(before.seconds(*each)) for each in sides])
-    axes, places = calibrated.merged_axes(list(before.seconds_grid.axes.values()), sides)
+    axes, places = calibrated.merged_axes(list(before.measured.grid.axes.values()), sides)
     points = np.meshgrid(*axes, indexing="ij")
     aligned = replace(before, unaligned=None)
     log_s = np.log(aligned.seconds(*(side.ravel() for side in points))).reshape(points[0].shape)
     ratio_at = calibrated.spread(np.log(sides), log_ratios, np.log(np.stack(points, axis=-1)))
     is_row = np.zeros(log_s.shape, bool)
     is_row[places] = True
-    return MeasuredGrid(
-        dict(zip(before.seconds_grid.axes, axes, strict=True)),
-        calibrated.pinned(log_s + ratio_at, is_row),
-        before.seconds_grid.origin,
-    )
+    waves, origin = before.measured.waves, before.measured.grid.origin
+    log_waves = 0.0 if waves is None else waves.log(points[0], points[1])
+    even = calibrated.pinned(log_s + ratio_at - log_waves, is_row)
+    return ProductGrid(MeasuredGrid(dict(zip(before.measured.grid.axes, axes, strict=True)), even, origin), waves)
 
 
 def _at(of: MeasuredGrid, at: Sequence[Column]) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ import numpy as np
 from partool.catalog.bandwidth import MEMORY_SHARE
 from partool.catalog.lookup import table as catalog
 from partool.catalog.silicon.grid import entries, grid
+from partool.catalog.silicon.products import product_grid
 from partool.cost.case import Column
 from partool.cost.silicon import calibrated
 from partool.cost.silicon.origin import PriceOrigin
@@ -117,8 +118,8 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     name = next((name for name in names if name in entries("products")), None)
     if name is None:
         return None
-    seconds_grid = grid("products", name)
-    assert seconds_grid is not None
+    measured = product_grid(name)
+    assert measured is not None
     reference, large = _catalog_rates(devices.measured_as, "fp8" if narrow else "bf16"), _large_flops_per_s(name)
     flops_per_s = devices.wide_flops if wide and devices.wide_flops else devices.achievable_flops
     compute = reference.flops_per_s / flops_per_s
@@ -130,7 +131,7 @@ def _made(job: Workload, *, wide: bool) -> ProductTable | None:
     bytes_per_s = MEMORY_SHARE * reference.bytes_per_s
     return ProductTable(
         name=name,
-        seconds_grid=seconds_grid,
+        measured=measured,
         unaligned=grid("products", f"{name}/unaligned"),
         large=TableRates(large, bytes_per_s),
         element_bytes=1.0 if narrow else 2.0,
@@ -149,11 +150,11 @@ def _catalog_rates(device: str, precision: str) -> TableRates:
 @cache
 def _large_flops_per_s(name: str) -> float:
     """Return the median rate of a table's large products."""
-    of = grid("products", name)
+    of = product_grid(name)
     assert of is not None
-    m, n, k = np.meshgrid(*of.axes.values(), indexing="ij")
+    m, n, k = np.meshgrid(*of.grid.axes.values(), indexing="ij")
     large = (m >= _LARGE[0]) & (n >= _LARGE[0]) & (n <= _LARGE[1]) & (k >= _LARGE[0]) & (k <= _LARGE[1])
-    rates = np.sort((2.0 * m * n * k / np.exp(of.log_s))[large])
+    rates = np.sort(2.0 * (m * n * k)[large] / np.exp(of.log_s(m[large], n[large], k[large])))
     return float(rates[len(rates) // 2])
 
 
@@ -192,7 +193,7 @@ def origin(
     who = f"equations with the rates of {job.devices.accelerator}"
     if of is None:
         return PriceOrigin("assumed", who)
-    measured = of.seconds_grid.origin
+    measured = of.measured.grid.origin
     if of.name:
         who = f"{measured['kernel']} on {measured['device']}, {measured['framework']}"
     ratios = _ratios(job, of, (m, n, k), batch)
@@ -201,7 +202,7 @@ def origin(
     if ratios:
         return PriceOrigin("scaled", f"{who}; {', '.join(ratios)}")
     # Of sparse tables (AMD's), not every point of the grid was measured.
-    at_point = all(side in values for side, values in zip((m, n, k), of.seconds_grid.axes.values(), strict=True))
+    at_point = all(side in values for side, values in zip((m, n, k), of.measured.grid.axes.values(), strict=True))
     return PriceOrigin("measured" if at_point and of.unaligned is not None else "interpolated", who)
 
 
@@ -226,7 +227,7 @@ def _calibrated_origin(
 def _ratios(job: Workload, of: ProductTable, sides: tuple[float, float, float], batch: float) -> list[str]:
     """Return in words why a price is not the table's."""
     words, devices = [], job.devices
-    if not of.seconds_grid.contains(*sides):
+    if not of.measured.grid.contains(*sides):
         words.append("beyond its sizes in proportion to FLOPs and bytes")
     more = float(of.seconds(*sides) / replace(of, ratio=1.0, flop_s=0.0, byte_s=0.0).seconds(*sides))
     if abs(more - 1.0) >= _NOTEWORTHY:

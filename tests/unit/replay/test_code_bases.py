@@ -87,9 +87,26 @@ def test_recipes_of_eight_bit_training() -> None:
     assert (whole.fp8_casts, whole.fp8_product, whole.fp8_tensor_gathers) == (3.75, 1.0, True)
     assert (rows.fp8_casts, rows.fp8_product, rows.fp8_tensor_gathers) == (7.5, 1.25, False)
     assert (blocks.fp8_casts, blocks.fp8_tensor_gathers) == (4.8, False)
+    assert {one.fp8_kernel for one in (whole, rows, blocks)} == {"scaled_mm"}
+
     narrow = stack_of(source="torchtitan docs", dtype="float8", zero_or_fsdp="FSDP2", notes="float8 all-gather")
     assert (narrow.gather_bytes, whole.gather_bytes) == (1.0, 2.0)
     assert stack_of(source="Megatron recipes", dtype="fp8", notes="rowwise").fp8_product == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "notes", "kernel"),
+    [
+        ("Megatron-Bridge recipes", "FP8-SC", "", "block"), ("NeMo", "fp8", "blockwise FP8 recipe", "block"),
+        ("torchtitan docs", "fp8 blockwise", "FSDP2", "block"), ("Megatron-LM", "fp8", "DeepGEMM", "block"),
+        ("Megatron-Bridge recipes", "FP8-CS", "", "scaled_mm"), ("torchtitan docs", "MXFP8", "FSDP2", "scaled_mm"),
+        ("Megatron-LM", "fp8", "blockwise ring attention", "scaled_mm"),
+    ],
+)  # fmt: skip
+def test_scales_by_block_run_kernels_of_their_own(source: str, dtype: str, notes: str, kernel: str) -> None:
+    """Their products and layers of experts have tables of their own; see the origins of prices."""
+    stack = stack_of(source=source, dtype=dtype, notes=notes, year="2025")
+    assert stack.fp8_kernel == kernel
 
 
 def step_s(stack: Stack | None = None, **changes: str) -> float:

@@ -11,7 +11,7 @@ import pytest
 from often import often
 from silicon import attention as distil
 from silicon import judge_attention as judge
-from silicon.attention_fit import Floats, Rows
+from silicon.attention_fit import LENGTHS, Floats, Rows, split
 from silicon.writing import DATA, SYSTEMS
 
 from partool.catalog.hardware import resolve_hardware
@@ -62,7 +62,7 @@ def test_the_tables_meet_a_sample_of_measurements() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_tables_meet_all_measurements(device: str) -> None:
-    for kind, rows_of_kernel in by_kernel(device).items():
+    for kind, rows_of_kernel in (by_kernel(device) | by_kernel(device, windows=True)).items():
         error = np.concatenate([judge.errors(rows, judge.shipped(rows)) for rows in rows_of_kernel])
         found = judge.quantiles(error)
         assert (found["median"] <= MEDIAN, found["p90"] <= P90) == (True, True), (kind, found)
@@ -76,12 +76,30 @@ def test_tables_made_without_a_size_meet_it(device: str, axis: str) -> None:
         assert (found["median"] <= MEDIAN, found["p90"] <= P90) == (True, True), (kind, found)
 
 
-def by_kernel(device: str) -> dict[str, list[Rows]]:
-    """Return a device's measurements of full attention by kernel."""
-    found: dict[str, list[Rows]] = {}
+def by_kernel(device: str, *, windows: bool = False) -> dict[str, list[Rows]]:
+    """Return a device's measurements of full attention, or of ``windows``, by kernel."""
+    parts: dict[str, list[Rows]] = {}
     for rows in distil.read(device):
-        found.setdefault(rows.kernel, []).append(rows.taken(rows.window == 0))
-    return found
+        part = rows.taken((rows.window > 0) == windows)
+        if len(part.seconds):
+            parts.setdefault(f"{rows.kernel}{' with windows' if windows else ''}", []).append(part)
+    return parts
+
+
+def test_the_cache_costs_what_its_key_heads_cost() -> None:
+    """Measured seconds of a kernel and a cache whose cost is not proportional to bytes: both are told apart."""
+    at = np.array([
+        (batch, length, heads, keys, window)
+        for batch, length, heads, keys in product((1, 2, 4, 8), LENGTHS[4:], (8, 16, 32), (1, 2, 4, 8))
+        for window in (0, 128)
+    ], float).T  # fmt: skip
+    per_token = {1.0: 1e-9, 2.0: 2e-9, 4.0: 3e-9, 8.0: 12e-9}
+    batch, length, heads, keys, window = at
+    kernel_s = 1e-5 + batch * heads * length * np.where(window > 0, 128.0, length) * 1e-13
+    cache_s = batch * length * np.array([per_token[each] for each in keys])
+    rows = Rows("h200", "kernel", "", "64", batch, length, heads, keys, window, kernel_s + cache_s)
+    cost = split(rows).cache[:4]
+    assert np.diff(cost) == pytest.approx(np.diff([*per_token.values()]), rel=0.05)
 
 
 def test_every_table_says_where_it_is_from() -> None:

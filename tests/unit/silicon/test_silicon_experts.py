@@ -22,7 +22,7 @@ from partool.catalog.silicon.grid import entries
 from partool.cost.silicon.experts import layer_s, origin
 from partool.planner.cost_job import cost_job
 from partool.work.base import Workload
-from partool.work.stacks import STACKS
+from partool.work.stacks import STACKS, scaled_by
 
 TESTS = Path(__file__).parents[2]
 SAMPLE = TESTS / "data" / "silicon" / "experts.csv.gz"
@@ -95,6 +95,18 @@ def test_seconds_are_positive_and_grow_with_rows_without_jumps(name: str) -> Non
         assert np.all(seconds[1:] < 1.08 * seconds[:-1])
 
 
+def test_a_curve_far_from_the_others_counts_less_elsewhere_and_fully_at_its_own_sizes() -> None:
+    fitted = table(TABLES[0])
+    points = np.array([[1024.0, 1024.0, 8.0], [4096.0, 1024.0, 8.0], [1024.0, 4096.0, 8.0], [4096.0, 4096.0, 8.0]])
+    far = np.log(np.array([1.0, 1.0, 1.0, 8.0]))[:, None] + np.zeros_like(fitted.each)
+    few, plain = (replace(fitted, points=points, log_ratio=logs) for logs in (far, np.zeros_like(far)))
+    ratios = [
+        np.exp(few.log_seconds(at) - plain.log_seconds(at))[-1] for at in ((2048.0, 2048.0, 8.0), tuple(points[3]))
+    ]
+    assert 1.0 < ratios[0] < 1.3  # a plain mean is 1.7
+    assert ratios[1] == pytest.approx(8.0, rel=0.01)
+
+
 def test_prices_are_continuous_in_every_size() -> None:
     work = job("h100-sxm")
     for place in range(4):
@@ -145,6 +157,14 @@ def test_kernels_differ_as_they_were_measured() -> None:
         name: flops / layer_s(job("h100-sxm", kernel=name), sizes) / (0.81 * 794e12) for name in ("cutlass", "triton")
     }
     assert 0.35 < share["triton"] < share["cutlass"] < 1.0
+
+
+def test_scales_by_block_have_curves_of_their_own() -> None:
+    tensor = job("h100-sxm", precision="fp8")
+    block = replace(tensor, stack=scaled_by(tensor.stack, "blockwise"))
+    apart = [table(f"h100-sxm/{dtype}/cutlass/even").seconds(LAYER) for dtype in ("fp8", "fp8-block")]
+    assert layer_s(block, LAYER) / layer_s(tensor, LAYER) == pytest.approx(apart[1] / apart[0])
+    assert apart[1] > 1.2 * apart[0]
 
 
 def test_skewed_loads_take_longer_for_the_same_rows() -> None:
