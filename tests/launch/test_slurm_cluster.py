@@ -77,7 +77,6 @@ def elsewhere(login: Login) -> Run:
 def preempt(login: Login, run: Run) -> None:
     """Make a job of another partition take the run's nodes for a second."""
     wait_for_step(run, 5)
-    assert login.status(run)["state"] == "running"
     urgent = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     login.cluster.run("sbatch", *urgent)
     queued = login.wait(run, "queued", "done", "failed")
@@ -90,6 +89,8 @@ def test_preempted_and_resumed_exactly(login: Login, elsewhere: Run) -> None:
     run = login.launch(cluster_plan(login.folder, STEPS, per_node=PER_NODE, slurm=LOW), "preempted")
     with login.start("logs", run.id, "--follow", "--rank", "0") as follower:
         preempt(login, run)
+        resumed = login.wait(run, "starting", "running", "done", "failed", "preempted", "cancelled")
+        assert resumed["state"] in ("starting", "running"), output(run)
         done = login.wait(run, "done", "failed", "preempted", "cancelled")
         assert (done["state"], done["attempt"]) == ("done", 2), output(run)
         followed, _ = follower.communicate(timeout=PATIENCE_S)
