@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart peers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
+.PHONY: help venv quickstart peers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -60,12 +60,15 @@ lint: venv
 typecheck: venv
 	$(BIN)/mypy
 
-# Unit tests and attacks side by side, and the types of all beside them; then those of Triton kernels in its interpreter, which is chosen as it is imported; and those that start ranks and clusters, by files, which share what they start.
+# First the types of all, beside the Triton kernels in its interpreter, which is chosen as it is imported: one process each. Then unit tests and attacks side by side; then those that start ranks and clusters, by files, which share what they start.
 test: venv lint
-	$(MAKE) --jobs 2 typecheck test-units
-	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist worksteal tests/interpreted
+	$(MAKE) --jobs 2 typecheck test-interpreted
+	$(MAKE) test-units
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 		--ignore tests/unit --ignore tests/interpreted --ignore tests/fuzz
+
+test-interpreted: venv
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/interpreted
 
 test-units: venv
 	$(BIN)/pytest --numprocesses 2 --dist worksteal tests/unit tests/fuzz

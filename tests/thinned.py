@@ -70,9 +70,9 @@ THINNED: dict[str, int] = {
     "interpreted/test_interpreted_fp8.py::test_products_are_as_exact_as_those_of_torch": 3,
     "interpreted/test_interpreted_coverage.py::test_kernels_are_asked_what_the_plan_says": 2,
     # Ranks: layers, models and whole runs.
-    "parity/test_tensor.py::test_passes_equal_one_process": 4,
+    "parity/test_tensor.py::test_passes_equal_one_process": 5,
     "parity/test_tensor.py::test_training_equals_one_process": 2,
-    "parity/test_sequence_layers.py::test_layers_on_shares_equal_one_process": 4,
+    "parity/test_sequence_layers.py::test_layers_on_shares_equal_one_process": 6,
     "parity/test_sequence_ring.py::test_attention_equals_one_process": 3,
     "parity/test_sequence_hf.py::test_models_on_shares_equal_one_process": 3,
     "parity/test_tensor_hf.py::test_models_equal_those_of_transformers": 3,

@@ -16,6 +16,7 @@ from slurm_runs import PATIENCE_S, Login, cluster_plan, output, processes_in, st
 from partool.launch.store import Run
 from partool.plan.run import rank_log
 from partool.plan.types import Plan
+from partool.spec.launch import LaunchSpec
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, PER_NODE = 200, 1
@@ -66,6 +67,13 @@ def test_to_the_end(login: Login, whole: Run) -> None:
     assert login.partool("cancel", whole.id, code=1).stderr.startswith("error[PT508]")
 
 
+@pytest.fixture(scope="module")
+def elsewhere(login: Login) -> Run:
+    """A run of the same training on this machine, without Slurm."""
+    plan = cluster_plan(login.folder, STEPS, nodes=1, per_node=2 * PER_NODE)
+    return login.launch(plan.model_copy(update={"launch": LaunchSpec()}), "elsewhere")
+
+
 def preempt(login: Login, run: Run) -> None:
     """Make a job of another partition take the run's nodes for a second."""
     wait_for_step(run, 5)
@@ -76,17 +84,20 @@ def preempt(login: Login, run: Run) -> None:
     assert "requeued after preemption, 1 time" in queued["reason"]
 
 
-def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
+def test_preempted_and_resumed_exactly(login: Login, elsewhere: Run) -> None:
     """No step of the training is lost or repeated, and following the logs shows all of it."""
     run = login.launch(cluster_plan(login.folder, STEPS, per_node=PER_NODE, slurm=LOW), "preempted")
     with login.start("logs", run.id, "--follow", "--rank", "0") as follower:
         preempt(login, run)
+        resumed = login.wait(run, "starting", "running", "done", "failed", "preempted", "cancelled")
+        assert resumed["state"] in ("starting", "running"), output(run)
         done = login.wait(run, "done", "failed", "preempted", "cancelled")
         assert (done["state"], done["attempt"]) == ("done", 2), output(run)
         followed, _ = follower.communicate(timeout=PATIENCE_S)
     assert login.job(run)["Restarts"] == "1"
+    assert len(steps(elsewhere.path)) == STEPS
     for rank in range(2 * PER_NODE):
-        assert steps(run.path, rank) == steps(whole.path, rank)
+        assert steps(run.path, rank) == steps(elsewhere.path, rank)
     assert followed == "".join(rank_log(run.path, attempt, 0, "stdout").read_text() for attempt in (1, 2))
 
 

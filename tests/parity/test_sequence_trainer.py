@@ -241,10 +241,13 @@ OFTEN = (
     "ring zero-3",
     "ring documents in windows 1f1b",
     "usp zero-0",
-    "ring latent and tensor shares",
-    "three all_gather",
+    "ulysses and tensor shares",
 )
-"""Cases that run each time."""
+"""Cases that run each time.
+
+The run that is resumed has three ranks. Of latent attention, `test_sequence_ring` has values of another width, and
+`test_sequence_layers` the layers.
+"""
 
 
 @pytest.mark.timeout(500)

@@ -108,13 +108,13 @@ def test_two_ranks_equal_one_process(two, plain, zero, kind):
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("name", often(worker.cases(3), ["zero-0", "zero-1 k=2", "zero-2 k=2", "zero-3"]))
+@pytest.mark.parametrize("name", often(worker.cases(3), ["zero-0", "zero-2 k=2", "zero-3"]))
 def test_three_ranks_equal_one_process(pools, plain, name):
     assert_same_run(pools.run(3, worker.run_case, name)[0], plain)
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("name", often(worker.cases(4), ["hybrid zero-1", "hybrid zero-3"]))
+@pytest.mark.parametrize("name", often(worker.cases(4), ["hybrid zero-3"]))
 def test_hybrid_sharding_equals_one_process(pools, plain, name):
     result = pools.run(4, worker.run_case, name)[0]
     assert_same_run(result, plain)
@@ -158,7 +158,7 @@ def test_tied_embeddings(two, zero):
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("zero", "policy"),
-    often(product((1, 3), ("attention", "selective", "full")), [(1, "selective"), (3, "attention"), (3, "full")]),
+    often(product((1, 3), ("attention", "selective", "full")), [(1, "selective"), (3, "full")]),
 )
 def test_recomputation_changes_nothing(two, zero, policy):
     kept, again = two[f"zero-{zero} k=3"], two[f"zero-{zero} {policy}"]

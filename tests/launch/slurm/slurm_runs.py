@@ -105,7 +105,7 @@ class Login:
             if now != seen and (status := self.status(run))["state"] in states:  # a process of its own: seldom
                 return status
             seen = now
-            time.sleep(0.1)
+            time.sleep(0.5)  # each question starts three processes, which other tests would wait for
 
     def job_id(self, run: Run) -> str:
         """Return the job's number."""

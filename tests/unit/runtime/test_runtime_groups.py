@@ -149,10 +149,10 @@ def most(plan: Plan) -> tuple[int, int, int]:
 
 
 OFTEN = (
-    "hybrid shards", "tensor and data", "key heads of several ranks", "two dimensions", "two tied stages",
-    "experts of tensor ranks only", "all axes", "schedule interleaved", "schedule weipipe", "sequence ring",
+    "hybrid shards", "key heads of several ranks", "two dimensions", "two tied stages", "experts of tensor ranks only",
+    "all axes", "schedule weipipe",
 )  # fmt: skip
-"""Layouts that run each time."""
+"""Layouts that run each time. "All axes" has tensor ranks with shards and a ring; the users' schedules have chunks."""
 
 
 @pytest.mark.parametrize("case", named(CASES, OFTEN))
@@ -161,7 +161,9 @@ def test_planner_counts_the_groups_that_ranks_open(case: Case) -> None:
     assert counted(plan) == most(plan)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), often([("zb-v", 2), ("interleaved", 2), ("1f1b", 1)], [("zb-v", 2), ("interleaved", 2)])
+)
 def test_groups_of_a_schedule_of_the_users_own(name: str, chunks: int, tmp_path: Path) -> None:
     """Its placement says which ranks are neighbours, and whether the first and the last stage are on one rank."""
     (tmp_path / "own.csv").write_text(to_text(generate(name, 4, 8, chunks)))
