@@ -7,6 +7,7 @@ memory of each code base is described in :mod:`partool.cost.memory.stacks`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from partool.spec.training import Fused
 from partool.strategies.engines import ENGINES
@@ -23,7 +24,7 @@ class Fp8Recipe:
     """:attr:`Stack.fp8_product`."""
     tensor_gathers: bool
     """:attr:`Stack.fp8_tensor_gathers`."""
-    kernel: Literal[scaled_mm, block] = "scaled_mm"
+    kernel: Literal["scaled_mm", "block"] = "scaled_mm"
     """:attr:`Stack.fp8_kernel`."""
 
 
