@@ -120,14 +120,6 @@ def rate(job: Workload, ranks: RankGroup) -> Column:
     return np.where(ranks.domains > 1, network, np.inf)
 
 
-def inside_rate(job: Workload, members: Column) -> Column:
-    """Return the bytes per second of a ring over ``members`` devices of a node that no table prices.
-
-    In a node whose devices are linked pairwise, the ring uses only the links between these devices.
-    """
-    return _ring_bytes_per_s(_link(job.devices), members)
-
-
 class _Link(NamedTuple):
     """What the equation of a node's collectives reads."""
 
@@ -145,6 +137,10 @@ def _link(devices: Devices) -> _Link:
 
 
 def _ring_bytes_per_s(link: _Link, members: Column) -> Column:
+    """Return the bytes per second of a ring over ``members`` devices of a node that no table prices.
+
+    In a node whose devices are linked pairwise, the ring uses only the links between these devices.
+    """
     ring_bytes_per_s = link.pair_bytes_per_s * np.maximum(members - 1, 1) if link.mesh else link.bytes_per_s
     return _LINK_SHARE[link.backend] * np.minimum(ring_bytes_per_s, link.bytes_per_s)
 

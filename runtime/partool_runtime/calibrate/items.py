@@ -275,8 +275,10 @@ def _collectives(sizes: WorkSizes, device: torch.device, world: int) -> Iterator
             return partial(dist.all_reduce, torch.zeros(part * world, device=device))
 
         for name, prepare in (("all_gather", gather), ("reduce_scatter", scatter), ("all_reduce", reduce)):
-            whole = 4 * part * world
-            yield Item("collective", f"{name} {size}", "fp32", float(whole), "byte", prepare, sides=(whole,))
+            tensor_bytes = 4 * part * world
+            yield Item(
+                "collective", f"{name} {size}", "fp32", float(tensor_bytes), "byte", prepare, sides=(tensor_bytes,)
+            )
 
 
 def _link(size: int, device: torch.device, name: str) -> Work:

@@ -106,9 +106,9 @@ def test_tiers() -> None:
 
 def test_a_mesh_gives_a_pair_one_link() -> None:
     mesh = job(devices=devices(topology="mesh", link_bytes_per_s=448e9, pair_bytes_per_s=64e9, backend="rocm"))
-    assert collective.inside_rate(mesh, 2) == pytest.approx(0.70 * 64e9)
-    assert collective.inside_rate(mesh, 4) == pytest.approx(0.70 * 3 * 64e9)
-    assert collective.inside_rate(mesh, 8) == pytest.approx(0.70 * 448e9)
+    assert collective._ring_bytes_per_s(collective._link(mesh.devices), 2) == pytest.approx(0.70 * 64e9)
+    assert collective._ring_bytes_per_s(collective._link(mesh.devices), 4) == pytest.approx(0.70 * 3 * 64e9)
+    assert collective._ring_bytes_per_s(collective._link(mesh.devices), 8) == pytest.approx(0.70 * 448e9)
 
 
 def test_rings_move_their_share() -> None:

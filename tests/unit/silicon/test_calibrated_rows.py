@@ -273,7 +273,7 @@ def test_figures_of_the_spec_leave_out_rows_that_would_contradict_them(
 NAMES = ("h100-sxm", "a100-80", "l40s", "v100-32", "gb200")
 
 
-@pytest.mark.parametrize("seed", often(range(40), kept=(0, 3)))
+@pytest.mark.parametrize("seed", often(range(40), kept=(3,)))
 def test_no_bound_is_above_the_exact_time_with_rows(seed: int) -> None:
     pick = Random(seed)
     given = document(pick.choice)
