@@ -22,6 +22,7 @@ from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.loaded import name_of
 from partool.planner.problem import SearchBudget
+from partool.report.units import bars
 from partool.spec import Loaded
 from partool.spec._overrides import SHORTHAND
 from partool.spec.numbers import GIB
@@ -104,7 +105,7 @@ def _as_text(result: Advice, settings: Mapping[str, Setting], carried: Mapping[s
         lines.append(f"  {_in_words(change, mine, flags=after.engine in _FLAGS, several=several)}")
     if after.engine in WRITABLE:
         lines += [f"{title} cannot train it as it is: {finding.message}" for finding in terms_of(after).findings]
-    return [*lines, f"Evidence: ± {after.prediction.relative_error:.0%}; {after.prediction.evidence}."]
+    return [*lines, f"Evidence: {bars(after.prediction)}; {after.prediction.evidence}."]
 
 
 def _figures(plan: Plan) -> str:

@@ -78,6 +78,7 @@ TIME_PARTS: dict[str, str] = {
 
 REPORT_TERMS: dict[str, str] = {
     "total": "sum of the terms above it; if measured, the whole, to which the terms need not add up",
+    "idle_streams": "memory that the allocator holds for idle streams where there is room, and returns before it fails",
     "step": "one optimizer step of all ranks: sum of the time terms, with its expected error (±)",
     "training": "all steps of the run, without checkpoints and validation, and devices times hours",
     "all_else": "sum of the time terms below one percent of the step",

@@ -68,6 +68,8 @@ class RankMemory(Record):
     terms_bytes: dict[str, Predicted]
     """Bytes of each memory term in :data:`partool.plan.terms.MEMORY_TERMS`."""
     total_bytes: Predicted
+    idle_bytes: Predicted = 0
+    """See :attr:`MemoryPrediction.idle_bytes`."""
 
 
 class MemoryPrediction(Record):
@@ -80,9 +82,12 @@ class MemoryPrediction(Record):
     capacity_bytes: Predicted
     """Device memory minus the headroom."""
     fit_probability: Share
-    """Probability that the true peak is below the device's memory."""
+    """Probability that the true peak is below the device's memory (:mod:`partool.cost.memory.fit`)."""
     sigma_bytes: Predicted = 0
     """One standard deviation of the true peak around ``total_bytes``."""
+    idle_bytes: Predicted = 0
+    """Bytes beside ``total_bytes`` that the allocator holds for idle streams where there is room; it returns these
+    bytes before it fails."""
     verdict: Literal["green", "amber", "red"] = "green"
     """green: fits with a probability of at least 90 %; amber: may fit; red: predicted above the device's memory."""
     ranks: tuple[RankMemory, ...] = ()
@@ -138,9 +143,16 @@ class Prediction(Record):
     """Prediction for the rank that needs most memory."""
     time: TimePrediction
     relative_error: Rate
-    """Expected relative error of the step time: 60 to 80 % of such predictions were within it."""
+    """Share of the predicted step time by which five in six such runs exceed it at most."""
+    relative_error_below: Share | None = None
+    """Share of the predicted step time by which five in six such runs fall short of it at most; None in plans that were
+    made before the field existed."""
     evidence: str = ""
-    """Runs that the error rests on."""
+    """Runs that the errors rest on."""
+    first_run_slowdown: Rate = 0.0
+    """Share by which most first runs, which nobody has tuned, take longer than predicted; 0 where nothing is known."""
+    first_run_evidence: str = ""
+    """Origin of ``first_run_slowdown``."""
     memory_error: Rate = 0.0
     """Share of the predicted peak of memory by which five in six such runs exceeded it at most."""
     memory_evidence: str = ""
@@ -156,6 +168,11 @@ class Prediction(Record):
     def upper_step_s(self) -> float:
         """Step time at its upper error bar, in seconds."""
         return self.time.step_time_s * (1 + self.relative_error)
+
+    @property
+    def first_run_step_s(self) -> float:
+        """Step time of most first runs, in seconds."""
+        return self.time.step_time_s * (1 + self.first_run_slowdown)
 
 
 class Alternative(Record):

@@ -42,7 +42,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         lists=problem.lists,
         stage_layers=problem.stage_layers,
         recompute=tuple(listed) if isinstance(listed := problem.spec.parallel.recompute, list) else None,
-        usable_bytes=problem.capacity_bytes,
         expandable_segments=expandable(problem.spec.launch, problem.devices),
         controls=problem.controls,
         expert_imbalance=problem.spec.limits.expert_imbalance,

@@ -219,7 +219,6 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
         adapt=adapted(plan.optimizer),
         perturbed=plan.training.adversarial.share(plan.training.steps),
         offload=plan.layout.offload,
-        usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
         expert_imbalance=_limits(plan).expert_imbalance,
     )
     return work if JOBS[plan.job].backward else forward_only(work)

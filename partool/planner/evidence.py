@@ -38,6 +38,21 @@ def taken_for_granted(spec: Spec) -> frozenset[str]:
     return frozenset(name for name, wanted in asked.items() if wanted)
 
 
+def asked_for(spec: Spec) -> frozenset[str]:
+    """Return the mechanisms that the spec asks for, by their names in :data:`partool.cost.evidence.WORDS`.
+
+    What they may err is no reason against a layout: the user has decided.
+    """
+    parallel = spec.parallel
+    degrees = {
+        "tensor": parallel.tensor.degree != "auto" or parallel.tensor.shape != "auto",
+        "pipeline": parallel.pipeline.stages != "auto" or parallel.pipeline.schedule != "auto",
+        "expert": parallel.expert != "auto" or parallel.expert_tensor != "auto",
+    }
+    granted = taken_for_granted(spec) - {"long_sequence"}
+    return granted | {name for name, wanted in degrees.items() if wanted}
+
+
 def sequence_tier(method: str, granted: frozenset[str]) -> int:
     """Return the tier of a sequence method."""
     record = METHODS[method]

@@ -209,26 +209,31 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
     if not solution.problem.job.backward:
         predicted = time_of_one_reading(solution.problem, best.time, resolved.data)
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
+    first = errors.first_run_of(best, measured)
+    prediction = Prediction(
+        memory=best.memory.model_copy(update=saved._asdict()),
+        time=predicted,
+        relative_error=time.error,
+        relative_error_below=time.below,
+        evidence=time.words,
+        first_run_slowdown=first.slowdown,
+        first_run_evidence=first.words,
+        memory_error=memory.error,
+        memory_evidence=memory.words,
+        time_scalar=measured.time_scalar,
+        memory_scalar=measured.memory_scalar,
+        totals=totals(solution.problem, best.layout, predicted, resolved.data, saved.saved_bytes),
+    )
     return {
-        "prediction": Prediction(
-            memory=best.memory.model_copy(update=saved._asdict()),
-            time=predicted,
-            relative_error=time.error,
-            evidence=time.words,
-            memory_error=memory.error,
-            memory_evidence=memory.words,
-            time_scalar=measured.time_scalar,
-            memory_scalar=measured.memory_scalar,
-            totals=totals(solution.problem, best.layout, predicted, resolved.data, saved.saved_bytes),
-        ),
+        "prediction": prediction,
         "alternatives": alternatives,
         "candidates": candidates.candidates(solution, best, fewer),
         "search": solution.summary(),
         "limit": reasons.limit(solution, best),
         "reasons": (
             *reasons.reasons(solution, best),
-            f"Evidence: ± {time.error:.0%}; {time.words}.",
-            f"Memory: five in six runs need at most {memory.error:.0%} more; {memory.words}.",
+            *errors.sentences(best, prediction),
+            *reasons.details(solution, best),
             *([measured.reason] if measured.reason else []),
         ),
         "inputs": {**resolved.inputs, "cost/trace": solution.problem.trace.sha256},

@@ -17,7 +17,7 @@ from partool.cost.training.micro import layer_elements
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
-from partool.planner.evidence import taken_for_granted
+from partool.planner.evidence import asked_for, taken_for_granted
 from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -56,13 +56,13 @@ def loss_tile(model: ModelConfig, length: int) -> int:
     return tokens if length >= 2 * tokens else 0
 
 
-Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
+Relaxation = Literal["gathers", "tiles", "disks", "pinned"]
 """Name of a constraint that is relaxed if memory is too small.
 
 gathers: settings of all-gathers that are ``auto`` are chosen for least memory; tiles: sequences are processed in tiles
-where the spec leaves the tiles ``auto``; split: a part of an offloaded optimizer's state may stay on the device; disks:
-the optimizer's state goes to the disks that the spec names, if its offload is ``auto``; pinned: layouts may pin more
-host memory than the spec allows, so that a finding can say how much is needed.
+where the spec leaves the tiles ``auto``; disks: the optimizer's state goes to the disks that the spec names, if its
+offload is ``auto``; pinned: layouts may pin more host memory than the spec allows, so that a finding can say how much
+is needed.
 """
 
 
@@ -152,6 +152,11 @@ class Problem:
     def granted(self) -> frozenset[str]:
         """Mechanisms that do not count for a layout's tier of evidence."""
         return taken_for_granted(self.spec)
+
+    @cached_property
+    def asked(self) -> frozenset[str]:
+        """Mechanisms that the spec asks for, whose errors do not count against a layout."""
+        return asked_for(self.spec)
 
     @cached_property
     def controls(self) -> Controls:

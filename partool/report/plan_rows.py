@@ -11,7 +11,7 @@ from partool.plan.totals import Totals
 from partool.plan.types import Plan
 from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
 from partool.report import environment
-from partool.report.units import amount, counted, gib, in_order, probability, seconds, size
+from partool.report.units import amount, bars, counted, gib, in_order, probability, seconds, size
 from partool.spec.numbers import duration
 from partool.strategies.jobs import JOBS
 
@@ -29,17 +29,18 @@ _FITS = {"green": "fits", "amber": "may not fit", "red": "does not fit"}
 
 
 def verdict(plan: Plan) -> str:
-    """Return a plan in one sentence: time of a step and of the training, whether it fits, what blocks it, its cost."""
+    """Return a plan in one sentence: what blocks it, whether it fits, time of a step and of the training, its cost."""
     time, memory, totals = plan.prediction.time, plan.prediction.memory, plan.prediction.totals
+    first = plan.prediction.first_run_slowdown
     parts = [
-        f"{seconds(time.step_time_s)} per step ± {plan.prediction.relative_error:.0%}",
-        f"{duration(time.total_s)} in all",
+        *([] if plan.runnable else [f"cannot be launched ({', '.join(plan.not_runnable)})"]),
         f"{_FITS[memory.verdict]} ({probability(memory.fit_probability)} sure)",
+        f"{seconds(time.step_time_s)} per step{' tuned' if first else ''} {bars(plan.prediction)}",
+        *([f"{seconds(plan.prediction.first_run_step_s)} as most first runs"] if first else []),
+        f"{duration(time.total_s)} in all",
     ]
     if totals is not None and totals.cost is not None:
         parts.append(f"costs {_price(totals.cost)}")
-    if not plan.runnable:
-        parts.append(f"cannot be launched ({', '.join(plan.not_runnable)})")
     return ", ".join(parts)
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.types import Plan
 from partool.report.plan_rows import host_bytes
-from partool.report.units import amount, gib, in_order, probability, seconds
+from partool.report.units import amount, bars, gib, in_order, probability, seconds
 from partool.spec.numbers import duration
 from partool.strategies.jobs import JOBS
 
@@ -56,6 +56,8 @@ def _memory(plan: Plan) -> Table:
     share, likely = memory.total_bytes / plan.devices.memory_bytes, probability(memory.fit_probability, counted=True)
     fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {likely}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
+    if memory.idle_bytes:
+        table.add_row("idle streams", gib(memory.idle_bytes), "held where there is room, returned before memory fails")
     _host_rows(table, plan)
     return table
 
@@ -88,8 +90,8 @@ def _time(plan: Plan) -> Table:
     for name, value in {**large, "all else": small}.items():
         if value:
             table.add_row(name, seconds(value), _bar(value / time.step_time_s))
-    error = f"± {plan.prediction.relative_error:.0%}"
-    speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
+    speed = f"{bars(plan.prediction)}; {amount(time.tokens_per_s)} tokens/s"
+    speed += f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
     most = "" if JOBS[plan.job].backward else "at most "
     totals = f"{most}{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"

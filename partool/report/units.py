@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import floor
 
 from partool.cost.evidence import fit_limit
+from partool.plan.types import Prediction
 
 _GIB = 2**30
 
@@ -53,12 +54,18 @@ def counted(count: int, name: str) -> str:
 def probability(value: float, *, counted: bool = False) -> str:
     """Return a probability of fitting as text: no more than the runs support that were predicted to fit.
 
-    With ``counted``, the text names these runs.
+    With ``counted``, the text of a probability that these runs limit names them.
     """
     limit, fitted, green = fit_limit()
     if value < limit:
         return "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
-    return f"≥ {floor(100 * limit)} %" + (f" ({fitted} of {green} such runs fitted)" if counted else "")
+    return f"{floor(100 * limit)} %" + (f" ({fitted} of {green} such runs fitted)" if counted else "")
+
+
+def bars(prediction: Prediction) -> str:
+    """Return the errors of a step time as text: ``± 5%``, or ``-12/+25%`` where they differ."""
+    above, below = f"{prediction.relative_error:.0%}", prediction.relative_error_below
+    return f"± {above}" if below is None or f"{below:.0%}" == above else f"-{100 * below:.0f}/+{above}"
 
 
 def in_order(terms: Mapping[str, float], order: Iterable[str]) -> list[tuple[str, float]]:

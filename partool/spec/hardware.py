@@ -93,8 +93,8 @@ class LimitsSpec(Section):
     """Limits on what the plan may use."""
 
     prefer: Literal["proven", "fastest"] = "proven"
-    """``proven``: layouts with less published evidence are taken only if no other fits, or if they are faster by more
-    than predictions err; ``fastest``: the least predicted time decides alone."""
+    """``proven``: predicted step times count with what predictions of the mechanisms in use err by; ``fastest``: they
+    count alone. Both count the risk that a layout does not fit."""
     memory_headroom: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of device memory kept free."""
     max_devices: Ranks | None = None

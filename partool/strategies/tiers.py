@@ -1,7 +1,7 @@
 """Tiers of evidence: how much published practice stands behind a mechanism that a plan may use.
 
-A plan leaves the lowest tier only for layouts that need it to fit, or that are faster by more than predictions of such
-ratios err (:mod:`partool.planner.search.tiers`). Schedules and sequence methods name their tier in their records.
+Tiers label what a plan uses; which layout is taken is decided by scores (``partool/planner/search/score.py``).
+Schedules and sequence methods name their tier in their records.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.training.communicators import Communicators
-from partool.cost.training.peak import EMPTY_SHARE
 from partool.plan.rank_trace import COMPUTE, MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, Plan, RankMemory
@@ -42,13 +41,13 @@ def corrected(plan: Plan, traces: tuple[RankTrace, ...]) -> MemoryPrediction:
     if not best:
         return old
     rank, fullest = max(best.values(), key=lambda each: each[1].total_bytes)
-    empty = 0.0 if plan.devices.backend == "cpu" else EMPTY_SHARE * fullest.terms_bytes["fragmentation"]
-    likely = float(fit_probability(fullest.total_bytes - empty, old.sigma_bytes, plan.devices.memory_bytes))
+    likely = float(fit_probability(fullest.total_bytes, old.sigma_bytes, plan.devices.memory_bytes))
     return old.model_copy(
         update={
             "rank": rank,
             "terms_bytes": fullest.terms_bytes,
             "total_bytes": fullest.total_bytes,
+            "idle_bytes": fullest.idle_bytes,
             "fit_probability": round(likely, 6),
             "verdict": verdict(likely),
             "ranks": tuple(best[place][1] if place in best else ranks[place] for place in sorted(ranks)),
@@ -61,13 +60,16 @@ def _rank_memory(plan: Plan, trace: RankTrace, memory: MemoryTrace, predicted: R
     terms["activations"] += sum(memory.terms_bytes.get(name, 0) for name in _IN_ACTIVATIONS)
     terms["communication"] += communicator_bytes(plan, trace)
     terms["framework"] = predicted.terms_bytes["framework"]
-    terms["fragmentation"] = max(0, memory.reserved_bytes - memory.peak_bytes)
+    empty = max(0, memory.reserved_bytes - memory.peak_bytes)
+    idle = min(predicted.idle_bytes, empty)
+    terms["fragmentation"] = empty - idle
     if plan.devices.backend == "cpu":
-        terms["fragmentation"] = predicted.terms_bytes["fragmentation"]
+        terms["fragmentation"], idle = predicted.terms_bytes["fragmentation"], 0
     return RankMemory(
         pipeline_rank=predicted.pipeline_rank,
         terms_bytes={name: terms[name] for name in MEMORY_TERMS},
         total_bytes=sum(terms.values()),
+        idle_bytes=idle,
     )
 
 

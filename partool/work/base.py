@@ -53,8 +53,6 @@ class Workload:
     """The user's schedule, for layouts whose schedule is ``file``."""
     stage_layers: tuple[int, ...] | None = None
     """Number of layers of each pipeline stage; None means the most even split."""
-    usable_bytes: int | None = None
-    """Bytes of a device's memory that a layout may use; None means all of its memory."""
     expandable_segments: bool | None = None
     """True if the allocator of an accelerator has expandable segments; None if that is not known."""
     expert_imbalance: float = IMBALANCE

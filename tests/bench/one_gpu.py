@@ -155,14 +155,15 @@ def beside(plan: Plan, seen: Mapping[str, Any], dry: Mapping[str, Any]) -> dict[
     held = seen.get("held_before_bytes", [0])[0]  # by earlier cases of the process
     live, reserved = (measured[f"{kind}_bytes.all.peak"] - held for kind in ("allocated", "reserved"))
     planned = sum(size for term, size in terms.items() if term not in NOT_ALLOCATED)
+    idle = min(memory.idle_bytes, max(0, plan.devices.memory_bytes - memory.total_bytes))
     outside = max(found["outside_bytes"].values())
     found |= {
         "allocator": measured,
         "held_before_bytes": held,
         "planned_to_measured_live": planned / live,
-        "planned_to_measured_reserved": (planned + terms.get("fragmentation", 0)) / reserved,
+        "planned_to_measured_reserved": (planned + terms.get("fragmentation", 0) + idle) / reserved,
         "planned_to_measured_framework": terms.get("framework", 0) / outside,
-        "planned_to_measured_whole": memory.total_bytes / (reserved + outside),
+        "planned_to_measured_whole": (memory.total_bytes + idle) / (reserved + outside),
     }
     if "failed" not in dry:
         found["dry_run_to_measured_live"] = dry["peak_bytes"] / live

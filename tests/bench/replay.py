@@ -17,14 +17,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _record import write
-from replaying import evidence
+from replaying import bars, best_mfu
+from replaying.evidence import paired
 from replaying.score import Tally, overall, summary
 
+from partool.cost.evidence import mechanism_excess, shipped
 from partool.replay.cases import RunCase, SkipError, case_of
 from partool.replay.predicted import Result, memory_result, time_result
 from partool.replay.table import read_table
 
 _EVIDENCE = Path(__file__).parents[2] / "partool" / "cost" / "evidence.json"
+_MFU = _EVIDENCE.parents[1] / "catalog" / "published_mfu.json"
 _OWN = Path(__file__).parent / "results" / "gpu_steps.json"
 """Steps of partool's own runtime, measured on one H100."""
 _COLUMNS = (
@@ -74,9 +77,14 @@ def main() -> None:
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--output", choices=["text", "json"], default="text")
     parser.add_argument("--source", default="", help="only sources with this in their name")
-    parser.add_argument("--record", action="store_true", help="write tests/bench/results/replay.json as well")
+    parser.add_argument("--record", action="store_true", help="write replay.json and bars.json in tests/bench/results")
     parser.add_argument("--rows", action="store_true", help="print each row")
-    parser.add_argument("--evidence", action="store_true", help="write partool/cost/evidence.json, the errors of plans")
+    parser.add_argument(
+        "--evidence",
+        action="store_true",
+        help="write partool/cost/evidence.json, the errors of plans, and partool/catalog/published_mfu.json",
+    )
+    parser.add_argument("--judge", action="store_true", help="print how the errors hold on sources that are left out")
     arguments = parser.parse_args()
     tallies: list[tuple[str, dict[str, Tally]]] = [("step_time", replay(arguments.runs, time_result, arguments.source))]
     if arguments.memory:
@@ -84,12 +92,26 @@ def main() -> None:
     summaries = [summary(source, metric, tally) for metric, by in tallies for source, tally in by.items()]
     if arguments.evidence:
         _EVIDENCE.write_text(json.dumps(evidence_of(tallies), indent=1) + "\n", encoding="utf-8")
+        if arguments.memory:
+            # How many green runs fitted follows from the errors that have just been written.
+            shipped.cache_clear()
+            mechanism_excess.cache_clear()
+            tallies[1] = ("memory", replay(arguments.memory, memory_result, arguments.source))
+            _EVIDENCE.write_text(json.dumps(evidence_of(tallies), indent=1) + "\n", encoding="utf-8")
+        results = [result for tally in tallies[0][1].values() for result in tally.results]
+        _MFU.write_text(json.dumps(best_mfu.table(results), indent=1) + "\n", encoding="utf-8")
+    if arguments.judge:
+        print("\n".join(judge_rows(judge_of(tallies))))
+    if arguments.evidence or arguments.judge:
+        if arguments.record:
+            write("bars", judge_of(tallies))
         return
     files = [path.name for path in (arguments.runs, arguments.memory) if path]
     totals = {metric: overall(one for one in summaries if one["metric"] == metric) for metric, _ in tallies}
     data = {"files": files, "overall": totals, "sources": summaries}
     if arguments.record:
         write("replay", data)
+        write("bars", judge_of(tallies))
         return
     if arguments.output == "json":
         print(json.dumps(data, indent=1))
@@ -103,14 +125,42 @@ def main() -> None:
 
 
 def evidence_of(tallies: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
-    """Return the table of evidence: errors of step times by mechanism, and how often green runs fitted."""
+    """Return the table of evidence: errors by mechanism, first runs, ratios, and how often green runs fitted."""
     results = {metric: [result for tally in by.values() for result in tally.results] for metric, by in tallies}
     green = [result.fits for result in results.get("memory", []) if result.verdict == "green"]
     steps = json.loads(_OWN.read_text(encoding="utf-8"))["rows"]
     own = {"h100-sxm": sum("predicted_s" in row for row in steps)}
-    memory = evidence.memory_table(results.get("memory", []))
-    fit = {"green": len(green), "fitted": sum(green)}
-    return {**evidence.table(results["step_time"]), "memory": memory, "fit": fit, "own": own}
+    timed = bars.runs_of(results["step_time"])
+    return {
+        "step_time": bars.step_bars(timed),
+        "memory": bars.memory_bars(bars.runs_of(results.get("memory", []))),
+        "first_runs": bars.first_runs(timed),
+        "paired": paired(results["step_time"]),
+        "fit": {"green": len(green), "fitted": sum(green)},
+        "own": own,
+    }
+
+
+def judge_of(tallies: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
+    """Return, by metric and group, how the errors that other sources give hold on each source."""
+    judged = {}
+    for metric, by in tallies:
+        memory = metric == "memory"
+        runs = bars.runs_of(result for tally in by.values() for result in tally.results)
+        judged[metric] = bars.judge(bars.held_out(runs, memory=memory), memory=memory)
+    return judged
+
+
+def judge_rows(judged: dict[str, Any]) -> list[str]:
+    """Return how the errors hold on left-out sources, as rows of the table of ``docs/results/predictions.md``."""
+    rows = []
+    for metric in ("step_time", "memory"):
+        for name, one in judged.get(metric, {}).items():
+            keys = ("inside_one", "inside_two", "half_width")
+            shares = " | ".join(f"{100 * one[key]:.0f} %" if key in one else "–" for key in keys)
+            cells = (metric.replace("_", " "), name, one["sources"], f"{one['runs']:,}", shares, one["verdict"])
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+    return rows
 
 
 def table(summaries: list[dict[str, Any]], metric: str) -> None:

@@ -1,8 +1,11 @@
-"""Probability that a predicted peak stays under a device's memory."""
+"""Probability that a predicted peak of memory fits into a device: one function of the peak, its error and the device.
+
+Closed equations of many layouts, the exact prediction of one layout and dry runs all use :func:`fit_probability`.
+"""
 
 from __future__ import annotations
 
-from math import erf, sqrt
+from math import sqrt
 from typing import Literal
 
 import numpy as np
@@ -16,11 +19,16 @@ measured, such a layout leaves 16 % of the device's memory free."""
 
 
 def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
-    """Return the probability that the true peak stays under the capacity; the peak is taken as normally distributed."""
+    """Return the probability that the true peak stays under the capacity: Φ((capacity − total) / σ).
+
+    ``total_bytes`` are the predicted peak. ``sigma_bytes`` are what five in six runs exceed it by at most
+    (:func:`partool.cost.evidence.memory_error`), which is one standard deviation of a normal distribution. Neither of
+    them may depend on ``capacity_bytes``, all the memory of the device without a headroom: then the probability never
+    falls as the capacity grows. It is one number where all arguments are.
+    """
     z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
-    if z.ndim == 0:
-        return 0.5 * (1.0 + erf(float(z)))
-    return 0.5 * (1.0 + _erf(z))
+    probability = np.asarray(0.5 * (1.0 + _erf(z)))
+    return float(probability) if probability.ndim == 0 else probability
 
 
 def verdict(probability: float) -> Verdict:
@@ -31,7 +39,7 @@ def verdict(probability: float) -> Verdict:
 
 
 def _erf(z: Column) -> Column:
-    """Return the error function of ``z``, exact to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
+    """Return the error function of ``z``, exact to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26), never falling."""
     t = 1.0 / (1.0 + 0.3275911 * np.abs(z))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     return np.sign(z) * (1.0 - series * np.exp(-z * z))

@@ -148,22 +148,6 @@ def chain(job: TrainingWork, layouts: Layouts, elements: Column) -> Chain:
     )
 
 
-def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
-    """Return the least share f of the optimizer state on the device at which the backward pass hides all host work.
-
-    ``backward_s`` is the time of the last backward pass, ``host_s`` the time of the slowest of transfers and update if
-    all state were on the host, ``lag_s`` the time of one bucket through transfers and update. For the share 1 - f of
-    the state that is left on the host, the last gradient exists at (1 - f) * backward, and host work ends at
-    max((1 - f) * backward, (1 - f) * host) + lag. The rest of the backward pass hides this host work if
-    f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv 2509.21271, section 4:
-    bucket repartitioning). The share is 1.0 where no smaller share suffices.
-    """
-    if lag_s >= backward_s:
-        return 1.0
-    room_s = backward_s - lag_s
-    return min(1.0, max(0.0, lag_s / backward_s, 1.0 - room_s / host_s if host_s > 0.0 else 0.0))
-
-
 def link_rate(job: TrainingWork) -> float:
     """Return the bytes per second that one rank sends to host memory; a node's devices share the memory's bandwidth."""
     devices = job.devices

@@ -44,10 +44,6 @@ seen by nvidia-smi, more where large workspaces are kept)."""
 FRAGMENTATION = {True: 0.03, False: 0.10}
 """Allocator overhead on an accelerator as a share of everything allocated, with expandable segments and without. Both
 are assumptions: published peaks lie between them, and few runs state the setting."""
-EMPTY_SHARE = 0.5
-"""Share of the fragmentation on an accelerator that consists of entirely empty blocks. PyTorch's caching allocator
-frees such blocks and tries again before it raises an out-of-memory error
-(https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
 CPU_FRAGMENTATION = 0.75
 """Fragmentation on a CPU as a share of everything allocated. It includes the temporaries of the backward pass: glibc
 keeps freed blocks of up to 32 MiB, so that every phase of a step adds to the peak of resident memory."""
@@ -72,19 +68,14 @@ class Memory:
     """Number of ranks that share the host memory of a node."""
     outside_bytes: Column
     """Bytes of context and communicators, the terms that the framework's allocator does not see."""
-    reclaimable_bytes: Column
-    """Bytes of the fragmentation's empty blocks; the allocator returns these blocks to the device before it fails."""
     idle_bytes: Column
-    """Part of ``reclaimable_bytes`` that idle streams hold, as far as the device has room for it."""
-
-    @property
-    def needed_bytes(self) -> Column:
-        """Bytes that have to fit into the device, which are the total minus the bytes of empty blocks."""
-        return self.total_bytes - self.reclaimable_bytes
+    """Bytes beside the terms that the allocator holds for idle streams where the device has room for them. PyTorch's
+    caching allocator frees such blocks and tries again before it raises an out-of-memory error
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html), so that they need not fit."""
 
     @cached_property
     def total_bytes(self) -> Column:
-        """Bytes of all terms together."""
+        """Bytes of all terms together, which have to fit into the device."""
         return sum(self.terms.values())
 
     @property
@@ -102,7 +93,7 @@ class Memory:
             [dict(zip(sizes, row, strict=True)) for row in zip(*map(each, sizes.values()), strict=True)]
             for sizes in (self.terms, self.host_terms)
         )
-        rest = (self.sharers, self.outside_bytes, self.reclaimable_bytes, self.idle_bytes)
+        rest = (self.sharers, self.outside_bytes, self.idle_bytes)
         columns = (terms, each(self.sigma_bytes), host, *map(each, rest))
         return [Memory(*row) for row in zip(*columns, strict=True)]
 
@@ -135,7 +126,6 @@ def peak_memory(job: TrainingWork, layouts: Layouts) -> Memory:
         },
         memories[0].sharers,
         chosen([memory.outside_bytes for memory in memories]),
-        chosen([memory.reclaimable_bytes for memory in memories]),
         chosen([memory.idle_bytes for memory in memories]),
     )
 
@@ -191,7 +181,7 @@ def predict_memory(job: TrainingWork, layout: Layout, headroom: float) -> Memory
     ranks = tuple(_rank_memory(rank, memory) for rank, memory in enumerate(memories))
     sigma = float(memories[worst].sigma_bytes)
     capacity = job.devices.memory_bytes
-    probability = float(fit_probability(float(memories[worst].needed_bytes), sigma, capacity))
+    probability = float(fit_probability(float(memories[worst].total_bytes), sigma, capacity))
     return MemoryPrediction(
         rank=worst * (layout.mesh.world_size // layout.mesh.pp),
         terms_bytes=ranks[worst].terms_bytes,
@@ -199,6 +189,7 @@ def predict_memory(job: TrainingWork, layout: Layout, headroom: float) -> Memory
         capacity_bytes=int(capacity * (1.0 - headroom)),
         fit_probability=round(probability, 6),
         sigma_bytes=round(sigma),
+        idle_bytes=ranks[worst].idle_bytes,
         verdict=verdict(probability),
         ranks=ranks,
         **_host(job, memories, layout),
@@ -249,7 +240,10 @@ def ranks_of(job: TrainingWork, layouts: Layouts, loads: RankLoad) -> Memory:
 
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     terms = {name: round(float(memory.terms[name])) for name in MEMORY_TERMS}
-    return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
+    total = sum(terms.values())
+    return RankMemory(
+        pipeline_rank=rank, terms_bytes=terms, total_bytes=total, idle_bytes=round(float(memory.idle_bytes))
+    )
 
 
 def _memory(job: TrainingWork, layouts: Layouts, state: States, passes: PassBytes) -> Memory:
@@ -279,17 +273,13 @@ def _memory(job: TrainingWork, layouts: Layouts, state: States, passes: PassByte
     allocated = sum(terms.values()) - outside
     share = _fragmented(job)
     terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else moment.freed)
-    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + moment.freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
     host_terms = {**state.host, "activations": passes.on_host}
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(job, layouts, sum(terms.values()), outside), sum(terms.values()))
     sharers = np.minimum(layouts.world, job.devices.per_node)
-    # The allocator returns the memory of idle streams before it fails: it takes no more than is there.
-    usable = job.devices.memory_bytes if job.usable_bytes is None else job.usable_bytes
-    idle = np.floor(np.clip(usable - sum(terms.values()), 0.0, job.memory_scalar * moment.idle))
-    terms["fragmentation"] = terms["fragmentation"] + idle
-    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle, idle)
+    idle = np.floor(job.memory_scalar * moment.idle + 0.0 * allocated)
+    return Memory(terms, sigma, host_terms, sharers, outside, idle)
 
 
 def _sigma(job: TrainingWork, layouts: Layouts, total: Column, outside: Column) -> Column:

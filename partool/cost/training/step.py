@@ -11,7 +11,7 @@ from partool.cost.case import FULL, SELECTIVE, Column, Layouts
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.pipeline import boundary_elements
 from partool.cost.training.micro import Micro, micro
-from partool.cost.training.offload import OffloadTime, chain, device_share, offload
+from partool.cost.training.offload import OffloadTime, offload
 from partool.cost.training.optimizer import update_s
 from partool.cost.training.sync import PassSeconds, RankParameters, Sync, sync
 from partool.cost.training.traffic import trained_share
@@ -64,17 +64,6 @@ def held_elements(job: TrainingWork, layouts: Layouts, costs: Micro) -> tuple[Co
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
     # Where weights are sent around the ring, every rank has the embedding and the head.
     return dense + np.where(layouts.ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0), expert
-
-
-def hidden_share(job: TrainingWork, layouts: Layouts) -> float:
-    """Return the least share of one layout's optimizer state that must stay on the device to hide the host's work.
-
-    See :func:`partool.cost.training.offload.device_share`; the columns of ``layouts`` are single numbers.
-    """
-    parts = step(job, layouts)
-    stages = chain(job, layouts, parts.owned)
-    slowest = max(float(part) for part in (stages.down_s, stages.update_s, stages.up_s, stages.disk_s))
-    return device_share(float(parts.last_s), slowest, float(stages.lag_s))
 
 
 def owned_elements(job: TrainingWork, layouts: Layouts, dense: Column, expert: Column) -> Column:

@@ -1,4 +1,4 @@
-"""Rows beside a plan: the textbook layout, the best of each tier, fewer devices, the next best."""
+"""Rows beside a plan: one faster on paper, data parallelism alone, fewer devices, the next best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from partool.cost.case import RECOMPUTE
 from partool.cost.memory.fit import GREEN
 from partool.plan.as_spec import as_yaml
 from partool.plan.types import Alternative
-from partool.planner.evidence import tier_of
 from partool.planner.explain.candidates import kind
 from partool.planner.explain.summary import summary, why_lost
 from partool.planner.forms.runnable import runnable
@@ -21,7 +20,6 @@ from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import TIE, Priced
 from partool.planner.search.prices import firsts
 from partool.planner.search.solve import Solution
-from partool.strategies.tiers import TIERS
 
 _ROWS = 5
 """Number of rows, without the row that does not fit."""
@@ -56,33 +54,30 @@ def alternatives(
 
 
 def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
-    """Yield the layouts that have a role, with its name: textbook, best of a tier, without host memory."""
-    tiered = solution.tiered
-    if tiered.textbook is not None:
-        yield "textbook", tiered.textbook
+    """Yield the layouts that have a role, with its name: on paper, data parallelism alone, without host memory."""
     if solution.better is not None:
         yield "cannot run yet", solution.better
-    without = [one for one in tiered.by_tier if one is not None and not one.layout.offload.active]
-    if best.layout.offload.active and without:
-        yield "without host memory", without[-1]
-    least_s = best.step_time_s
-    for tier, priced in enumerate(tiered.by_tier):
-        # A layout with less evidence that is no faster interests nobody.
-        if priced is not None and (tier == 0 or priced.step_time_s < least_s * (1.0 - TIE)):
-            least_s = min(least_s, priced.step_time_s)
-            yield TIERS[tier].name if tier else "fastest of the textbook's means", priced
+    if solution.on_paper is not None:
+        yield "faster on paper", solution.on_paper
+    groups = solution.space.groups
+    plain = (groups.tp == 1) & (groups.pp == 1) & (groups.cp == 1) & (groups.ep == 1)
+    here = solution.space.policies
+    stays = (here.gpu_fraction == 1.0) & (here.parameters == 0) & (here.activations == 0)
+    if best.layout.offload.active and (priced := solution.without(None, stays)) is not None:
+        yield "without host memory", priced
+    elif best.risk and (priced := solution.without(plain, stays)) is not None:
+        yield "ZeRO alone", priced
 
 
 def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:
-    """Return the next best layouts of other kinds that have no higher tier than the plan, fastest first."""
+    """Return the next best layouts of other kinds that use no more mechanisms than the plan, fastest first."""
     next_best = _unsure(solution, best)[:1]
     kinds = {kind(priced) for priced in (best, *rows, *next_best)}
-    granted = solution.problem.granted
-    able, tier = runnable(solution.problem, best.layout), tier_of(best.layout, granted)
+    able = runnable(solution.problem, best.layout)
     _price_runners_up(solution)
 
     def other(priced: Priced) -> bool:
-        return kind(priced) not in kinds and priced.fits and tier_of(priced.layout, granted) <= tier
+        return kind(priced) not in kinds and priced.fits and priced.risk <= best.risk
 
     def ready(priced: Priced) -> bool:
         return other(priced) and runnable(solution.problem, priced.layout)

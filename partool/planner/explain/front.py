@@ -14,8 +14,7 @@ from partool.cost.memory.fit import GREEN
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
-from partool.planner.search.price import Priced, room
-from partool.planner.search.prices import SLACK
+from partool.planner.search.price import SLACK, Priced, room
 from partool.planner.search.solve import Solution
 
 _FRONT = 6

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.memory.fit import GREEN
+from partool.cost.evidence import fit_limit
 from partool.cost.time.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
-from partool.planner.evidence import margin, tier_of
+from partool.planner.evidence import tier_of
+from partool.planner.explain import choice
 from partool.planner.explain.expert import expert_reasons
 from partool.planner.explain.one_bit import one_bit_reasons
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
-from partool.planner.explain.summary import recompute, summary
+from partool.planner.explain.summary import but, recompute, short_time, summary
 from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.forms import gathers, tiles
 from partool.planner.kernels import fused
@@ -24,38 +25,25 @@ from partool.planner.rules import adversarial
 from partool.planner.search import offload
 from partool.planner.search.price import TIE, Priced
 from partool.planner.search.solve import Solution
-from partool.planner.search.tiers import is_small
 from partool.spec.numbers import GIB
 from partool.strategies.tiers import TIERS
 
+_EVIDENCE = "evidence."
+"""Start of the limit of a plan that a layout with less evidence would beat."""
+
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
-    """Return one sentence for each decision that the layout contains."""
-    sentences = [_searched(solution, best)]
-    layout, mesh, parallel = best.layout, best.layout.mesh, solution.problem.spec.parallel
-    if solution.better is not None:
-        sentences.append(_better(best, solution.better))
-    sentences.append(_zero(solution, best))
+    """Return the sentences on why the layout was taken: what was searched, and each comparison that was made."""
+    better = [_better(best, solution.better)] if solution.better is not None else []
+    compared = [choice.sentence(best, one) for one in choice.comparisons(solution, best)]
+    return (_searched(solution, best), *better, *compared, *_paper(solution, best), *_tier(solution, best))
+
+
+def details(solution: Solution, best: Priced) -> tuple[str, ...]:
+    """Return one sentence for each setting that the layout contains."""
+    layout, parallel = best.layout, solution.problem.spec.parallel
+    sentences = [*_asked(solution, best), _zero(solution, best)]
     sentences += gathers.sentences(solution.problem, layout)
-    groups = solution.space.groups
-    for name, field, degree, column in (
-        ("Tensor", solution.problem.tensor_degree, mesh.tp, groups.tp),
-        ("Pipeline", parallel.pipeline.stages, mesh.pp, groups.pp),
-        ("Sequence", parallel.sequence.degree, mesh.cp, groups.cp),
-        ("Expert", parallel.expert, layout.expert, groups.ep),
-        ("Expert tensor", parallel.expert_tensor, layout.expert_tensor, groups.etp),
-    ):
-        if degree > 1:
-            pinned = field != "auto"
-            sentences.append(
-                f"{name} {degree}: "
-                + (
-                    "the spec asks for it."
-                    if pinned
-                    else (pipelined(solution.problem) if name == "Pipeline" else "")
-                    or _without(solution, best, name, column)
-                )
-            )
     sentences += tensor_reasons(solution.problem, best)
     sentences += sequence_reasons(solution.problem, best)
     sentences += expert_reasons(best)
@@ -67,7 +55,6 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     sentences += fused.words(solution.problem, layout)
     sentences += offload.sentences(solution.problem, best)
     sentences += _host(solution.problem, best)
-    sentences += _tier(solution, best)
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.derived.accumulation
         sentences.append(
@@ -76,36 +63,37 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def _paper(solution: Solution, best: Priced) -> list[str]:
+    """Return the sentence on a layout that is faster on paper, unless the plan's limit names it already."""
+    sentence = "" if limit(solution, best).startswith(_EVIDENCE) else choice.on_paper(solution, best)
+    return [sentence] if sentence else []
+
+
+def _asked(solution: Solution, best: Priced) -> list[str]:
+    """Return a sentence for each degree of parallelism that the spec sets or implies."""
+    problem, layout, mesh = solution.problem, best.layout, best.layout.mesh
+    parallel = problem.spec.parallel
+    degrees = (
+        ("Tensor", problem.tensor_degree, mesh.tp),
+        ("Pipeline", parallel.pipeline.stages, mesh.pp),
+        ("Sequence", parallel.sequence.degree, mesh.cp),
+        ("Expert", parallel.expert, layout.expert),
+        ("Expert tensor", parallel.expert_tensor, layout.expert_tensor),
+    )
+    sentences = [
+        f"{name} {degree}: the spec asks for it." for name, field, degree in degrees if degree > 1 and field != "auto"
+    ]
+    implied = pipelined(problem) if mesh.pp > 1 and parallel.pipeline.stages == "auto" else ""
+    return [*sentences, *([f"Pipeline {mesh.pp}: {implied}"] if implied else [])]
+
+
 def _tier(solution: Solution, best: Priced) -> list[str]:
-    """Return a sentence on the tier of the layout, and one on faster layouts with less evidence."""
+    """Return a sentence on the published practice behind the layout's mechanisms."""
     if solution.problem.spec.limits.prefer == "fastest":
         return []
-    tier, tiered = tier_of(best.layout, solution.problem.granted), solution.tiered
+    tier = tier_of(best.layout, solution.problem.granted)
     words = TIERS[tier].words if tier else "the mechanisms of most published runs"
-    if tiered.textbook is best:
-        size = "small" if is_small(solution.problem) else "large"
-        words = f"the textbook layout for a {size} model"
-    faster = [one for one in tiered.by_tier if one is not None and _is_faster(one, best)]
-    sentences = [f"Tier {tier}: {words}{'' if faster else '; none faster was found above'}."]
-    if faster:
-        one = min(faster, key=lambda priced: priced.step_time_s)
-        gain, needed = _gain(one, best)
-        rule = f"it is taken from {needed:.0%} on" if gain < needed else "not so beside others with more evidence"
-        sentences.append(
-            f"{summary(one.layout)} is predicted {gain:.1%} faster; with its evidence {rule}. "
-            "limits: {prefer: fastest} goes by the prediction alone."
-        )
-    return sentences
-
-
-def _gain(one: Priced, best: Priced) -> tuple[float, float]:
-    """Return the share of ``best``'s time that a layout saves, and the share from which its evidence would suffice."""
-    least = margin(one.layout, best.layout)
-    return 1.0 - one.step_time_s / best.step_time_s, least / (1.0 + least)
-
-
-def _is_faster(one: Priced, best: Priced) -> bool:
-    return one.step_time_s < best.step_time_s * (1.0 - TIE)
+    return [f"Evidence tier {tier}: {words}."]
 
 
 def _searched(solution: Solution, best: Priced) -> str:
@@ -113,15 +101,13 @@ def _searched(solution: Solution, best: Priced) -> str:
     if counts.enumerated == 1:
         return "The spec leaves one layout."
     able = " that can run" if solution.able is not None and solution.able.best is best else ""
-    which = "and" if able else "that"
-    fit_text = f"{which} fits with {GREEN:.0%} or more"
-    if not best.safe:
-        fit_text = f"{which} may fit; none found fits with {GREEN:.0%} or more"
     results = [one for one in (solution.overall, solution.able) if one is not None]
     ended = "" if all(one.complete for one in results) else " of those that the search came to before its limit of work"
+    risk = f", {best.risk:.0%} for what its predictions may err" if best.risk else ""
     return (
         f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out, {counts.evaluated:,} prices "
-        f"computed, {counts.simulated:,} simulated. This is the fastest{_form(solution, best)}{able} {fit_text}{ended}."
+        f"computed, {counts.simulated:,} simulated. This is the best{able}{ended}: {short_time(best.step_time_s)}"
+        f"{risk}, and it fits with {min(best.memory.fit_probability, fit_limit()[0]):.0%}."
     )
 
 
@@ -144,17 +130,10 @@ def _host(problem: Problem, best: Priced) -> list[str]:
     return [f"Host assumed, as such machines usually have it: {listed}; write hardware.{{{names}}} to be sure."]
 
 
-def _form(solution: Solution, best: Priced) -> str:
-    """Return words that limit "the fastest" to the textbook form or to the plan's tier, if others are faster."""
-    tiered = solution.tiered
-    if not any(one is not None and _is_faster(one, best) for one in tiered.by_tier):
-        return ""
-    return " textbook layout" if tiered.textbook is best else " layout with as much evidence"
-
-
 def _better(best: Priced, better: Priced) -> str:
     gain = 1.0 - better.step_time_s / best.step_time_s
-    return f"{summary(better.layout)} would take {gain:.1%} less time, but cannot run yet."
+    time = f"take {gain:.1%} less time" if gain > 0 else "be a better choice"
+    return f"{summary(better.layout)} would {time}, but cannot run yet."
 
 
 def _zero(solution: Solution, best: Priced) -> str:
@@ -185,22 +164,6 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
     return solution.search.fastest_that_fits(np.flatnonzero(groups), slack=0.0) is not None
 
 
-def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
-    """Return the end of a sentence that compares ``best`` with the layouts that do not use the parallelism ``name``."""
-    search = solution.search
-    if not np.any(column == 1):
-        return "the spec's sizes leave no layout without it."
-    fastest = search.fastest_that_fits(np.flatnonzero(column == 1))
-    if fastest is None:
-        return f"no layout without {name.lower()} parallelism fits."
-    slower = float(search.bound_s[fastest]) / best.step_time_s - 1.0
-    if slower > TIE:
-        return f"every layout without it is slower, by {slower:.1%} or more."
-    if solution.problem.spec.limits.prefer == "fastest":
-        return "the layouts without it that would be faster do not fit."
-    return "no layout without it fits and is faster by more than such predictions err."
-
-
 def _recompute(solution: Solution, best: Priced) -> str:
     text = recompute(best.layout)
     if solution.problem.spec.parallel.recompute != "auto":
@@ -220,16 +183,14 @@ def _recompute(solution: Solution, best: Priced) -> str:
 
 def limit(solution: Solution, best: Priced) -> str:
     """Return text on what keeps the step from being faster: evidence, memory, compute, or another term of the time."""
-    fastest = solution.fastest
-    less_proven = _faster_with_less_evidence(solution, best)
-    if less_proven is not None and (
-        fastest is None or 2.0 * less_proven.step_time_s <= fastest.step_time_s + best.step_time_s
+    fastest, paper = solution.fastest, solution.on_paper
+    if (
+        paper is not None
+        and paper.step_time_s < best.step_time_s * (1.0 - TIE)
+        and (fastest is None or 2.0 * paper.step_time_s <= fastest.step_time_s + best.step_time_s)
     ):
-        gain, needed = _gain(less_proven, best)
-        return (
-            f"evidence. {summary(less_proven.layout)} fits, and is predicted {gain:.1%} faster; with its evidence that "
-            f"counts from {needed:.0%} on."
-        )
+        gain = 1.0 - paper.step_time_s / best.step_time_s
+        return f"{_EVIDENCE} {summary(paper.layout)} is predicted {gain:.1%} faster, but {but(best, paper)}."
     if fastest is not None and not fastest.fits and fastest.step_time_s < best.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes
         name = max(terms, key=lambda key: terms[key])
@@ -247,14 +208,6 @@ def limit(solution: Solution, best: Priced) -> str:
         passes = "forward and backward pass" if best.job.backward else "forward pass"
         return f"compute. The step is almost all {passes}; faster devices or more of them would help."
     return f"{name}, {share:.1%} of the step: more than anything else beside compute."
-
-
-def _faster_with_less_evidence(solution: Solution, best: Priced) -> Priced | None:
-    """Return the fastest of the tiers' layouts that are sure to fit, if it is faster than ``best``."""
-    if solution.problem.spec.limits.prefer == "fastest":
-        return None
-    sure_to_fit = [one for one in solution.tiered.by_tier if one is not None and one.safe and _is_faster(one, best)]
-    return min(sure_to_fit, key=lambda priced: priced.step_time_s, default=None)
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:

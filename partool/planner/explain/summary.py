@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from partool.cost.codec import encode
+from partool.cost.evidence import WORDS
 from partool.plan.layout import Layout
-from partool.planner.evidence import margin
-from partool.planner.search.price import TIE, Priced
+from partool.planner.search.price import Priced
+from partool.planner.search.score import charged
 from partool.spec.numbers import GIB
+
+_MORE_LIKELY = 0.005
+"""Difference of the probabilities of fitting from which texts name it."""
 
 
 def summary(layout: Layout) -> str:
@@ -76,27 +83,40 @@ def why_lost(best: Priced, other: Priced) -> str:
             return f"{other.host_bytes / GIB:.1f} GiB of host memory are more than there is"
         return f"{(other.memory.total_bytes - other.memory.capacity_bytes) / GIB:.1f} GiB too large"
     ratio = other.step_time_s / best.step_time_s
-    fit_text = f"fits with a probability of {other.memory.fit_probability:.0%} only"
     if ratio > 1.0005:
         text = f"{(ratio - 1.0) * 100:.1f} % slower"
         name, more = _most(best, other)
         return text + (f": {name} + {short_time(more)}" if more > 0 else "")
-    if not other.safe and best.safe:
-        return fit_text
     if ratio < 0.9995:
-        gain = f"{(1.0 - ratio) * 100:.1f} % faster"
-        if ratio * (1.0 + TIE) >= 1.0 - 1e-9:
-            return f"{gain}: too little, the simpler one is taken"
-        if best.problem.spec.limits.prefer == "fastest":
-            return gain
-        least = margin(other.layout, best.layout)
-        if ratio * (1.0 + least) >= 1.0:
-            return f"{gain} on paper, taken from {100 * least / (1.0 + least):.0f} % on"
-        return f"{gain} on paper, not so beside others with more evidence"
+        return f"{(1.0 - ratio) * 100:.1f} % faster on paper, but {but(best, other)}"
+    if other.unfit > best.unfit + _MORE_LIKELY:
+        return f"as fast; fits with a probability of {1.0 - other.unfit:.0%} only"
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"
     return f"as fast, with {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'} memory"
+
+
+def but(best: Priced, other: Priced) -> str:
+    """Return why ``best`` was taken although ``other`` is predicted to be as fast or faster."""
+    parts = []
+    if other.risk > best.risk:
+        parts.append(f"predictions for {listed(risks(other, best))} err by {other.risk - best.risk:.0%} more")
+    if other.unfit > best.unfit + _MORE_LIKELY:
+        parts.append(f"it fits with {1.0 - other.unfit:.0%} where this one does with {1.0 - best.unfit:.0%}")
+    return listed(parts) or "it is less simple or larger"
+
+
+def risks(one: Priced, other: Priced) -> list[str]:
+    """Return the words for the mechanisms whose errors count against ``one`` and not against ``other``."""
+    ours, theirs = (charged(priced.problem, encode(priced.layout)) for priced in (one, other))
+    names = [name for name in ours if name not in theirs] or list(ours)
+    return [WORDS[name] for name in names]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence."""
+    return " and ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), *words[-1:]])
 
 
 def _most(best: Priced, other: Priced) -> tuple[str, float]:

@@ -1,7 +1,7 @@
 """Settings of ZeRO's all-gathers of parameters: values from the spec or from the planner, checks, and explanations.
 
 By default the parameters of a layer are gathered in one message and prefetched one layer ahead: the fewest and largest
-messages. Only if no layout is sure to fit this way, the search is repeated with the gathers that need least memory: one
+messages. Where layouts exceed the memory by little, the search is repeated with the gathers that need least memory: one
 message per parameter and no prefetch. Vectors, of which a layer has many, then stay gathered and cost no messages.
 """
 
@@ -151,7 +151,11 @@ def _gather(problem: Problem, layout: Layout) -> str:
         return f"Gather coalesced: {why}{_ahead(problem, layout) if usual else ''}."
     saved = cost_job(problem, layout.compile).compute_bytes * _layer_elements(problem, layout)
     count = messages_of_unit(problem.model, problem.controls, layout.data.zero)
-    why = "the spec asks for it" if pinned else "no layout is sure to fit that gathers layers as a whole"
+    why = (
+        "the spec asks for it"
+        if pinned
+        else "the best layout that gathers layers at once does not fit, is less sure to fit or slower"
+    )
     return f"Gather sequential: {why}; {count} messages per layer, {saved / MIB:,.0f} MiB less for a moment."
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import OVERLAPS, Layouts
+from partool.cost.case import OVERLAPS, Column, Layouts
 from partool.cost.kinds import kinds
 from partool.cost.repeats import codes, distinct
 from partool.cost.time.layer import layer
@@ -72,10 +72,11 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
     if not able or problem.spec.parallel.tensor.patterns or problem.spec.training.adversarial.epsilon:
         return ()
-    best = []
-    for micro_batch in (1, 16):
-        times = {inner: sent_s(problem, ranks, inner, micro_batch) for inner in (1, *able)}
-        inner = min(able, key=lambda one: times[one])
+    inners, best = (1, *able), []
+    every_s = _sent_s(problem, ranks, np.tile(inners, 2), np.repeat([1, 16], len(inners)))
+    for times_s in np.reshape(every_s, (2, len(inners))).tolist():
+        times = dict(zip(inners, times_s, strict=True))
+        inner = min(able, key=times.__getitem__)
         if times[inner] < times[1]:
             best.append(inner)
     return tuple(dict.fromkeys(best))
@@ -83,9 +84,13 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
 
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
     """Return the seconds of a layer's forward and backward collectives in the shape (ranks / inner) × inner."""
+    return float(_sent_s(problem, ranks, inner, micro_batch))
+
+
+def _sent_s(problem: Problem, ranks: int, inner: Column, micro_batch: Column) -> Column:
     layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
     seconds = layer_seconds(cost_job(problem), layouts, kinds(problem.model)[0])
-    return float(seconds.forward.total + seconds.backward.total)
+    return seconds.forward.total + seconds.backward.total
 
 
 def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:

@@ -1,7 +1,7 @@
 """Tiles of sequences, which save memory per token: sizes from the spec or from the planner, checks, and explanations.
 
-By default feed-forward networks and the loss process a whole micro-batch at once. Only if no layout is sure to fit, the
-search is repeated with tiles; blocks are then not compiled, as a compiler would merge the tiles' tensors again.
+By default feed-forward networks and the loss process a whole micro-batch at once. Where layouts exceed the memory by
+little, the search is repeated with tiles; blocks are then not compiled, as a compiler would merge the tiles' tensors.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     """Yield sentences on the tiles of a layout, and on the reason for the tiles."""
     model, tiles = problem.model, problem.spec.parallel.tiles
     size = cost_job(problem).compute_bytes * layout.micro_batch
-    short = "no layout is sure to fit without"
+    short = "the best layout without does not fit, is less sure to fit or slower"
     if layout.tiles.mlp:
         why = short if tiles.mlp == "auto" else "the spec asks for it"
         rank_tokens = problem.spec.training.sequence_length / layout.mesh.cp

@@ -1,8 +1,8 @@
-"""Branch and bound over the search space: price only some layouts exactly to find the fastest that is sure to fit.
+"""Branch and bound over the search space: price only some layouts exactly to find the one with the least score.
 
-Groups are visited in the order of a lower bound of their step time. A group is expanded into its policies, which are
-priced with the closed equations; layouts that fit enter a queue by their own bound and are priced exactly, best first.
-The search ends when no bound is below the best exact time: no remaining layout can be faster.
+Groups are visited in the order of a lower bound of their score (:mod:`partool.planner.search.score`). A group is
+expanded into its policies, which are priced with the closed equations; layouts that may fit enter a queue by their own
+bound and are priced exactly, best first. The search ends when no bound is below the best exact score.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.memory.fit import GREEN
 from partool.planner.problem import Problem, Stopped
-from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import TIE, Priced, host_limit
-from partool.planner.search.prices import PRICED_AT_ONCE, SLACK, Prices, firsts
+from partool.planner.search.layouts import layout_of
+from partool.planner.search.price import SLACK, Priced, host_limit
+from partool.planner.search.prices import PRICED_AT_ONCE, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
+from partool.planner.search.score import EMPTY, KAPPA, LIKELY, ScoreWeights, fill_share
 from partool.planner.search.space import Space
 
-LEAST_FIT_PROBABILITY = GREEN - 0.05
-"""Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
+CROWDED = 1.5
+"""Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
+_SAVED = EMPTY + KAPPA * LIKELY
+"""Most that a layout can save in its share for filled memory beside one that surely fits."""
 _AT_FIRST, _MOST_AT_ONCE = 32, 512
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
 later groups."""
@@ -64,7 +66,7 @@ class SearchResult:
     """The result of a search."""
 
     best: Priced | None
-    """The fastest layout that is sure to fit; if there is none, the fastest layout that is predicted to fit."""
+    """The layout with the least score that is predicted to fit; None if there is none."""
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
     too_large: int = 0
     """Number of layouts in groups whose bound of memory is too large even with everything recomputed and offloaded."""
@@ -84,49 +86,50 @@ class Search(Prices):
         shared: Search | None = None,
         *,
         limit_s: float = float("inf"),
-        searched: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None,
+        proven: bool = True,
+        gap: float = 0.0,
     ) -> None:
         """Prepare a search of the groups and policies in two masks (None: all) that shares the prices of ``shared``.
 
-        Layouts that take more than ``limit_s`` seconds are not looked for, and neither are layouts of which both group
-        and policy are in the masks ``searched``.
+        Layouts with a score above ``limit_s`` are not looked for. Without ``proven``, the score leaves out the errors
+        of mechanisms. The result's score may be above the least by the share ``gap``.
         """
         super().__init__(problem, space, groups, policies, None if shared is None else shared.seen)
+        self.proven = proven
+        self.weights = ScoreWeights.of(problem, space.groups, space.size, space.policies, proven=proven)
+        """Shares of the step time that the score adds for groups and policies."""
         self._shared = shared
-        self._searched = searched
         self.result = SearchResult(None)
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: SecondBounds = SecondBounds() if shared is None else shared._second
         self._left_out = np.zeros(space.size, dtype=bool)
         """Mask of groups that are too large under every policy."""
-        self._tied: list[Priced] = []
+        self._best_at: tuple[float, Key] | None = None
+        """Score and key of the best layout so far."""
         self.bound_s: NDArray[np.float64] = np.zeros(0)
         """Lower bound of each group's step time in seconds."""
         self.least_bytes: NDArray[np.float64] = np.zeros(0)
         """Bytes of device memory that each group needs at least, or fewer."""
         self._parts: list[Leaves] = []
-        self._start_s = limit_s
+        self._crowded: list[tuple[Any, Any, Any]] = []
+        """Groups and policies of layouts that exceed the memory by less than :data:`CROWDED`, and their bounds."""
         self._limit_s = limit_s
+        self._gap = gap
         self._queue = Queue(problem, space, self._second)
 
-    def run(self, *, only_green: bool = False) -> SearchResult:
-        """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit.
+    def run(self) -> SearchResult:
+        """Return a result with the layout that has the least score among those that are predicted to fit.
 
-        With ``only_green``, layouts that may fit are not looked for. Raises :class:`~partool.planner.problem.Stopped`
-        if the search was stopped before any layout was found.
+        Raises :class:`~partool.planner.problem.Stopped` if the search was stopped before any layout was found.
         """
-        if self._shared is not None and self._start_s < float("inf"):
+        if self._shared is not None:
             # The bounds of the shared search hold under all policies, and so under fewer.
-            near = self._shared.bounds_of(self.groups) <= self._start_s * (1.0 + TIE)
-            self.groups = self.groups[near]
+            self.bound_s, self.least_bytes = self._shared.bounds_of(self.groups), self._shared.least_of(self.groups)
+        elif not len(self.bound_s):
+            self.bound()
         if len(self.groups) and len(self.policies):
-            self.least_bytes, fit_probability = self.least_memory(self.groups)
-            self.bound_s = self.group_bounds(self.groups)
-            for require_green in (True,) if only_green else (True, False):
-                self._pass(fit_probability, require_green=require_green)
-                if self.result.best is not None:
-                    break
+            self._pass()
         if self.problem.budget.stopped and not self.problem.budget.has_best:
             raise Stopped
         self.result.leaves = Leaves.join(self._parts)
@@ -153,6 +156,10 @@ class Search(Prices):
         if len(self.bound_s) != self.space.size:
             raise ValueError("only a search of all groups, whose bounds are known, can be shared")
         return self.bound_s[groups]
+
+    def least_of(self, groups: Any) -> Any:
+        """Return the least bytes of device memory of some groups of the space, or fewer."""
+        return self.least_bytes[groups]
 
     def _count_too_large(self, may_fit: NDArray[np.bool_]) -> None:
         self._left_out[self.groups[~may_fit]] = True
@@ -196,44 +203,44 @@ class Search(Prices):
             start, count = start + count, min(8 * count, PRICED_AT_ONCE)
         return None
 
-    def _pass(self, fit_probability: Any, *, require_green: bool) -> None:
-        """Search the layouts that are sure to fit if ``require_green``, else the layouts that are predicted to fit."""
-        bound = self.bound_s
-        slack = self.slack(self.groups)
-        may_fit = self.least_bytes <= self.problem.capacity_bytes * slack
-        if require_green:
-            self._count_too_large(may_fit)
-            may_fit &= (fit_probability >= LEAST_FIT_PROBABILITY) | (slack > 1.0 + SLACK)
+    def _pass(self) -> None:
+        """Expand groups and price queued layouts, both by their bounds, until no bound is below the best score."""
+        may_fit = self.least_bytes <= self.problem.capacity_bytes * self.slack(self.groups)
+        bound = self.bound_s * (1.0 + self.weights.group[self.groups] + self.weights.policy[self.policies].min())
         order = np.flatnonzero(may_fit)[np.argsort(bound[may_fit], kind="stable")]
-        self._limit_s = self._start_s
-        self._queue = Queue(self.problem, self.space, self._second)
-        self.prepare(self.groups[order[bound[order] <= self._limit_s * (1.0 + TIE)][:_PREPARED]])
+        self.prepare(self.groups[order[bound[order] <= self._limit_s][:_PREPARED]])
         position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _MOST_AT_ONCE
         start = self.problem.budget.rows
         while not self._reached_limit(start):
             following = bound[order[position]] if position < len(order) else float("inf")
             if self._queue.least_s <= following:
-                if self._queue.least_s > self._limit_s * (1.0 + TIE) or not self._queue:
+                if self._queue.least_s > self._limit_s or not self._queue:
                     break
-                key = self._queue.pop(self._limit_s * (1.0 + TIE))
-                if key is not None and not (require_green and key in self._second.unsafe):
-                    self._settle(self.price(*key), require_green=require_green)
-            elif following <= self._limit_s * (1.0 + TIE):
-                self._expand(self.groups[order[position : position + batch]], require_green=require_green)
+                key = self._queue.pop(self._limit_s)
+                if key is not None:
+                    self._settle(key)
+            elif following <= self._limit_s:
+                self._expand(self.groups[order[position : position + batch]])
                 position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
         if self.problem.budget.stopped:
-            self._hurry(require_green=require_green)
+            self._hurry()
 
-    def _hurry(self, *, require_green: bool) -> None:
+    def crowded(self, limit_s: float) -> tuple[Any, Any]:
+        """Return groups and policies of layouts with bounds up to ``limit_s`` that exceed the memory by little."""
+        parts = [np.concatenate(part) for part in zip(*self._crowded, strict=True)]
+        near = parts[2] <= limit_s if parts else slice(0)
+        return (parts[0][near], parts[1][near]) if parts else (np.zeros(0, dtype=int),) * 2
+
+    def _hurry(self) -> None:
         """Take the first layout of the queue that fits, if none has been taken before the user stopped the search."""
         for _ in range(_HURRIED):
             if self.result.best is not None or not self._queue:
                 break
             key = self._queue.pop(float("inf"))
             if key is not None:
-                self._settle(self.price(*key), require_green=require_green)
+                self._settle(key)
 
     def _reached_limit(self, start_rows: int) -> bool:
         """Return True if a pass that began after ``start`` rows has reached its limit.
@@ -241,57 +248,63 @@ class Search(Prices):
         The limit is twice as high while no layout has been found, as the plan would otherwise report that nothing fits.
         """
         budget = self.problem.budget
-        limit_rows = start_rows + (_MOST_ROWS if self._tied else 2 * _MOST_ROWS)
+        limit_rows = start_rows + (_MOST_ROWS if self.result.best is not None else 2 * _MOST_ROWS)
         if budget.rows <= min(limit_rows, budget.limit_rows):
             return False
         self.result.complete, budget.reached_limit = False, True
         return True
 
-    def _settle(self, priced: Priced, *, require_green: bool) -> None:
-        """Take a layout as the best so far if it fits and is faster than the best, or as fast and simpler."""
-        if not (priced.safe if require_green else priced.fits):
-            return
-        time_s = priced.step_time_s
-        if time_s > self._limit_s * (1.0 + TIE):
-            return
-        self._limit_s = min(self._limit_s, time_s)
-        self.problem.budget.has_best, self.problem.budget.best_s = True, self._limit_s
-        self._tied = [p for p in [*self._tied, priced] if p.step_time_s <= self._limit_s * (1.0 + TIE)]
-        self.result.best = min(self._tied, key=lambda p: (simplicity(self.problem, p.layout), p.step_time_s))
+    def score_s(self, priced: Priced) -> float:
+        """Return the seconds by which this search orders layouts."""
+        return priced.score_s if self.proven else priced.paper_s
 
-    def _expand(self, groups: Any, *, require_green: bool) -> None:
-        """Price the layouts of ``groups`` that may still be the fastest, and queue those that fit."""
-        least = self.policy_bounds(groups)
-        open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
-        if self._searched is not None:
-            old_groups, old_policies = self._searched
-            open_ &= ~(old_groups[groups][:, None] & old_policies[self.policies][None, :])
+    def _settle(self, key: Key) -> None:
+        """Take a layout as the best so far if it fits and has the least score; of equal scores the first key counts."""
+        priced = self.price(*key)
+        if not priced.fits:
+            return
+        at = self.score_s(priced), key
+        if at[0] > self._limit_s or (self._best_at is not None and at >= self._best_at):
+            return
+        self._best_at, self._limit_s, self.result.best = at, at[0] * (1.0 - self._gap), priced
+        self.problem.budget.has_best, self.problem.budget.best_s = True, priced.step_time_s
+
+    def _expand(self, groups: Any) -> None:
+        """Price the layouts of ``groups`` that may still have the least score, and queue those that may fit."""
+        factor = 1.0 + self.weights.group[groups][:, None] + self.weights.policy[self.policies][None, :]
+        least = self.policy_bounds(groups) * factor
+        open_ = (least <= self._limit_s) & self.space.allowed(groups[:, None], self.policies[None, :])
         which, column = np.nonzero(open_)
         group, policy = groups[which], self.policies[column]
-        total, fit_probability, host = self.memory(group, policy, host_too=True)
-        fits = (total <= self.problem.capacity_bytes * self.slack(group)) & (host <= host_limit(self.problem))
+        total, fit_probability, host, unfit = self.memory(group, policy, host_too=True)
+        limit = self.problem.capacity_bytes * self.slack(group)
+        fits = (total <= limit) & (host <= host_limit(self.problem))
+        near = ~fits & (total <= CROWDED * limit)
+        self._crowded.append((group[near], policy[near], least[which, column][near]))
         group, policy = group[fits], policy[fits]
         leaves = Leaves(group, policy, self.bounds(group, policy), total[fits], fit_probability[fits], host[fits])
         self._parts.append(leaves)
-        queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
-        if require_green:
-            queued &= (leaves.probability >= LEAST_FIT_PROBABILITY) | (self.slack(group) > 1.0 + SLACK)
+        memory_bytes = self.problem.devices.memory_bytes
+        fill = fill_share(leaves.memory_bytes / self.slack(group), unfit[fits], memory_bytes)
+        weight = 1.0 + self.weights.group[group] + self.weights.policy[policy]
+        scores = leaves.bound_s * (weight + fill)
+        queued = scores <= self._limit_s
         queued &= ~self._dominated(leaves, queued)
         self.problem.budget.has_fitting |= bool(queued.any())
-        self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
+        self._queue.push(scores[queued], weight[queued], group[queued], policy[queued])
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
         """Return a mask of leaves that a queued leaf of the same group dominates.
 
-        The dominating leaf is at least as fast, recomputes and offloads no more, and is sure to fit. Only without
-        pipeline ranks, and with whole networks, do bounds differ from exact times by the same amount.
+        The dominating leaf is faster by more than its memory costs, recomputes and offloads no more, and is sure to
+        fit. Only without pipeline ranks, and with whole networks, do bounds differ from exact times by the same amount.
         """
         table = self.space.policies
         out = np.zeros(len(leaves), dtype=bool)
         # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
         fits = leaves.memory_bytes <= self.problem.capacity_bytes
         comparable = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
-        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits & comparable)
+        index = np.flatnonzero(queued & (leaves.probability >= 1.0 - LIKELY) & fits & comparable)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
             if len(start) == 0:
                 continue
@@ -302,8 +315,8 @@ class Search(Prices):
                 least &= column[policy][:, None] <= column[policy][None, :]
             share = table.share[policy]
             least &= (table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :])
-            least &= leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
+            # A smaller layout saves a part of the price of filled memory; exact times are below twice the bounds.
+            least &= (1.0 + 2.0 * _SAVED) * leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
             np.fill_diagonal(least, False)
-            least &= ~(least.T & (np.arange(len(start))[:, None] > np.arange(len(start))[None, :]))
             out[start] = least.any(axis=0)
         return out

@@ -1,11 +1,10 @@
-"""A good layout at a small price: the best of a few, where a whole search would find no winner."""
+"""A good layout at a small price: the best of a few, where a whole search would take long."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.memory.fit import GREEN
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced
 
@@ -17,24 +16,24 @@ _EXACT = 8
 """Number of layouts that are priced exactly."""
 
 
-def glance(search: Search, shared: Search, wanted: NDArray[np.bool_], few: NDArray[np.bool_]) -> Priced | None:
-    """Return the best of a few layouts of ``search`` that are sure to fit; None if none of them is.
+def glance(search: Search, shared: Search, limit_s: float) -> Priced | None:
+    """Return the best of a few layouts of ``search`` with a score below ``limit_s``; None if none of them has.
 
-    Layouts of the groups ``wanted`` under any policy, or of any group under the policies ``few``, count. Groups come
-    in the order of their bounds in ``shared``. The result is a good layout, and not always the best.
+    Groups come in the order of their bounds in ``shared``. The result is a good layout, and not always the best.
     """
     first, policies = _first(search, shared), search.policies
     group, policy = np.repeat(first, len(policies)), np.tile(policies, len(first))
-    allowed = search.space.allowed(group, policy) & (wanted[group] | few[policy]) if len(group) else np.zeros(0, bool)
+    allowed = search.space.allowed(group, policy) if len(group) else np.zeros(0, bool)
     group, policy = group[allowed], policy[allowed]
-    bound, _ = search.columns(group, policy, GREEN)
+    bound_s, _ = search.columns(group, policy)
+    bound_s = bound_s * (1.0 + search.weights.group[group] + search.weights.policy[policy])
     best: Priced | None = None
-    for index in np.argsort(bound, kind="stable")[:_EXACT]:
-        if not np.isfinite(bound[index]) or (best is not None and bound[index] >= best.step_time_s):
+    for index in np.argsort(bound_s, kind="stable")[:_EXACT]:
+        if not bound_s[index] < limit_s:
             break
         one = search.price(group[index], policy[index])
-        if (best is None or one.step_time_s < best.step_time_s) and one.safe:
-            best = one
+        if one.fits and search.score_s(one) < limit_s:
+            best, limit_s = one, search.score_s(one)
     return best
 
 

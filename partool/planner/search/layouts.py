@@ -18,14 +18,12 @@ from partool.layout.stages import balance
 from partool.plan.layout import Layout
 from partool.planner.cost_job import cost_job
 from partool.planner.forms import gathers
-from partool.planner.forms.tensor_forms import divides
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.planner.search import offload
 from partool.schedule import rank_of
 from partool.spec.parallel import Compile, Recompute
 from partool.strategies.schedules import SCHEDULES as KNOWN
-from partool.strategies.sequence import PREFERENCE
 from partool.work.training import TrainingWork
 
 _GRAINS = 20
@@ -147,32 +145,3 @@ def _even(layers: int, stages: int) -> Bounds:
 def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[float, ...], stages: int) -> Bounds:
     times, (first, last) = dict(zip(order, values[:-2], strict=True)), values[-2:]
     return balance([times[kind] for kind in layers], stages, first, last, grain=1.0 / _GRAINS)
-
-
-def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
-    """Return the key by which layouts of the same speed are sorted, the simplest first."""
-    mesh = layout.mesh
-    degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert, layout.expert_tensor)
-    moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)
-    return (
-        sum(degree > 1 for degree in degrees),
-        mesh.tp > problem.domain,
-        sum(side != "none" for side in moved),
-        "nvme" in moved,
-        layout.offload.gpu_fraction if layout.offload.optimizer != "none" else 0.0,
-        layout.data.zero,
-        sum(RECOMPUTE.index(policy) for policy in layout.recompute),
-        SCHEDULES.index(layout.pipeline.schedule) if layout.pipeline.schedule != "1f1b" else -1,
-        layout.pipeline.chunks,
-        layout.pipeline.in_flight,
-        layout.data.zero > 0 and mesh.dp_replicate > 1,
-        mesh.tp > 1 and not divides(problem.model, mesh.tp),
-        layout.tensor.inner,
-        layout.tensor.sequence_norms,
-        layout.tensor.chunks,
-        *degrees,
-        PREFERENCE.index(layout.sequence.method),
-        layout.sequence.ulysses,
-        layout.sequence.teams,
-        -layout.micro_batch,
-    )

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
 
 from partool.cost.case import Layouts
-from partool.cost.codec import encode
 from partool.cost.training import host_state
 from partool.cost.training.predict import predict_time
-from partool.cost.training.step import hidden_share
 from partool.plan.layout import OffloadLayout
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
@@ -25,9 +22,6 @@ from partool.strategies.optimizers import OPTIMIZERS
 
 _CORES_KEPT = 2
 """Number of each rank's cores that are kept for the training thread and the data loader."""
-_MOST = 0.95
-_SHARES = (0.75, 0.5, 0.25)
-"""Shares of the optimizer's state to try on the device, if the share that hides the host's update is too large."""
 
 
 def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
@@ -94,48 +88,12 @@ def sharing(row: Layouts) -> float:
     return float(row.pp) * float(row.tp) * (float(row.shards * row.cp) if row.zero else 1.0)
 
 
-def in_parts(problem: Problem) -> Problem | None:
-    """Return the problem with ``split`` relaxed; None if relaxing ``split`` changes nothing.
-
-    An offloaded optimizer state may then be split between device and host.
-    """
-    offload = problem.spec.parallel.offload
-    can_split = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
-    return problem.relax("split") if can_split and "split" not in problem.relaxed else None
-
-
 def to_disks(problem: Problem) -> Problem | None:
     """Return the problem with the optimizer's state in files; None if the state is or must not be in files."""
     offload = problem.spec.parallel.offload
     can_use_disks = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
     can_use_disks = can_use_disks and OPTIMIZERS[problem.spec.optimizer.name].host
     return problem.relax("disks") if can_use_disks and "disks" not in problem.relaxed else None
-
-
-def refined(priced: Priced) -> Priced:
-    """Return the layout with just enough optimizer state on the device to hide the host's update, if the layout fits.
-
-    Searches try few shares of the state; here the share is computed from the times of the layout.
-    """
-    problem, layout = priced.problem, priced.layout
-    open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link and not problem.engine.uniform
-    if layout.offload.optimizer == "none" or layout.offload.parameters != "none" or not open_:
-        return priced
-    least = ceil(100.0 * hidden_share(priced.job, encode(layout))) / 100.0
-    best = priced
-    for share in (least, *_SHARES):
-        if not layout.offload.gpu_fraction < share <= min(least, _MOST):
-            continue
-        row = replace(encode(layout), gpu_fraction=round(share, 6))
-        other = Priced(problem, layout.model_copy(update={"offload": resolved(problem, row)}))
-        if not other.fits or other.safe < priced.safe:
-            continue
-        quicker = other.step_time_s < best.step_time_s * (1.0 - TIE)
-        if quicker or (share == least and other.step_time_s <= priced.step_time_s * (1.0 + TIE)):
-            best = other
-        if share == least:
-            break
-    return best
 
 
 def sentences(problem: Problem, priced: Priced) -> Iterator[str]:

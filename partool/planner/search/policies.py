@@ -18,7 +18,7 @@ SHARES = (0.25, 0.5, 1.0)
 """Shares of layers that may recompute; all are tried if the spec leaves the policy ``auto``."""
 _OPEN = ("attention", "selective", "full")
 """Recomputation policies that are tried if the spec leaves the policy ``auto``."""
-GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
+GPU_FRACTIONS = tuple(eighths / 8 for eighths in range(8))
 """Shares of an offloaded optimizer state that may stay on the device."""
 
 
@@ -66,10 +66,7 @@ def policies_of(problem: Problem) -> Policies:
         recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in shares)]
     has_host_link = problem.host_link
     can_offload_state = has_host_link and OPTIMIZERS[problem.spec.optimizer.name].host
-    # A pinned offload moves all of the state, except for a share that `offload.refined` may keep on the device later,
-    # and unless host memory has no room ("split").
-    parts = can_offload_state and not problem.engine.uniform
-    several = GPU_FRACTIONS if parts and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
+    several = GPU_FRACTIONS if can_offload_state and not problem.engine.uniform else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     # Pinned offload of parameters implies offload of the optimizer's state.

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import RECOMPUTE, Column, Layouts, Mask
+from partool.cost.codec import encode
 from partool.cost.memory.fit import fit_probability
 from partool.cost.training import host_state, micro
 from partool.cost.training.bound import Open, bound_s
@@ -19,10 +20,14 @@ from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
+from partool.planner.search.score import complexity_of, fill_share, risk_of
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 from partool.work.training import TrainingWork
 
+SLACK = 0.03
+"""Relative error by which the closed equations may exceed the exact memory; layouts that exceed the memory limit
+by a smaller share are kept."""
 TIE = 1e-3
 """Layouts whose step times differ by less than this share count as equally fast; the simpler layout is taken."""
 HOST_SHARE = 0.9
@@ -78,6 +83,39 @@ class Priced:
         pinned = sum(self.pinned_parts.values()) if self.layout.offload.active else 0
         return small and pinned <= pinned_limit(self.problem)
 
+    @cached_property
+    def risk(self) -> float:
+        """Sum of the errors of the mechanisms that the layout uses and the spec does not ask for."""
+        return float(risk_of(self.problem, encode(self.layout)))
+
+    @property
+    def unfit(self) -> float:
+        """Probability that the layout does not fit into the device's memory."""
+        return 1.0 - self.memory.fit_probability
+
+    @cached_property
+    def factor(self) -> float:
+        """The score as a multiple of the step time (:mod:`partool.planner.search.score`)."""
+        return self._plain + self.risk
+
+    @cached_property
+    def _plain(self) -> float:
+        """The same without the errors of mechanisms."""
+        problem = self.problem
+        small = float(complexity_of(problem, encode(self.layout)))
+        fill = float(fill_share(self.memory.total_bytes, self.unfit, problem.devices.memory_bytes))
+        return 1.0 + small + fill
+
+    @property
+    def score_s(self) -> float:
+        """Seconds by which layouts are ordered; the layout with the least score is taken."""
+        return self.step_time_s * self.factor
+
+    @property
+    def paper_s(self) -> float:
+        """The score in seconds if predictions of mechanisms did not err."""
+        return self.step_time_s * self._plain
+
     @property
     def pinned_parts(self) -> dict[str, int]:
         """Bytes of each term of host memory that a rank has to pin; optional spare gradient buffers are left out."""
@@ -100,6 +138,8 @@ class MemoryNeed:
     total_bytes: Column
     probability: Column
     host_bytes: Column
+    unfit: Column
+    """Lower bound of the probability that the exact layout does not fit; 0 for pipelines, whose stages differ."""
 
 
 def room_below(
@@ -112,10 +152,10 @@ def room_below(
     node's memory get infinite host bytes.
     """
     least, rows = _bounded(problem, layouts, most_bytes, most_host_bytes)
-    need = MemoryNeed(least, np.zeros(layouts.shape), np.full(layouts.shape, np.inf))
+    need = MemoryNeed(least, np.zeros(layouts.shape), np.full(layouts.shape, np.inf), np.zeros(layouts.shape))
     if len(rows):
         one = room(problem, layouts.take(rows))
-        for name in ("total_bytes", "probability", "host_bytes"):
+        for name in ("total_bytes", "probability", "host_bytes", "unfit"):
             getattr(need, name)[rows] = getattr(one, name)
     return need
 
@@ -161,14 +201,17 @@ def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
         np.minimum.reduce([np.asarray(one.total_bytes) for one in each]),
         np.maximum.reduce([np.asarray(one.probability) for one in each]),
         np.minimum.reduce([np.asarray(one.host_bytes) for one in each]),
+        np.minimum.reduce([np.asarray(one.unfit) for one in each]),
     )
 
 
 def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
     memory = peak_memory(cost_job(problem), layouts)
-    total = memory.total_bytes
-    probability = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
-    return MemoryNeed(total, probability, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
+    total, device_bytes = memory.total_bytes, problem.devices.memory_bytes
+    probability = fit_probability(total, memory.sigma_bytes, device_bytes)
+    smaller = fit_probability(total / (1.0 + SLACK), memory.sigma_bytes / (1.0 + SLACK), device_bytes)
+    host_bytes = np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes)
+    return MemoryNeed(total, probability, host_bytes, np.where(np.asarray(layouts.pp) > 1, 0.0, 1.0 - smaller))
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:

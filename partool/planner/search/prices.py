@@ -12,12 +12,9 @@ from partool.cost.training.bound import Open
 from partool.cost.training.offload import FAST_LINK
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.price import bounds_s, host_limit, least_room, prepare, room, room_below
+from partool.planner.search.price import SLACK, bounds_s, host_limit, least_room, prepare, room, room_below
 from partool.planner.search.space import Space
 
-SLACK = 0.03
-"""Relative error by which the closed equations may exceed the exact memory; layouts that exceed the memory limit
-by a smaller share are kept."""
 _MOST_SLACK = 0.5
 """Upper limit of the relative error that is added to ``SLACK`` for several pipeline stages and a large head."""
 PRICED_AT_ONCE = 8192
@@ -60,7 +57,7 @@ class Prices:
 
     def least_memory(self, groups: Any) -> tuple[Any, Any]:
         """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
-        total, fit_probability, _ = self.memory(groups, self._sparing(groups))
+        total, fit_probability, *_ = self.memory(groups, self._sparing(groups))
         return total, fit_probability
 
     def bounded_memory(self, groups: Any) -> NDArray[np.float64]:
@@ -89,7 +86,7 @@ class Prices:
         """Return True if some layout fits device and host memory under one of the policies that save most memory."""
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
-            total, _, host = self.memory(groups, np.full(len(groups), policy))
+            total, _, host, _ = self.memory(groups, np.full(len(groups), policy))
             fits = (total <= self.problem.capacity_bytes * self.slack(groups)) & (host <= host_limit(self.problem))
             if fits.any():
                 return True
@@ -103,7 +100,7 @@ class Prices:
         candidates = []
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
-            total, _, host = self.memory(groups, np.full(len(groups), policy), exact=True)
+            total, _, host, _ = self.memory(groups, np.full(len(groups), policy), exact=True)
             if len(groups):
                 worst = np.where(host <= host_limit(self.problem), total, total + host)
                 candidates.append((float(worst.min()), int(groups[np.argmin(worst)]), policy))
@@ -124,7 +121,7 @@ class Prices:
         Both are infinite where device or host memory is exceeded, or the probability of fitting is below
         ``least_probability``.
         """
-        total, probability, host = self.memory(group, policy, host_too=True)
+        total, probability, host, _ = self.memory(group, policy, host_too=True)
         fits = (
             (total <= self.problem.capacity_bytes)
             & (host <= host_limit(self.problem))
@@ -207,8 +204,8 @@ class Prices:
             parts.append(bounds_s(self.problem, rows, open_choices))
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def memory(self, group: Any, policy: Any, *, exact: bool = False, host_too: bool = False) -> tuple[Any, Any, Any]:
-        """Return bytes of device memory, the probability that they fit, and bytes of host memory of some layouts.
+    def memory(self, group: Any, policy: Any, *, exact: bool = False, host_too: bool = False) -> tuple[Any, ...]:
+        """Return bytes of device memory, probability of fitting, bytes of host memory, least probability against it.
 
         Unless all are to be ``exact``, layouts that are too large by far may get fewer bytes, by which they still are
         too large. With ``host_too``, layouts that are too large for the host may get infinite bytes of it.
@@ -223,8 +220,8 @@ class Prices:
                 room(self.problem, rows) if exact else room_below(self.problem, rows, most[i : i + _MORE], most_host)
             )
         if not parts:
-            return np.zeros(0), np.zeros(0), np.zeros(0)
+            return (np.zeros(0),) * 4
         return tuple(
             np.concatenate([np.broadcast_to(getattr(part, name), np.shape(part.total_bytes)) for part in parts])
-            for name in ("total_bytes", "probability", "host_bytes")
-        )  # type: ignore[return-value]
+            for name in ("total_bytes", "probability", "host_bytes", "unfit")
+        )

@@ -12,6 +12,7 @@ import numpy as np
 from partool.cost.case import SCHEDULES
 from partool.planner.problem import Problem
 from partool.planner.search.refine import refined
+from partool.planner.search.score import fill_share
 from partool.planner.search.space import Space
 from partool.planner.search.span import listed
 from partool.strategies.schedules import SCHEDULES as KNOWN
@@ -27,13 +28,13 @@ class SecondBounds:
     """Second bounds of pipelined layouts, from their own stages; searches of one space may share them."""
 
     bound_s: dict[Key, float] = field(default_factory=dict)
-    """Lower bounds of step times."""
-    unsafe: set[Key] = field(default_factory=set)
-    """Layouts whose memory exceeds the device's, or fits too improbably to be green."""
+    """Lower bounds of step times; infinite for layouts that exceed the device's memory."""
+    fill: dict[Key, float] = field(default_factory=dict)
+    """Lower bounds of the share of the step time that filled memory costs."""
 
 
 class Queue:
-    """A priority queue of layouts; the layout with the least lower bound comes first."""
+    """A priority queue of layouts; the layout with the least lower bound of the score comes first."""
 
     def __init__(self, problem: Problem, space: Space, second: SecondBounds | None = None) -> None:
         self._problem = problem
@@ -44,6 +45,8 @@ class Queue:
             for column in (groups.schedule, groups.pp, groups.chunks, groups.in_flight, groups.accumulation)
         ]
         self._heap: list[tuple[float, int, int]] = []
+        self._weight: dict[Key, float] = {}
+        """Score as a multiple of the step time, without the share for filled memory, by layout."""
         self._settled: dict[Key, float] = {}
         """Final bounds, by layout."""
         self._structures: dict[int, tuple[int, ...]] = {}
@@ -60,15 +63,19 @@ class Queue:
         """The smallest bound; infinite for an empty queue."""
         return self._heap[0][0] if self._heap else float("inf")
 
-    def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
-        """Add layouts, given as lower bounds of the step time and as indices of groups and policies."""
+    def push(self, bounds_s: Any, weights: Any, groups: Any, policies: Any) -> None:
+        """Add layouts, given as lower bounds of the score and as indices of groups and policies.
+
+        ``weights`` are the scores as multiples of the step time, without the share for filled memory.
+        """
         pp = self._columns[1]
         several = (pp[groups] > 1).tolist()
-        rows = zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), several, strict=True)
-        for bound, group, policy, pipelined in rows:
+        rows = zip(bounds_s.tolist(), weights.tolist(), groups.tolist(), policies.tolist(), several, strict=True)
+        for bound, weight, group, policy, pipelined in rows:
             key = (group, policy)
             if pipelined:
                 self._coarse[self._structure(group)][key] = bound
+                self._weight[key] = weight
             else:
                 self._settled[key] = bound
             heapq.heappush(self._heap, (bound, *key))
@@ -86,7 +93,8 @@ class Queue:
         near = heapq.nsmallest(_TOGETHER, ((first, key) for key, first in waiting.items() if first <= limit_s))
         self._refine([key for _, key in near if key not in self._second.bound_s], limit_s)
         for first, key in near:
-            self._settled[key] = max(first, self._second.bound_s[key])
+            second = self._second.bound_s[key] * (self._weight[key] + self._second.fill[key])
+            self._settled[key] = max(first, second)
             if self._settled[key] > first:
                 heapq.heappush(self._heap, (self._settled[key], *key))
             del waiting[key]
@@ -94,11 +102,14 @@ class Queue:
         return popped if self._settled[popped] <= bound else None
 
     def _refine(self, keys: list[Key], limit_s: float) -> None:
-        if keys:
-            groups, policies = (np.array(part) for part in zip(*keys, strict=True))
-            second = refined(self._problem, self._space.rows(groups, policies), limit_s)
-            self._second.bound_s.update(zip(keys, second.bound_s.tolist(), strict=True))
-            self._second.unsafe.update(keys[at] for at in np.flatnonzero(~second.may_be_safe))
+        if not keys:
+            return
+        groups, policies = (np.array(part) for part in zip(*keys, strict=True))
+        second = refined(self._problem, self._space.rows(groups, policies), limit_s)
+        fill = fill_share(second.total_bytes, second.unfit, self._problem.devices.memory_bytes)
+        bound_s = np.where(second.fits, second.bound_s, np.inf)
+        self._second.bound_s.update(zip(keys, bound_s.tolist(), strict=True))
+        self._second.fill.update(zip(keys, np.broadcast_to(fill, len(keys)).tolist(), strict=True))
 
     def _structure(self, group: int) -> Any:
         if group not in self._structures:

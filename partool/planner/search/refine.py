@@ -20,7 +20,7 @@ from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wai
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.search.span import StagePasses, least_span_s, listed
-from partool.planner.search.stage_memory import may_be_safe
+from partool.planner.search.stage_memory import stage_memory
 from partool.schedule import rank_of
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
@@ -30,12 +30,16 @@ class Refined(NamedTuple):
 
     bound_s: Any
     """Lower bound of each row's step time."""
-    may_be_safe: Any
-    """Mask of rows; False where the exact memory of a row below the time limit rules out that the row is green."""
+    fits: Any
+    """Mask of rows; False where the memory of a row below the time limit exceeds what layouts may use."""
+    total_bytes: Any
+    """Bytes of device memory of each row below the time limit, or fewer; 0 of other rows."""
+    unfit: Any
+    """Probability that these bytes do not fit, or less."""
 
 
 def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> Refined:
-    """Return a lower bound of each row's step time; of rows below ``limit_s`` also whether their memory may be green.
+    """Return a lower bound of each row's step time; of rows below ``limit_s`` also their memory.
 
     All rows have the same schedule, number of chunks, number of pipeline ranks (more than one), limit of micro-batches
     in flight, and number of :func:`partool.planner.search.span.listed` micro-batches. Stages, and everything outside of
@@ -46,7 +50,8 @@ def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> R
     pp, chunks, schedule = int(first.pp), int(first.chunks), SCHEDULES[int(first.schedule)]
     if schedule == "file" or KNOWN[schedule].moves == "weights":
         closed_bound_s = np.asarray(bound_s(job, rows))
-        return Refined(closed_bound_s, np.ones(closed_bound_s.shape, dtype=bool))
+        none = np.zeros(closed_bound_s.shape)
+        return Refined(closed_bound_s, none == 0.0, none, none)
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
         [
@@ -79,10 +84,12 @@ def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> R
     slowest_rank = slowest(job, exact, base, RankWork(rank_parameters, passes, summed))
     waits = pipeline_wait(job, rows) * busy
     bound = job.time_scalar * (DATA_S + span + waits + slowest_rank.total_s + job.stack.overhead_s)
-    near, safe = np.flatnonzero(bound <= limit_s), np.ones(count, dtype=bool)
-    if len(near):
-        safe[near] = may_be_safe(problem, exact.take(near), counts[near], place)
-    return Refined(bound, safe)
+    near, fits = np.flatnonzero(bound <= limit_s), np.ones(count, dtype=bool)
+    total_bytes, unfit = np.zeros(count), np.zeros(count)
+    # Which policies a list by layer gives to a stage's layers is known only of an exact layout.
+    if len(near) and not isinstance(problem.spec.parallel.recompute, list):
+        fits[near], total_bytes[near], unfit[near] = stage_memory(problem, exact.take(near), counts[near], place)
+    return Refined(bound, fits, total_bytes, unfit)
 
 
 def _share(problem: Problem, rows: Layouts, counts: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import Layouts
+from partool.cost.case import Column, Layouts
 from partool.planner.forms.sequence_rules import SequenceForm, all_forms
 from partool.planner.problem import Problem
 from partool.planner.search.price import bounds_s, room
@@ -39,9 +39,9 @@ def best_forms(problem: Problem, every: Forms) -> Forms:
     kept = np.zeros(len(rows), dtype=bool)
     columns = np.array(rows).T
     ends = np.cumsum([len(forms) for forms in several.values()])
-    for micro_batch in MICRO_BATCHES:
-        layouts = _layouts(columns, micro_batch)
-        times, sizes = bounds_s(problem, layouts), np.asarray(room(problem, layouts).total_bytes)
+    layouts = _layouts(np.tile(columns, len(MICRO_BATCHES)), np.repeat(MICRO_BATCHES, len(rows)))
+    prices = np.stack([bounds_s(problem, layouts), np.asarray(room(problem, layouts).total_bytes)])
+    for times, sizes in prices.reshape(2, len(MICRO_BATCHES), len(rows)).swapaxes(0, 1):
         for start, stop in zip([0, *ends[:-1]], ends, strict=True):
             kept[start:stop] |= _front(times[start:stop], sizes[start:stop])
     remaining = dict(every)
@@ -56,7 +56,7 @@ def seconds(problem: Problem, rows: list[tuple[int, ...]], micro_batch: int) -> 
     return bounds_s(problem, _layouts(np.array(rows).T, micro_batch))
 
 
-def _layouts(columns: Any, micro_batch: int) -> Layouts:
+def _layouts(columns: Any, micro_batch: Column) -> Layouts:
     cp, tp, method, order, inner, teams, inside = columns
     return Layouts(
         pp=1 + 0 * cp, cp=cp, tp=tp, micro_batch=micro_batch, sequence_method=method, sequence_order=order,

