@@ -22,7 +22,7 @@ LONGEST = (
     "test_kill_resume.py", "test_sequence_dsp.py", "test_fp8.py", "test_lamb_trainer.py", "test_muon_trainer.py",
     "test_sequence_layers.py", "test_tiles.py", "test_agent_stops.py", "test_agent_hangs.py", "test_numa.py",
     "test_tensor_state.py", "test_agent_trainer.py", "test_several_nodes.py", "test_install.py", "test_dry_repeat.py",
-    "test_verify_matching.py", "test_verify_plan.py", "test_dry_terms.py", "test_dry.py", "test_planner_tiers.py",
+    "test_verify_matching.py", "test_verify_plan.py", "test_dry_terms.py", "test_dry.py", "test_planner_score.py",
     "test_host_kernels_builds.py", "test_graph_windows.py",
 )  # fmt: skip
 """Files that take longest: where several processes test, one that began last would leave the others idle."""
