@@ -73,17 +73,17 @@ def sentence(best: Priced, compared: MechanismComparison) -> str:
         return f"{start}no layout without {compared.without} fits."
     times = f"{short_time(other.step_time_s)} (here {short_time(best.step_time_s)})"
     return (
-        f"{start}the best layout without {compared.without} takes {times}{_rest(best, other)}: {summary(other.layout)}."
+        f"{start}the best found without {compared.without} takes {times}{_rest(best, other)}: {summary(other.layout)}."
     )
 
 
 def _rest(best: Priced, other: Priced) -> str:
     """Return how the two layouts differ beside their times, where that decides."""
     if other.step_time_s > best.step_time_s:
-        gain = 1.0 - best.step_time_s / other.step_time_s
-        need = f", {gain:.1%} more than here"
+        gain = other.step_time_s / best.step_time_s - 1.0
         more = best.risk - other.risk
-        return f"{need}; what such predictions err by, {more:.0%}, is less" if more > 0 else need
+        errs = f", where such predictions err by {more:.0%}" if 0 < more < gain else ""
+        return f", {gain:.1%} more than here{errs}"
     return f", but {but(best, other)}"
 
 
@@ -95,5 +95,5 @@ def on_paper(solution: Solution, best: Priced) -> str:
     gain = 1.0 - other.step_time_s / best.step_time_s
     return (
         f"Not chosen: {summary(other.layout)}. It is {gain:.1%} faster on paper ({short_time(other.step_time_s)}, here "
-        f"{short_time(best.step_time_s)}), but {but(best, other)}. limits: {{prefer: fastest}} takes it."
+        f"{short_time(best.step_time_s)}), but {but(best, other)}. limits: {{prefer: fastest}} would leave that out."
     )

@@ -20,7 +20,7 @@ from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.score import complexity_of, fill_share, risk_of
+from partool.planner.search.score import LIKELY, complexity_of, fill_share, risk_of
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 from partool.work.training import TrainingWork
@@ -211,7 +211,12 @@ def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
     probability = fit_probability(total, memory.sigma_bytes, device_bytes)
     smaller = fit_probability(total / (1.0 + SLACK), memory.sigma_bytes / (1.0 + SLACK), device_bytes)
     host_bytes = np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes)
-    return MemoryNeed(total, probability, host_bytes, np.where(np.asarray(layouts.pp) > 1, 0.0, 1.0 - smaller))
+    return MemoryNeed(
+        total,
+        probability,
+        host_bytes,
+        np.where(np.asarray(layouts.pp) > 1, 0.0, np.maximum(1.0 - smaller - LIKELY, 0.0)),
+    )
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:

@@ -3,11 +3,12 @@
 The score of a layout is ``t * (1 + sum(p) + KAPPA * P + s + EMPTY * f)`` seconds, and the layout with the least score
 is taken. ``t`` is the predicted step time. ``p`` is the paired error of one mechanism that the layout uses and the spec
 does not ask for: by this share predicted ratios between layouts with and without the mechanism err
-(:func:`partool.cost.evidence.paired_error`). Only data parallelism with ZeRO has none. ``P`` is the probability that
+(:func:`partool.cost.evidence.pair_error`). Only data parallelism with ZeRO has none. ``P`` is the probability that
 the layout does not fit into the device's memory, ``s`` a small price of complexity, ``f`` the filled share of memory.
 
 No term depends on the device's memory except ``P`` and ``f``, which fall with it. A layout that fits also fits into a
-larger memory. So the least score never rises with memory; the step time may, where a risk is bought off.
+larger memory. So the least score of layouts that can run does not rise with memory; the step time may, where a risk
+is bought off. Where no layout that can run fits, a layout that only plans may have the better score.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _errors() -> dict[str, float]:
     return {name: pair_error(name) for name in sorted(names)}
 
 
-def relaxed_share(problem: Problem) -> float:
+def _relaxed_share(problem: Problem) -> float:
     """Return the share that all layouts of a problem are charged for constraints that were relaxed."""
     if problem.spec.limits.prefer == "fastest":
         return 0.0
@@ -107,7 +108,7 @@ def relaxed_share(problem: Problem) -> float:
 
 
 def _shares(problem: Problem, layouts: Layouts, *, proven: bool) -> Column:
-    return _mechanisms(problem, layouts, proven=proven) + (relaxed_share(problem) if proven else 0.0)
+    return _mechanisms(problem, layouts, proven=proven) + (_relaxed_share(problem) if proven else 0.0)
 
 
 def _mechanisms(problem: Problem, layouts: Layouts, *, proven: bool) -> Column:

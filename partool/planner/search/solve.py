@@ -22,7 +22,6 @@ from partool.planner.search.glance import glance
 from partool.planner.search.offload import to_disks
 from partool.planner.search.price import Priced, host_limit, pinned_limit, room
 from partool.planner.search.prices import firsts
-from partool.planner.search.score import relaxed_share
 from partool.planner.search.space import Space
 
 NEARLY = 0.01
@@ -145,9 +144,15 @@ def _solved(problem: Problem) -> Solution:
         if best is not None and not _may_help(harder, plain, best.score_s):
             continue
         relaxed = _solve(harder, float("inf") if best is None else best.score_s)
-        if relaxed.chosen is not None and (best is None or relaxed.chosen.score_s < best.score_s):
+        if relaxed.chosen is not None and (best is None or _better(relaxed.chosen, best)):
             solution = relaxed
     return solution
+
+
+def _better(one: Priced, other: Priced) -> bool:
+    """Return True if a layout has the better score and can run where the other can."""
+    can_run = runnable(one.problem, one.layout) or not runnable(other.problem, other.layout)
+    return can_run and one.score_s < other.score_s
 
 
 def _may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
@@ -155,8 +160,7 @@ def _may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
 
     ``plain`` is the solution without them. Relaxed constraints cost time, so the bounds of plain layouts hold.
     """
-    share = 1.0 + relaxed_share(harder)
-    group, policy = plain.search.crowded(limit_s / share)
+    group, policy = plain.search.crowded(limit_s)
     if not len(group):
         return False
     rows = plain.space.rows(group, policy)

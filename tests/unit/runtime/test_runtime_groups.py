@@ -212,7 +212,7 @@ class Splits:
 @pytest.mark.parametrize("rank", often([0, 1, 13, 31], [13]))
 def test_nccl_splits_the_world_once_for_all_groups_of_a_purpose(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks make the same calls; a rank gets the group that it is in; only wires have fewer channels."""
-    plan = Case("tensor: 2, sequence: 1, pipeline: 4, data: {zero: 1}", nodes=8).plan()
+    plan = Case("tensor: 2, sequence: 1, pipeline: 4, data: {zero: 1, shard: 4}", nodes=8).plan()
     with world(rank, 32):
         splits = Splits(monkeypatch)
         ranks = replace(build_ranks(plan, torch.device("cpu")), groups=Groups(in_order=True))
