@@ -226,19 +226,12 @@ def own_runs(accelerator: str) -> int:
     return runs
 
 
-def paired_error(names: Iterable[str], table: Mapping[str, Any] | None = None) -> float:
-    """Return the largest median error of predicted ratios of layouts with and without each of some mechanisms."""
-    paired = (shipped() if table is None else table).get("paired", {})
-    figures = (paired.get(name) for name in names)
-    return max((one["median"] if one and enough(one) else PAIRED_FLOOR for one in figures), default=PAIRED_FLOOR)
-
-
-def pair_error(name: str) -> float:
+def pair_error(name: str, table: Mapping[str, Any] | None = None) -> float:
     """Return by which share predicted ratios of layouts with and without a mechanism err.
 
     It is the median error of such pairs of published runs, and not below the floor where few are known.
     """
-    figures = shipped().get("paired", {}).get(name)
+    figures = (shipped() if table is None else table).get("paired", {}).get(name)
     if figures is None:
         return PAIRED_FLOOR
     return float(figures["median"] if enough(figures) else max(PAIRED_FLOOR, figures["median"]))

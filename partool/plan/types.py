@@ -179,7 +179,7 @@ class Alternative(Record):
     """A layout that was considered and not chosen."""
 
     role: str = ""
-    """Reason why the layout is listed, such as ``textbook`` or ``128 devices``; empty for the next best."""
+    """Reason why the layout is listed, such as ``faster on paper`` or ``128 devices``; empty for the next best."""
     devices: Predicted = 0
     """Number of devices that the layout uses; 0 in plans that were made before the field existed."""
     summary: str

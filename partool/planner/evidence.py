@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.cost.evidence import WORDS, mechanisms, paired_error
+from partool.cost.evidence import WORDS, mechanisms, pair_error
 from partool.plan.layout import Layout
 from partool.spec.spec import Spec
 from partool.strategies.schedules import SCHEDULES
@@ -12,10 +12,6 @@ from partool.strategies.tiers import OFFLOAD_OPTIMIZER, OFFLOAD_REST, TENSOR_2D
 LONG_TOKENS = 65_536
 """Tokens of a sequence from which sequence parallelism is common practice: Llama 3 uses it from 131,072 on (arXiv
 2407.21783, table 4), torchtitan's and NeMo's tables from 65,536 and 16,384 on."""
-ABOVE_TIER_0 = (
-    "sequence", "other_schedules", "tensor_2d", "offload_optimizer", "offload_parameters", "offload_activations",
-)  # fmt: skip
-"""Mechanisms of which a layout above tier 0 has at least one, as in :data:`partool.cost.evidence.WORDS`."""
 
 
 def taken_for_granted(spec: Spec) -> frozenset[str]:
@@ -87,4 +83,4 @@ def margin(layout: Layout, other: Layout) -> float:
     Layouts with the same mechanisms are told apart by their degrees: the errors of all their mechanisms count.
     """
     ours, theirs = set(mechanisms(layout)), set(mechanisms(other))
-    return 2.0 * paired_error(sorted(ours ^ theirs or ours))
+    return 2.0 * max(pair_error(name) for name in ours ^ theirs or ours)

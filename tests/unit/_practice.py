@@ -229,7 +229,8 @@ def _of_practice(case: Case, solution: Solution) -> dict[str, Any]:
     ]
     policies = solution.space.policies
     stays = (policies.gpu_fraction == 1.0) & (policies.parameters == 0) & (policies.activations == 0)
-    priced = solution.without(np.logical_and.reduce(masks), stays)
+    result = solution.without(np.logical_and.reduce(masks), stays)
+    priced = None if result is None else result.best
     if priced is None:
         return {"practice_layout": "does not fit"}
     return {

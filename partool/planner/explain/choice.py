@@ -25,9 +25,9 @@ class MechanismComparison:
     without: str
     """The mechanism in a sentence, as in ``tensor parallelism``."""
     other: Priced | None
-    """The best layout without it, by score; None if no such layout is predicted to fit."""
-    possible: bool = True
-    """False if the spec's sizes leave no layout without it."""
+    """The best layout without it, by score; None if there is none."""
+    why_none: str = ""
+    """Why there is no such layout, as the end of a sentence."""
 
 
 def comparisons(solution: Solution, best: Priced) -> Iterator[MechanismComparison]:
@@ -60,17 +60,20 @@ def comparisons(solution: Solution, best: Priced) -> Iterator[MechanismCompariso
 
 
 def _compared(solution: Solution, name: str, without: str, groups: Any, policies: Any) -> MechanismComparison:
-    possible = all(mask is None or bool(np.any(mask)) for mask in (groups, policies))
-    return MechanismComparison(name, without, solution.without(groups, policies) if possible else None, possible)
+    if not all(mask is None or bool(np.any(mask)) for mask in (groups, policies)):
+        return MechanismComparison(name, without, None, f"the spec's sizes leave no layout without {without}")
+    result = solution.without(groups, policies)
+    if result is None:
+        return MechanismComparison(name, without, None, f"no layout without {without} can run")
+    limited = "" if result.complete else " among those that the search came to before its limit of work"
+    return MechanismComparison(name, without, result.best, f"no layout without {without} fits{limited}")
 
 
 def sentence(best: Priced, compared: MechanismComparison) -> str:
     """Return a comparison in one sentence, with both step times and what else tells the layouts apart."""
     other, start = compared.other, f"{compared.name}: "
-    if not compared.possible:
-        return f"{start}the spec's sizes leave no layout without {compared.without}."
     if other is None:
-        return f"{start}no layout without {compared.without} fits."
+        return f"{start}{compared.why_none}."
     times = f"{short_time(other.step_time_s)} (here {short_time(best.step_time_s)})"
     return (
         f"{start}the best found without {compared.without} takes {times}{_rest(best, other)}: {summary(other.layout)}."

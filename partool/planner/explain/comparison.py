@@ -63,10 +63,12 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
     plain = (groups.tp == 1) & (groups.pp == 1) & (groups.cp == 1) & (groups.ep == 1)
     here = solution.space.policies
     stays = (here.gpu_fraction == 1.0) & (here.parameters == 0) & (here.activations == 0)
-    if best.layout.offload.active and (priced := solution.without(None, stays)) is not None:
-        yield "without host memory", priced
-    elif best.risk and (priced := solution.without(plain, stays)) is not None:
-        yield "ZeRO alone", priced
+    if best.layout.offload.active:
+        role, result = "without host memory", solution.without(None, stays)
+    else:
+        role, result = "ZeRO alone", solution.without(plain, stays) if best.risk else None
+    if result is not None and result.best is not None:
+        yield role, result.best
 
 
 def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:

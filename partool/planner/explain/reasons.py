@@ -58,7 +58,7 @@ def details(solution: Solution, best: Priced) -> tuple[str, ...]:
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.derived.accumulation
         sentences.append(
-            f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step."
+            f"Micro-batch {layout.micro_batch}: the best way to split {share} sequences per rank and step."
         )
     return tuple(sentences)
 
@@ -147,7 +147,7 @@ def _zero(solution: Solution, best: Priced) -> str:
     if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
     if layout.data.zero == 0:
-        return "ZeRO-0: copies of the state fit, and sharing it would not be faster."
+        return "ZeRO-0: copies of the state fit, and sharing it would not be better."
     mesh, groups = layout.mesh, solution.space.groups
     same = (groups.tp == mesh.tp) & (groups.pp == mesh.pp) & (groups.cp == mesh.cp) & (groups.zero < layout.data.zero)
     same = same & (groups.micro_batch == layout.micro_batch)
@@ -156,7 +156,7 @@ def _zero(solution: Solution, best: Priced) -> str:
     none = [str(zero) for zero in lower if zero not in fits]
     if not fits:
         return f"ZeRO-{layout.data.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
-    return f"ZeRO-{layout.data.zero}: the fastest of the stages that fit."
+    return f"ZeRO-{layout.data.zero}: the best of the stages that fit."
 
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
@@ -175,10 +175,10 @@ def _recompute(solution: Solution, best: Priced) -> str:
         return f"Recompute none: all activations fit{where}."
     if "keep_attention" in best.layout.recompute:
         return (
-            f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need; attention, "
+            f"Recompute {text}: layouts that keep more do not fit, or are worse for what else they need; attention, "
             "whose work grows with the square of the sequence, is not done twice."
         )
-    return f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need."
+    return f"Recompute {text}: layouts that keep more do not fit, or are worse for what else they need."
 
 
 def limit(solution: Solution, best: Priced) -> str:

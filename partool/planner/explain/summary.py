@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partool.cost.codec import encode
-from partool.cost.evidence import WORDS
+from partool.cost.evidence import WORDS, fit_limit
 from partool.plan.layout import Layout
 from partool.planner.search.price import Priced
 from partool.planner.search.score import charged
@@ -88,9 +88,11 @@ def why_lost(best: Priced, other: Priced) -> str:
         name, more = _most(best, other)
         return text + (f": {name} + {short_time(more)}" if more > 0 else "")
     if ratio < 0.9995:
-        return f"{(1.0 - ratio) * 100:.1f} % faster on paper, but {but(best, other)}"
+        gain = f"{(1.0 - ratio) * 100:.1f} % faster"
+        # A layout with a better score was left out because it cannot run, or because it uses other devices.
+        return gain if other.score_s < best.score_s else f"{gain} on paper, but {but(best, other)}"
     if other.unfit > best.unfit + _MORE_LIKELY:
-        return f"as fast; fits with a probability of {1.0 - other.unfit:.0%} only"
+        return f"as fast; fits with a probability of {_likely(other)} only"
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"
@@ -101,17 +103,21 @@ def but(best: Priced, other: Priced) -> str:
     """Return why ``best`` was taken although ``other`` is predicted to be as fast or faster."""
     parts = []
     if other.risk > best.risk:
-        parts.append(f"predictions for {listed(risks(other, best))} err by {other.risk - best.risk:.0%} more")
+        here = f", those of this plan by {best.risk:.0%}" if best.risk else ""
+        parts.append(f"predictions for {listed(risks(other))} err by {other.risk:.0%}{here}")
     if other.unfit > best.unfit + _MORE_LIKELY:
-        parts.append(f"it fits with {1.0 - other.unfit:.0%} where this one does with {1.0 - best.unfit:.0%}")
-    return listed(parts) or "it is less simple or larger"
+        parts.append(f"it fits with {_likely(other)} where this one does with {_likely(best)}")
+    return listed(parts) or "it fills more of the device or has more settings, which outweighs so small a gain"
 
 
-def risks(one: Priced, other: Priced) -> list[str]:
-    """Return the words for the mechanisms whose errors count against ``one`` and not against ``other``."""
-    ours, theirs = (charged(priced.problem, encode(priced.layout)) for priced in (one, other))
-    names = [name for name in ours if name not in theirs] or list(ours)
-    return [WORDS[name] for name in names]
+def _likely(priced: Priced) -> str:
+    """Return the probability that a layout fits, as text, no larger than runs support."""
+    return f"{min(1.0 - priced.unfit, fit_limit()[0]):.0%}"
+
+
+def risks(one: Priced) -> list[str]:
+    """Return the words for the mechanisms whose errors count against a layout."""
+    return [WORDS[name] for name in charged(one.problem, encode(one.layout))]
 
 
 def listed(words: Sequence[str]) -> str:

@@ -105,7 +105,7 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
         yield _update(priced)
     if layout.offload.parameters != "none":
         why = (
-            "the spec asks for it" if asked.parameters != "auto" else "layouts that keep them do not fit, or are slower"
+            "the spec asks for it" if asked.parameters != "auto" else "layouts that keep them do not fit, or are worse"
         )
         where = "files" if layout.offload.parameters == "nvme" else "host memory"
         yield f"Parameters in {where}: {why}; each layer's come to the device before its two passes."
@@ -119,7 +119,7 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
 def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
     layout = priced.layout
     where = f"files under {layout.offload.dir}" if layout.offload.optimizer == "nvme" else "host memory"
-    why = "the spec asks for it" if pinned else "layouts that keep it do not fit, or are slower"
+    why = "the spec asks for it" if pinned else "layouts that keep it do not fit, or are worse"
     stays = (
         f"; {layout.offload.gpu_fraction:.0%} stays, of what the backward pass reaches last"
         if layout.offload.gpu_fraction

@@ -29,7 +29,7 @@ SLACK = 0.03
 """Relative error by which the closed equations may exceed the exact memory; layouts that exceed the memory limit
 by a smaller share are kept."""
 TIE = 1e-3
-"""Layouts whose step times differ by less than this share count as equally fast; the simpler layout is taken."""
+"""Share of the step time below which texts do not call one layout faster than another."""
 HOST_SHARE = 0.9
 """Share of a node's memory that training may use; the rest is for the system, file cache and data loader."""
 PINNED_SHARE = 0.5

@@ -67,15 +67,15 @@ class Solution:
         search = Search(self.problem, self.space, some, few, self.search, proven=False)
         return glance(search, self.search, chosen.paper_s * (1.0 - NEARLY))
 
-    def without(self, groups: Any = None, policies: Any = None) -> Priced | None:
-        """Return the best layout of the groups and policies in two masks (None: all), None if none of them fits.
+    def without(self, groups: Any = None, policies: Any = None) -> SearchResult | None:
+        """Return the result of a search of the groups and policies in two masks (None: all); None if none can run.
 
-        Its score may be above the least by the share :data:`NEARLY`.
+        The score of its best layout may be above the least by the share :data:`NEARLY`.
         """
         some, few = self._comparable(groups, policies)
         if not (some.any() and few.any()):
             return None
-        return Search(self.problem, self.space, some, few, self.search, gap=NEARLY).run().best
+        return Search(self.problem, self.space, some, few, self.search, gap=NEARLY).run()
 
     def _comparable(self, groups: Any, policies: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return masks of groups and policies, of those that can run if the chosen layout can."""

@@ -474,6 +474,7 @@ class _Fitting:
     host_bytes: int = 0
     risk: float = 0.0
     unfit: float = 0.0
+    score_s: float = 1.0
     problem: Any = field(default_factory=lambda: _PROVEN)
 
 
@@ -483,10 +484,10 @@ def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
         return _Fitting(step_time_s, memory, **values)
 
     best, offloaded = priced(1.0), _layout(offload_optimizer="cpu")
-    error = "predictions for an offloaded optimizer err by 20% more"
+    error = "predictions for an offloaded optimizer err by 20%"
     assert why_lost(best, priced(0.9, layout=offloaded, risk=0.2)) == f"10.0 % faster on paper, but {error}"
-    assert why_lost(best, priced(0.9991)) == "0.1 % faster on paper, but it is less simple or larger"
-    assert why_lost(best, priced(0.9, unfit=0.5)).endswith("but it fits with 50% where this one does with 100%")
+    assert why_lost(best, priced(0.9991)).startswith("0.1 % faster on paper, but it fills more of the device")
+    assert why_lost(best, priced(0.9, unfit=0.5)).endswith("but it fits with 50% where this one does with 97%")
     assert why_lost(best, priced(1.0, unfit=0.5)) == "as fast; fits with a probability of 50% only"
     assert why_lost(best, priced(0.9, fits=False, host_bytes=3 * 2**30)).startswith("3.0 GiB of host memory")
 

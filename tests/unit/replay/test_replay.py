@@ -26,7 +26,7 @@ from partool.cost.evidence import (
     first_run,
     fit_limit,
     memory_error,
-    paired_error,
+    pair_error,
     shipped,
     step_error,
 )
@@ -556,7 +556,7 @@ def test_first_runs_are_slower_by_the_assumption_or_by_what_sources_show() -> No
 
 def test_paired_errors_need_sources_and_fits_follow_laplace() -> None:
     table = {"paired": {"zero3": {"runs": 4, "sources": 3, "median": 0.01, "spread": 0.02}}}
-    assert paired_error(["sequence"], table) == paired_error(["zero3"], table) == PAIRED_FLOOR
+    assert pair_error("sequence", table) == pair_error("zero3", table) == PAIRED_FLOOR
     assert fit_limit({"fit": {"green": 8, "fitted": 8}}) == (0.9, 8, 8)
 
 
