@@ -7,9 +7,9 @@ Markdown table. Records of versions without a score have none.
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,24 @@ def table(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Plan the specs of a folder, or print a table of two records."""
-    if arguments[0] == "--table":
-        print(table(*(json.loads(Path(file).read_text(encoding="utf-8")) for file in arguments[1:3])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print two records as a table")
+    parser.add_argument("first", type=Path, help="folder of specs; with --table the earlier record")
+    parser.add_argument("second", type=Path, help="record to write; with --table the later record")
+    arguments = parser.parse_args()
+    if arguments.table:
+        if missing := [file for file in (arguments.first, arguments.second) if not file.is_file()]:
+            parser.error(f"{missing[0]} is no file: name two records")
+        print(table(*(json.loads(file.read_text(encoding="utf-8")) for file in (arguments.first, arguments.second))))
         return
-    records = {file.name: record_of(file) for file in sorted(Path(arguments[0]).glob("*.yaml"))}
-    Path(arguments[1]).write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    specs = sorted(arguments.first.glob("*.yaml"))
+    if not specs:
+        parser.error(f"{arguments.first} has no *.yaml: name a folder of specs")
+    records = {file.name: record_of(file) for file in specs}
+    arguments.second.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
