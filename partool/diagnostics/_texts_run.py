@@ -176,6 +176,37 @@ RULES: tuple[Rule, ...] = (
         "model: {vocab: 256}",
     ),
     command_rule(
+        "PT661",
+        "Conversations are longer than a sequence",
+        "A conversation is never continued in the next sequence. One that is longer than training.sequence_length "
+        "loses its end or its beginning, or is left out, as data.truncate says.",
+        "training: {sequence_length: 512}   # of conversations of 2,000 tokens",
+        "training: {sequence_length: 2048}",
+    ),
+    command_rule(
+        "PT662",
+        "Samples have no token to train on",
+        "With data.loss: assistant only the assistant's tokens are trained on. A conversation without an answer, or "
+        "whose answer was cut away, teaches nothing, so it is left out.",
+        '{"messages": [{"role": "user", "content": "Hello?"}]}',
+        '{"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}',
+    ),
+    command_rule(
+        "PT663",
+        "The steps of an epoch are not known",
+        "training.epochs becomes steps before anything is planned, so the number of samples has to be known. Data that "
+        "have to be tokenised are counted once, where they are.",
+        "partool plan chat.yaml   # training: {epochs: 3}, on new data",
+        "partool data prepare chat.yaml && partool plan chat.yaml",
+    ),
+    command_rule(
+        "PT665",
+        "The sources hold records of different kinds",
+        "Texts are packed as one stream and trained on as a whole; conversations are not. A run has one kind.",
+        "data: {source: [wiki.jsonl, chats.jsonl]}",
+        "data: {source: chats.jsonl}",
+    ),
+    command_rule(
         "PT693",
         "Documents hold no text",
         "A record with empty text gives no token to train on, so it is left out. Many of them can mean that the text "

@@ -147,6 +147,14 @@ RULES: tuple[Rule, ...] = (
         BASE + "optimizer: {betas: [0.9, 0.95]}\n",
     ),
     Rule(
+        "PT243",
+        "Two lengths for one thing",
+        "A training has so many steps, epochs or tokens, and a warm-up so many steps or such a share of them. Two of "
+        "them could contradict each other.",
+        BASE + "training: {steps: 100, tokens: 1000000}\n",
+        BASE + "training: {tokens: 1000000}\n",
+    ),
+    Rule(
         "PT217",
         "checkpoint.every is not an interval",
         "Checkpoints are written every so many steps, or every so much time.",

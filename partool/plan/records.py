@@ -6,16 +6,21 @@ import codecs
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Format = Literal["text", "jsonl", "parquet", "tokens", "megatron"]
-_BY_ENDING: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-_PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow"}
+Record = Mapping[str, Any]
+"""A record of a file by its keys: a line of JSONL, a row of a table."""
+Format = Literal["text", "jsonl", "parquet", "arrow", "tokens", "megatron"]
+_BY_ENDING: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 NOT_UTF8 = "convert it to UTF-8, or use data.tokenizer: bytes"
-_ROWS = 256
-"""Number of rows of a Parquet file that are in memory at once."""
 
 
 class DataError(ValueError):
@@ -67,23 +72,25 @@ def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
     return "text"
 
 
-def text_of(line: bytes, text_field: str, origin: str) -> str:
-    """Return the text of a JSONL record; ``origin`` is its file and line, for the DataError of a malformed record."""
+def record_of(line: bytes, origin: str) -> Record:
+    """Return the record of a line of JSONL; ``origin`` is its file and line, for the DataError of a malformed one."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{origin} is not valid JSON: {error}", "one JSON object per line") from error
     if not isinstance(record, dict):
         raise DataError(f"{origin} holds a {type(record).__name__}, not a JSON object")
+    return record
+
+
+def text_of(record: Record, text_field: str, origin: str) -> str:
+    """Return the text of a record; raises DataError where it has none."""
     if text_field not in record:
         keys = ", ".join(sorted(record)) or "none"
         raise DataError(
             f"{origin} has no key {text_field!r} (its keys: {keys})", "set data.text_field to the text's key"
         )
-    return _text(record[text_field], text_field, origin)
-
-
-def _text(value: Any, text_field: str, origin: str) -> str:
+    value = record[text_field]
     if not isinstance(value, str):
         raise DataError(f"{origin}: {text_field!r} is a {type(value).__name__}, not a string")
     return value
@@ -96,44 +103,3 @@ def check_text(start: bytes, path: Path) -> None:
     except UnicodeDecodeError as error:
         message = f"{path} is not UTF-8: {error.reason} (byte {error.object[error.start]:#04x})"
         raise DataError(message, NOT_UTF8) from error
-
-
-def parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:
-    """Yield (text, position) of every row of a Parquet file, in order; a position names file and row for messages.
-
-    The file is opened and its column looked up at once; rows are read lazily. Raises DataError where the package is
-    missing, the file is not Parquet, or the column is missing or not text.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        help = "pip install 'partool[parquet]', or write the text as JSONL"
-        raise DataError(f"{path}: Parquet files are read with pyarrow, which is not installed", help) from error
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from error
-    names = file.schema_arrow.names
-    if text_field not in names:
-        raise DataError(
-            f"{path} has no column {text_field!r} (its columns: {', '.join(sorted(names)) or 'none'})",
-            "set data.text_field to the text's column",
-        )
-    return _rows(file, path, text_field)
-
-
-def _rows(file: Any, path: Path, text_field: str) -> Iterator[tuple[str, str]]:
-    import pyarrow
-
-    row = 0
-    with file:
-        try:
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    origin = f"{path}: row {row}"
-                    yield _text(value, text_field, origin), origin
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-            said = str(error).splitlines()[0]
-            raise DataError(f"{path} cannot be read after row {row}: {said}") from error

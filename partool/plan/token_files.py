@@ -36,6 +36,13 @@ class Sidecar:
     """Name of the file of the documents' first tokens; None if all tokens are one document."""
     left_out: int
     first_left_out: str
+    loss: str | None = None
+    """Name of the file that says which tokens are trained on; None if all are."""
+    trained: str | None = None
+    """Name of the file of the first and last such token of each document."""
+    masked: int = 0
+    """Number of documents of which no token is trained on."""
+    first_masked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +64,17 @@ def read_sidecar(path: Path) -> Sidecar:
     sidecar = path.with_suffix(".json")
     try:
         meta = json.loads(sidecar.read_text(encoding="utf-8"))
-        dtype, count, vocab, name = str(meta["dtype"]), int(meta["count"]), int(meta["vocab"]), meta.get("documents")
+        dtype, count, vocab = str(meta["dtype"]), int(meta["count"]), int(meta["vocab"])
         left_out, first_left_out = int(meta.get("left_out", 0)), str(meta.get("first_left_out", ""))
+        masked, first_masked = int(meta.get("masked", 0)), str(meta.get("first_masked", ""))
+        names = {key: None if meta.get(key) is None else str(meta[key]) for key in ("documents", "loss", "trained")}
         if dtype not in TOKEN_BYTES:
             raise KeyError(dtype)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = f"{sidecar} is not a sidecar of tokens: {type(error).__name__} {error}"
         raise DataError(message, 'it holds "dtype" (uint16 or uint32), "count" and "vocab"') from error
-    return Sidecar(dtype, count, vocab, None if name is None else str(name), left_out, first_left_out)
+    files = names["documents"], left_out, first_left_out, names["loss"], names["trained"]
+    return Sidecar(dtype, count, vocab, *files, masked, first_masked)
 
 
 def read_index(index: Path) -> Index:

@@ -15,6 +15,10 @@ class Totals(Record):
     """Tokens in the data, without those held out for validation; None where they cannot be counted while planning."""
     data_unknown: str = ""
     """Why the tokens in the data are not known, and what would tell; empty if they are known."""
+    data_rows: Predicted | None = None
+    """Sequences of one pass over the data; None where they are not counted while planning."""
+    data_samples: Predicted = 0
+    """Conversations, or prompts with completions, of one pass; 0 for texts."""
     epochs: Rate | None = None
     """Number of times that the training reads its data; None if the tokens are not known, or not all of them count."""
     checkpoint_bytes: Predicted

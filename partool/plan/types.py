@@ -26,6 +26,7 @@ from partool.plan.stopping import Stopping
 from partool.plan.totals import Totals
 from partool.plan.verification import Verification
 from partool.spec._base import OneOf
+from partool.spec.data import DataSpec
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
@@ -40,14 +41,7 @@ from partool.spec.numbers import (
 )
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, ModuleName, RunName, Sha256, VariableName, VariableValue
-from partool.spec.training import (
-    CheckpointSpec,
-    DataSpec,
-    KernelsSpec,
-    OptimizerSpec,
-    ResumeSpec,
-    TrainingSpec,
-)
+from partool.spec.training import CheckpointSpec, KernelsSpec, OptimizerSpec, ResumeSpec, TrainingSpec
 from partool.strategies.jobs import JOBS
 from partool.strategies.sequence import METHODS
 

@@ -15,6 +15,7 @@ from partool.catalog.silicon.collectives import measured_device
 from partool.catalog.silicon.grid import FAMILIES, family_hash
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Generation
+from partool.planner.data_counts import with_steps
 from partool.planner.described import Description
 from partool.planner.hf import narrowed, unused_weights, with_graph
 from partool.planner.problem import Problem, SearchBudget
@@ -29,11 +30,11 @@ from partool.planner.rules.table import check
 from partool.planner.rules.tensor_cuts import without_tensor
 from partool.planner.rules.weights import check_weights
 from partool.spec._source import SpecPath
+from partool.spec.data import DataSpec
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, ModelSpec
 from partool.spec.spec import Spec
-from partool.spec.training import DataSpec
 from partool.spec.watched import Origins, independent, reading, watched
 from partool.strategies.engines import ENGINES
 
@@ -60,8 +61,12 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     """
     launching = resolve_launch(spec.launch, base_dir)
     with reading() as reads:
-        data, tokenizer_vocab, findings = resolve_data(spec, launching.launch, base_dir)
-        findings = reads.kept(findings)
+        resolved = resolve_data(spec, launching.launch, base_dir)
+        data, tokenizer_vocab, findings = resolved.data, resolved.vocab, reads.kept(resolved.findings)
+    with reading() as reads:
+        counted, more = with_steps(spec.model_copy(update={"data": data}))
+        findings += reads.kept(more)
+    written, spec = spec, counted
     with reading() as reads:
         model = resolve_model(spec.model, base_dir, tokenizer_vocab, sequence_length=spec.training.sequence_length)
         findings += reads.kept(model.diagnostics)
@@ -77,7 +82,7 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     kernels = _measured_kernels(measured.devices, experts=model.config.moe is not None)
-    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **kernels, **launching.site.inputs, **tables})
+    inputs = _inputs(written, {**model.inputs, **measured.inputs, **kernels, **launching.site.inputs, **tables})
     usable = None if any(finding.severity == "error" for finding in findings) else problem
     generation = None if model.generation is None else Generation.model_validate(model.generation)
     return Resolved(usable, findings, data, model.source, inputs, measured, launching.launch, generation)

@@ -8,9 +8,11 @@ from partool.layout.checkpoint import checkpoint_bytes
 from partool.plan.layout import Layout
 from partool.plan.totals import Totals
 from partool.plan.types import TimePrediction
+from partool.planner.data_counts import DataCounts, count_data
 from partool.planner.problem import Problem
-from partool.planner.rules.data_size import UncountedError, count_tokens
-from partool.spec.training import DataSpec
+from partool.planner.rules.data_size import UncountedError
+from partool.spec.data import DataSpec
+from partool.spec.training import TrainingSpec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.work.training import MASTER_BYTES
 
@@ -22,7 +24,8 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     """
     spec, training = problem.spec, problem.spec.training
     trained = training.steps * training.global_batch * training.sequence_length
-    data_tokens, unknown = _data_tokens(data, trains=problem.job.backward)
+    counts, unknown = _counted(data, training.sequence_length, trains=problem.job.backward)
+    data_tokens = None if counts is None else counts.tokens
     if not problem.job.backward and data_tokens is not None:
         trained = min(trained, data_tokens)
     master = MASTER_BYTES[training.precision]
@@ -38,7 +41,9 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
         trained_tokens=trained,
         data_tokens=data_tokens,
         data_unknown=unknown,
-        epochs=trained / data_tokens if data_tokens and data.pack else None,
+        data_rows=None if counts is None else counts.rows,
+        data_samples=0 if counts is None else counts.samples,
+        epochs=_epochs(counts, training, data),
         checkpoint_bytes=written,
         price_per_device_hour=spec.hardware.price_per_device_hour,
     )
@@ -48,21 +53,28 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
 def time_of_one_reading(problem: Problem, time: TimePrediction, data: DataSpec) -> TimePrediction:
     """Return the time of a job that reads its data once and ends, where the number of their tokens is known."""
     training = problem.spec.training
-    tokens, _ = _data_tokens(data, trains=False)
-    if tokens is None:
+    counts, _ = _counted(data, training.sequence_length, trains=False)
+    if counts is None:
         return time
-    steps = min(training.steps, ceil(tokens / (training.global_batch * training.sequence_length)))
+    rows = counts.tokens / training.sequence_length if data.is_text else counts.rows or 0
+    steps = min(training.steps, ceil(rows / training.global_batch))
     share = steps / training.steps
     return time.model_copy(update={"total_s": share * time.total_s, "device_hours": share * time.device_hours})
 
 
-def _data_tokens(data: DataSpec, *, trains: bool) -> tuple[int | None, str]:
-    """Return the number of tokens that a job reads, or None and the reason why it is unknown.
-
-    Training reads those that are not held out for validation, other jobs those that are, or all.
-    """
-    share = 1.0 - data.validation if trains else data.validation or 1.0
+def _counted(data: DataSpec, sequence_length: int, *, trains: bool) -> tuple[DataCounts | None, str]:
+    """Return what a job reads, or None and the reason why it is unknown."""
     try:
-        return round(count_tokens(data) * share), ""
+        return count_data(data, sequence_length, trains=trains), ""
     except UncountedError as error:
         return None, str(error)
+
+
+def _epochs(counts: DataCounts | None, training: TrainingSpec, data: DataSpec) -> float | None:
+    """Return the number of times that a training reads its data; None if nobody has counted their sequences."""
+    if counts is None:
+        return None
+    if data.is_text:
+        trained = training.steps * training.global_batch * training.sequence_length
+        return trained / counts.tokens if counts.tokens and data.pack else None
+    return training.steps * training.global_batch / counts.rows if counts.rows else None

@@ -84,6 +84,9 @@ ALIASES = {
         "data.source",
     ),
     **dict.fromkeys(("sample_packing", "packing"), "data.pack"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "training.epochs"),
+    **dict.fromkeys(("train_tokens", "max_tokens", "total_tokens"), "training.tokens"),
+    "chat_template": "data.template",
     "learning_rate": "optimizer.lr",
     "save_total_limit": "checkpoint.keep",
     **dict.fromkeys(("enable_tensorboard", "tensorboard_dir"), "launch.tensorboard"),
@@ -111,9 +114,6 @@ NOTES = {
         ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps"),
         "it follows from `training.global_batch` and `parallel.micro_batch`",
     ),
-    **dict.fromkeys(
-        ("num_train_epochs", "num_epochs", "max_epochs", "epochs"), "write `training.steps`: a run has no epochs"
-    ),
     **dict.fromkeys(("bf16", "fp16"), "write `training.precision`: bf16 (the default), fp16, fp32 or fp8"),
     **dict.fromkeys(
         (
@@ -138,10 +138,7 @@ NOTES = {
         ("output_dir", "save_dir", "logging_dir", "dump_folder", "save_folder", "save"),
         "nothing to write: a run gets a folder of its own, below PARTOOL_HOME; `checkpoint.dir` places checkpoints",
     ),
-    **dict.fromkeys(
-        ("tokens", "train_tokens", "max_tokens", "total_tokens", "train_samples"),
-        "write `training.steps`: the tokens divided by `global_batch` × `sequence_length`",
-    ),
+    "train_samples": "write `training.steps`: the samples divided by `global_batch`",
     **dict.fromkeys(
         ("attn_implementation", "use_flash_attention_2", "use_flash_attn", "flash_attention"),
         "nothing to write: partool chooses kernels; `kernels` says which",
@@ -167,7 +164,6 @@ NOTES = {
         "write `model: NAME` for a preset, or `model: {hf: FOLDER}` for a downloaded model of transformers",
     ),
     "deepspeed": "partool import FILE reads a DeepSpeed configuration into a spec",
-    "warmup_ratio": "write `warmup_steps`: this share of `training.steps`",
     "resume_from_checkpoint": "partool launch SPEC --resume RUN continues a run",
     "drop_tokens": "set `model.moe.capacity` to drop tokens beyond it; without it no token is dropped",
     **dict.fromkeys(

@@ -275,8 +275,32 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)
 
 
+def _length(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield an error where a training has two lengths."""
+    given = [name for name in ("steps", "epochs", "tokens") if name in spec.training.model_fields_set]
+    given = [name for name in given if getattr(spec.training, name) is not None]
+    if len(given) > 1:
+        message = f"{' and '.join(given)} each say how long the training is"
+        yield Diagnostic("PT243", message, path=("training", given[1]), help=f"keep one, such as {given[1]}")
+
+
+def check_steps(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield findings that depend on the number of steps; epochs and tokens must have been turned into steps."""
+    yield from _schedule(spec)
+    yield from _restarts(spec)
+
+
+def _steps(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield the findings of :func:`check_steps` where the spec gives the number of steps."""
+    if not spec.training.counts_later:
+        yield from check_steps(spec)
+
+
 def _schedule(spec: Spec) -> Iterator[Diagnostic]:
     schedule, path = spec.optimizer.schedule, ("optimizer", "schedule")
+    if schedule.warmup_steps and schedule.warmup_ratio is not None:
+        message = "warmup_steps and warmup_ratio each say how long the warm-up is"
+        yield Diagnostic("PT243", message, path=(*path, "warmup_ratio"), help="keep one of them")
     if schedule.decay_steps is not None and schedule.kind != "wsd":
         message = f"decay_steps belongs to the schedule wsd, not to {schedule.kind}"
         yield Diagnostic("PT214", message, path=(*path, "decay_steps"), help="set kind: wsd, or drop it")
@@ -363,10 +387,10 @@ CHECKS: tuple[Check, ...] = (
     check_grid,
     _moe,
     _weights,
-    _schedule,
+    _length,
+    _steps,
     check_optimizer,
     _duration,
-    _restarts,
     _validation,
     _sharding,
     check_pipeline,

@@ -59,6 +59,9 @@ Tokens = Annotated[int, Field(gt=0, le=1_000_000_000)]
 TokensOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Sequences = Annotated[int, Field(gt=0, le=1_000_000_000)]
 """Sequences in one step."""
+TrainedTokens = Annotated[int, Field(gt=0, le=10**18)]
+"""Tokens of a whole training; the limit is ten thousand times the longest announced."""
+Epochs = Annotated[float, Field(gt=0.0, le=1e6)]
 Elements = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
 """Elements of one parameter; real embeddings (vocabulary times width) have fewer than the limit."""
 Ranks = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
@@ -70,7 +73,8 @@ Pieces = Annotated[int, Field(gt=0, le=1_024)]
 """Number of pieces into which something is cut, or number of pieces in flight."""
 Cores = Annotated[int, Field(gt=0, le=1_000_000)]
 CoresOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
-Steps = Annotated[int, Field(gt=0, le=1_000_000_000)]
+MOST_STEPS = 1_000_000_000
+Steps = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 StepsOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Times = Annotated[int, Field(gt=0, le=1_000_000)]
 """Number of times that something may happen."""

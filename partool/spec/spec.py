@@ -7,19 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from partool.spec._base import OneOf, Section, shorthand
+from partool.spec.data import DataSpec
 from partool.spec.hardware import HardwareSpec, LimitsSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import RunName
-from partool.spec.training import (
-    CheckpointSpec,
-    DataSpec,
-    KernelsSpec,
-    OptimizerSpec,
-    ResumeSpec,
-    TrainingSpec,
-)
+from partool.spec.training import CheckpointSpec, KernelsSpec, OptimizerSpec, ResumeSpec, TrainingSpec
 from partool.strategies.engines import ENGINES
 from partool.strategies.jobs import JOBS
 

@@ -1,4 +1,4 @@
-"""The ``training``, ``optimizer``, ``data``, ``kernels`` and ``checkpoint`` sections."""
+"""The ``training``, ``optimizer``, ``kernels`` and ``checkpoint`` sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from pydantic import (
 )
 
 from partool.spec._base import OneOf, Section
-from partool.spec.numbers import Factor, FactorOrNone, Seed, Sequences, Share, Steps, StepsOrNone, Tokens
+from partool.spec.numbers import (
+    Epochs,
+    Factor,
+    FactorOrNone,
+    Seed,
+    Sequences,
+    Share,
+    Steps,
+    StepsOrNone,
+    Tokens,
+    TrainedTokens,
+)
 from partool.spec.patterns import FilePath
 from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
@@ -62,6 +73,11 @@ class TrainingSpec(Section):
     """Sequences per optimizer step, over all ranks and micro-batches."""
     steps: Steps = 1000
     """Optimizer steps."""
+    epochs: Epochs | None = None
+    """Passes over the data, in place of ``steps``. Data that have to be tokenised first are counted by
+    ``partool data prepare``."""
+    tokens: TrainedTokens | None = None
+    """Tokens of all sequences, in place of ``steps``; the last step may train on more."""
     precision: Precision = "bf16"
     """Type of parameters and activations in both passes; master weights and optimizer states are fp32 (fp64 with fp64).
 
@@ -80,6 +96,11 @@ class TrainingSpec(Section):
     max_nonfinite_steps: Steps = 10
     """Consecutive steps with a non-finite gradient that are skipped before the run stops."""
 
+    @property
+    def counts_later(self) -> bool:
+        """Whether ``steps`` is not what the spec gives, but follows from ``epochs`` or ``tokens``."""
+        return self.epochs is not None or self.tokens is not None
+
 
 class LrSchedule(Section):
     """Learning rate over the steps, as a factor of ``optimizer.lr``."""
@@ -88,6 +109,8 @@ class LrSchedule(Section):
     """Form of the schedule after the warm-up; wsd: warm-up, stable, decay."""
     warmup_steps: StepsOrNone = 0
     """Steps of linear warm-up."""
+    warmup_ratio: Share | None = None
+    """Linear warm-up as a share of the steps, in place of ``warmup_steps``."""
     min_ratio: Share = 0.1
     """Final learning rate as a share of the peak."""
     decay_steps: Steps | None = None
@@ -191,30 +214,6 @@ class OptimizerSpec(Section):
     """Largest global gradient norm; 0 switches clipping off. zero_one_adam clips each rank's own gradients, except in
     steps whose gradients are averaged in full precision."""
     schedule: LrSchedule = LrSchedule()
-
-
-DataFormat = Literal["auto", "text", "jsonl", "parquet", "tokens", "megatron"]
-
-
-class DataSpec(Section):
-    """Training text or tokens."""
-
-    source: FilePath | list[FilePath]
-    """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
-    format: DataFormat = "auto"
-    """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx. auto follows the file's ending."""
-    tokenizer: FilePath = "bytes"
-    """``bytes``, or the path of a Hugging Face tokenizer folder."""
-    text_field: str = "text"
-    """Key of the text in JSONL records, or its column in Parquet files."""
-    pack: bool = True
-    """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
-    attend: Literal["sequence", "document"] = "sequence"
-    """Earlier tokens that a token attends to: all of its sequence, or with ``pack`` only the tokens of its document."""
-    validation: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of documents held out for validation."""
-    cache: FilePath | None = None
-    """Folder for the token cache; default: the user's cache folder."""
 
 
 Fused = Annotated[str, OneOf(PARTS)]

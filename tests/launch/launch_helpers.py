@@ -24,9 +24,10 @@ from partool.plan.types import (
     Prediction,
     TimePrediction,
 )
+from partool.spec.data import DataSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 HERE = Path(__file__).parent
 

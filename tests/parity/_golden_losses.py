@@ -26,7 +26,7 @@ from partool.catalog.machine import processor
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.spec import load_text
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec
 
 RECORD = Path(__file__).with_name("golden_losses.json")
 STEPS = 3

@@ -11,17 +11,10 @@ from layouts import new_layout
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Devices, MemoryPrediction, Plan, Prediction, TimePrediction
+from partool.spec.data import DataSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.training import (
-    CheckpointSpec,
-    DataSpec,
-    KernelsSpec,
-    LrSchedule,
-    OptimizerSpec,
-    TrainingSpec,
-    Validation,
-)
+from partool.spec.training import CheckpointSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec, Validation
 
 LAYERS = 2
 

@@ -21,8 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from partool.plan.layout import Mesh
+from partool.spec.data import DataSpec
 from partool.spec.model import ModelConfig
-from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
+from partool.spec.training import KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks, build_ranks

@@ -20,10 +20,11 @@ from _golden_specs import names, text_of
 
 from partool.catalog import devices, hardware, profile
 from partool.catalog.machine import Machine
-from partool.planner import PlanResult, make_plan, totals
-from partool.planner.rules.data_size import STDLIB, count_tokens
+from partool.plan.data_files import PYTHON_STDLIB
+from partool.planner import PlanResult, data_counts, make_plan
+from partool.planner.rules.data_size import count_tokens
 from partool.spec import load_text
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec
 
 RECORD = Path(__file__).parent / "golden" / "plans.json"
 
@@ -37,13 +38,13 @@ def fixed_machine() -> Iterator[None]:
             patch.setattr(module, "this_machine", lambda: fixed)
         patch.setattr(devices, "cpu_gflops_per_core", lambda: 50.0)
         patch.setenv("PARTOOL_HOME", "/nonexistent")
-        patch.setattr(totals, "count_tokens", _counted)
+        patch.setattr(data_counts, "count_tokens", _counted)
         yield
 
 
 def _counted(data: DataSpec) -> int:
     """Return the number of tokens; of Python's standard library, which differs between versions, a fixed one."""
-    return 12_000_000 if data.source == STDLIB else count_tokens(data)
+    return 12_000_000 if data.source == PYTHON_STDLIB else count_tokens(data)
 
 
 @cache

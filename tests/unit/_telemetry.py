@@ -9,9 +9,10 @@ from layouts import new_layout
 from partool.plan.layout import Mesh
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool.plan.types import Devices, MemoryPrediction, Plan, Prediction, TimePrediction
+from partool.spec.data import DataSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 
 def prediction(**time: Any) -> Prediction:

@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from partool.plan.types import Plan
-from partool.spec.training import DataSpec, TrainingSpec, Validation
+from partool.spec.data import DataSpec
+from partool.spec.training import TrainingSpec, Validation
 from partool_runtime.data import Batches, open_data
 
 

@@ -7,55 +7,94 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
+from partool.plan.data_files import PYTHON_STDLIB, NoFilesError
 from partool.plan.records import DataError
-from partool.planner.rules.data_sample import NoFilesError, sample
+from partool.plan.token_cache import TOKENISED
+from partool.planner.rules.data_sample import sample
+from partool.planner.rules.data_template import check_template
 from partool.planner.rules.launching import trains_here
+from partool.spec.data import DataSpec, RecordKind
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import mounted
 from partool.spec.spec import Spec
-from partool.spec.training import DataSpec
 
-STDLIB = "python-stdlib"
 BYTES_VOCAB = 256
 _LOOKED_AT = 1000
 """Maximum number of files per source whose kind is checked, so that planning stays fast on large folders."""
 
 
-def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
-    """Return the ``data`` section with absolute paths, the data's vocabulary size (None if unknown), and findings.
+@dataclass(frozen=True, slots=True)
+class ResolvedData:
+    """The ``data`` section with absolute paths, saying what its records are, and what was noticed on the way."""
+
+    data: DataSpec
+    vocab: int | None
+    """Size of the data's vocabulary; None if unknown."""
+    findings: list[Diagnostic]
+
+
+def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> ResolvedData:
+    """Return the ``data`` section with absolute paths and nothing left to ``auto`` but the files' formats.
 
     Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
     mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container, because the
     planning machine cannot look into the container. Files that are here and that the ranks could not read are errors,
     wherever training runs, unless such a mount puts other files at their path.
     """
-    data = spec.data
-    sources = [data.source] if isinstance(data.source, str) else data.source
-    absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
-    findings = []
-    for index, (written, path) in enumerate(zip(sources, absolute, strict=True)):
-        if written == STDLIB:
-            continue
+    data = _absolute(spec.data, base_dir)
+    written = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
+    paths = [data.source] if isinstance(data.source, str) else data.source
+    findings: list[Diagnostic] = []
+    kinds: dict[RecordKind, str] = {}
+    for index, (name, path) in enumerate(zip(written, paths, strict=True)):
         place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
         severity, where = lies(spec, launch, path)
-        if not _exists(path):
-            what, help = (path, _missing_help(written)) if "://" not in written else (written, _REMOTE)
+        if name == PYTHON_STDLIB:
+            kinds.setdefault("text", name)
+        elif not _exists(path):
+            what, help = (path, _missing_help(name)) if "://" not in name else (name, _REMOTE)
             findings.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
         else:
-            findings += _sampled(path, data, of_what_is_here(spec, launch, path), place)
-    made = [_recorded_vocab(data.format, path) for path in absolute]
-    vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
-    vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
+            kind, wrong = _sampled(path, data, of_what_is_here(spec, launch, path), place)
+            findings += wrong
+            kinds.setdefault(kind, name)
+    findings += _mixed(kinds)
+    records = next(iter(kinds), "text") if data.records == "auto" else data.records
+    attend = data.attend
+    if attend == "auto":
+        attend = "document" if records != "text" and data.pack else "sequence"
+    data = data.model_copy(update={"records": records, "attend": attend})
+    recorded = [_recorded_vocab(data.format, path) for path in paths]
+    vocab, wrong = _vocab(spec, launch, base_dir) if None in recorded else (None, [])
+    vocab = max([vocab or 0, *(number or 0 for number in recorded)]) or None
+    return ResolvedData(data, vocab, [*findings, *wrong, *check_template(data, lies(spec, launch, data.tokenizer))])
+
+
+def _absolute(data: DataSpec, base_dir: Path) -> DataSpec:
+    def path(name: str) -> str:
+        return name if name == PYTHON_STDLIB else str(base_dir / name)
+
     update = {
-        "source": absolute[0] if isinstance(data.source, str) else absolute,
-        "tokenizer": data.tokenizer if data.tokenizer == "bytes" else str(base_dir / data.tokenizer),
-        "cache": str(base_dir / data.cache) if data.cache else None,
+        "source": path(data.source) if isinstance(data.source, str) else [path(each) for each in data.source],
+        "tokenizer": data.tokenizer if data.tokenizer == "bytes" else path(data.tokenizer),
+        "template": path(data.template) if data.template else None,
+        "cache": path(data.cache) if data.cache else None,
     }
-    return data.model_copy(update=update), vocab, findings + wrong
+    return data.model_copy(update=update)
+
+
+def _mixed(kinds: dict[RecordKind, str]) -> Iterator[Diagnostic]:
+    """Yield a finding if sources hold records of different kinds."""
+    if len(kinds) > 1:
+        (first, here), (second, there) = list(kinds.items())[:2]
+        message = f"{here} holds {first} data and {there} {second} data; one run trains on one kind"
+        help = f"train on them one after the other, or set data.records: {first} if {there} holds the same"
+        yield Diagnostic("PT665", message, path=("data", "source"), help=help)
 
 
 _REMOTE = "data are read from files: copy them to a disk of the nodes, or mount the bucket there"
@@ -72,17 +111,20 @@ def _missing_help(written: str) -> str:
     return f"{_HELP}; if it is a data set on the Hugging Face hub: {download}, then source: '{folder}/**/*.parquet'"
 
 
-def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
-    """Yield a finding for each error that the ranks would raise when they read the first records of a source."""
+def _sampled(
+    path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]
+) -> tuple[RecordKind, list[Diagnostic]]:
+    """Return what a source's records hold, and a finding about the first that the ranks would refuse."""
+    assumed: RecordKind = "text" if data.records == "auto" else data.records
     try:
-        sample(path, data)
+        return sample(path, data) or assumed, []
     except NoFilesError as error:
-        yield Diagnostic("PT601", str(error), severity, place, help=_HELP)
+        return assumed, [Diagnostic("PT601", str(error), severity, place, help=_HELP)]
     except DataError as error:
-        yield Diagnostic("PT602", str(error), severity, place, help=error.help)
+        return assumed, [Diagnostic("PT602", str(error), severity, place, help=error.help)]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        yield Diagnostic("PT601", f"{path} cannot be read: {reason}", severity, place, help=_HELP)
+        return assumed, [Diagnostic("PT601", f"{path} cannot be read: {reason}", severity, place, help=_HELP)]
 
 
 def lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
@@ -110,7 +152,7 @@ def _recorded_vocab(format: str, path: str) -> int | None:
 
     Token files need no tokenizer. A folder counts as text if at least one of its files is not a token file.
     """
-    if format in ("text", "jsonl", "parquet") or path == STDLIB:
+    if format in TOKENISED or path == PYTHON_STDLIB:
         return None
     if os.path.isdir(path):
         # Hidden files and folders are skipped, as the ranks do.

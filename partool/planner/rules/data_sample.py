@@ -9,9 +9,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from partool.plan.records import DataError, check_text, format_of, parquet_texts, text_of
+from partool.plan.conversations import parse, recognise
+from partool.plan.data_files import NoFilesError, is_companion
+from partool.plan.record_files import records_in
+from partool.plan.records import DataError, Format, Record, check_text, format_of, record_of, text_of
 from partool.plan.token_files import check_megatron, check_tokens
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec, RecordKind
 
 _FILES = 3
 """Number of files that are opened per source."""
@@ -22,31 +25,30 @@ _NAMES = 1000
 """Maximum number of directory entries searched for files, so that planning stays fast on large folders."""
 
 
-class NoFilesError(ValueError):
-    """Raised if a source exists but has no file that would be read."""
-
-
-def sample(source: str, data: DataSpec) -> None:
+def sample(source: str, data: DataSpec) -> RecordKind | None:
     """Read the first records of a few files of a source that exists on this machine.
 
-    Raises NoFilesError for a folder or a pattern without files, DataError for records that the ranks would reject,
-    OSError for files that cannot be read. Hidden files and linked folders are skipped, as the runtime does.
+    Returns what the first record holds, None if no file holds records. Raises NoFilesError for a folder or a pattern
+    without files, DataError for records that the ranks would reject, OSError for files that cannot be read. Hidden
+    files and linked folders are skipped, as the runtime does.
     """
     if data.format == "auto" and source.endswith(".json") and not os.path.isdir(source):
         help = "write one JSON object per line (.jsonl); data.format: text would train on the file's characters"
         raise DataError(f"{source}: a JSON document is not a list of records", help)
     read_files = read_bytes = 0
+    kind: RecordKind | None = None
     for path in islice(files_of(source), _NAMES):
-        if path.suffix in (".idx", ".json") and path.with_suffix(".bin").is_file() and data.format != "jsonl":
+        if is_companion(path, data.format):
             continue
-        _read(path, data)
+        kind = _read(path, data if kind is None else data.model_copy(update={"records": kind})) or kind
         read_files, read_bytes = read_files + 1, read_bytes + path.stat().st_size
         if read_files == _FILES:
-            return
+            return kind
     if not read_files:
         raise NoFilesError(f"there are no files to read in {source}")
     if not read_bytes:
         raise NoFilesError(f"{source} is empty" if os.path.isfile(source) else f"all files in {source} are empty")
+    return kind
 
 
 def files_of(source: str) -> Iterator[Path]:
@@ -67,27 +69,48 @@ def _refuse(source: str, error: OSError) -> None:
         raise error
 
 
-def _read(path: Path, data: DataSpec) -> None:
+def _read(path: Path, data: DataSpec) -> RecordKind | None:
+    """Check a file, and return what its records hold; None for files of tokens and of text, and empty files."""
     if not path.is_file():
         raise DataError(f"{path} is not a regular file")
-    kind = format_of(path, data.format)
-    if kind == "parquet":
-        for _ in islice(parquet_texts(path, data.text_field), _LINES):
-            pass
-        return
-    if kind in ("tokens", "megatron"):
+    format = format_of(path, data.format)
+    if format in ("jsonl", "parquet", "arrow"):
+        return _records(path, format, data)
+    if data.records not in ("auto", "text"):
+        help = "write the records as JSONL, Parquet or Arrow files, or drop data.records"
+        raise DataError(f"{path} has no records that could hold {data.records} data", help)
+    if format in ("tokens", "megatron"):
         with path.open("rb"):
-            (check_tokens if kind == "tokens" else check_megatron)(path)
-        return
-    decodes = kind == "text" and data.tokenizer != "bytes"
+            (check_tokens if format == "tokens" else check_megatron)(path)
+        return None
+    decodes = data.tokenizer != "bytes"
     with path.open("rb") as file:
-        start = file.read(_MOST_BYTES if kind == "jsonl" or decodes else 1)
+        start = file.read(_MOST_BYTES if decodes else 1)
     if decodes:
         check_text(start, path)
-    if kind != "jsonl":
+    return None
+
+
+def _records(path: Path, format: Format, data: DataSpec) -> RecordKind | None:
+    kind = None if data.records == "auto" else data.records
+    for record, origin in _first_records(path, format):
+        kind = kind or recognise(record, data, origin)
+        if kind == "text":
+            text_of(record, data.text_field, origin)
+        else:
+            parse(record, kind, data, origin)
+    return kind
+
+
+def _first_records(path: Path, format: Format) -> Iterator[tuple[Record, str]]:
+    if format != "jsonl":
+        yield from islice(records_in(path, format), _LINES)
         return
+    with path.open("rb") as file:
+        start = file.read(_MOST_BYTES)
     # The last line may be incomplete.
     lines = start.split(b"\n")[: _LINES if len(start) < _MOST_BYTES else -1]
     for number, line in enumerate(lines[:_LINES], start=1):
         if line.strip():
-            text_of(line, data.text_field, f"{path}:{number}")
+            origin = f"{path}:{number}"
+            yield record_of(line, origin), origin

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from partool.plan.data_files import PYTHON_STDLIB, is_companion
 from partool.plan.records import DataError, format_of, stdlib_files
 from partool.plan.token_files import read_index, read_sidecar
 from partool.planner.rules.data_sample import files_of
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec
 
-STDLIB = "python-stdlib"
 MOST_FILES = 10_000
 """Maximum number of files whose sizes are read, so that planning stays fast on large folders."""
 
@@ -34,7 +34,7 @@ def count_tokens(data: DataSpec) -> int:
         here = False
         for path in _readable(source):
             here = True
-            if path in seen or _is_companion(path, data):
+            if path in seen or is_companion(path, data.format):
                 continue
             seen.add(path)
             if len(seen) > MOST_FILES:
@@ -54,18 +54,9 @@ def _readable(source: str) -> Iterator[Path]:
 
 
 def _files(source: str) -> Iterator[Path]:
-    if source == STDLIB:
+    if source == PYTHON_STDLIB:
         return stdlib_files()
     return (path for path in islice(files_of(source), 2 * MOST_FILES + 2) if path.is_file())
-
-
-def _is_companion(path: Path, data: DataSpec) -> bool:
-    """Return True for the index or sidecar of a ``.bin`` file, which folders and patterns match, too."""
-    if data.format in ("text", "jsonl", "parquet"):
-        return False
-    if path.suffix in (".idx", ".json"):
-        return path.with_suffix(".bin").is_file()
-    return path.name.endswith(".documents.bin")
 
 
 def _tokens(path: Path, data: DataSpec) -> int:

@@ -1,7 +1,7 @@
-"""The token cache: a folder with the tokens of text and JSONL files, which are tokenised once and then memory-mapped.
+"""The token cache: a folder with the tokens of texts or conversations, which are tokenised once and then memory-mapped.
 
-The folder ``<key>`` holds ``tokens.bin``, ``tokens.documents.bin`` and the sidecar ``tokens.json`` with checksums, so
-it can be used as a ``tokens`` source. The folder is written under another name and renamed when complete.
+The folder (:mod:`partool.plan.token_cache`) has a sidecar with checksums, so it can be used as a ``tokens`` source. It
+is written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -9,52 +9,37 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import numpy as np
-
-from partool_runtime.data._documents import DocumentPiece, pieces
-from partool_runtime.data._files import SourceFile
+from partool.plan.data_files import SourceFile
 from partool_runtime.data._shards import Shard, checksum, open_tokens
-from partool_runtime.data._tokenizers import Tokenizer, Tokens
+from partool_runtime.data._sources import TokenSource
+from partool_runtime.data._writer import Writer
 from partool_runtime.errors import ConfigurationError
 
-_VERSION = 1
-_OFFSETS_HELD = 1 << 16
 _TALK_EVERY_S = 30.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-def cache_folder(configured: str | None) -> Path:
-    """Return ``data.cache``, else ``$PARTOOL_CACHE``, else ``partool/tokens`` in the user's cache folder."""
-    if configured is not None:
-        return Path(configured)
-    if chosen := os.environ.get("PARTOOL_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "partool", "tokens")
 
 
 class TokenCache:
     """The cached tokens that one tokenizer gives for some files; two processes never build the same cache at once."""
 
-    def __init__(self, root: Path, files: list[SourceFile], tokenizer: Tokenizer, text_field: str) -> None:
-        self._files = files
-        self._tokenizer = tokenizer
-        self._text_field = text_field
+    def __init__(self, folder: Path, source: TokenSource) -> None:
+        self.folder = folder
+        self._source = source
         self._alone = False
-        described = [[str(f.path), f.format, f.size_bytes, f.mtime_ns] for f in files]
-        content = json.dumps([_VERSION, described, tokenizer.identity, text_field])
-        self.folder = root / hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+    @property
+    def vocab(self) -> int:
+        """Exclusive upper bound of the tokens."""
+        return self._source.vocab
 
     @contextlib.contextmanager
     def lock(self, *, wait: bool, share: bool = False) -> Iterator[bool]:
@@ -155,25 +140,16 @@ class TokenCache:
         _sync_folder(self.folder.parent)
 
     def _build(self, folder: Path) -> None:
-        talk = _Progress(self._files)
-        with (folder / "tokens.bin").open("wb") as tokens, (folder / "tokens.documents.bin").open("wb") as documents:
-            writer = _Writer(tokens, documents, self._tokenizer)
-            read = _Empty(pieces(self._files, self._text_field))
-            for part, ends_document in self._tokenizer.encode(read):
-                writer.add(part, ends_document)
+        talk = _Progress(self._source.files)
+        with Writer(folder, self._source.vocab) as writer:
+            for part in self._source.parts():
+                writer.add(part)
                 talk.at(writer.count)
-            writer.finish()
-        names = ("tokens.bin", "tokens.documents.bin")
         sidecar = {
-            "dtype": writer.dtype.name,
-            "count": writer.count,
-            "vocab": self._tokenizer.vocab,
-            "documents": "tokens.documents.bin",
-            "crc32": {name: checksum(folder / name) for name in names},
-            "tokenizer": self._tokenizer.identity,
+            **writer.description,
+            "crc32": {name: checksum(folder / name) for name in writer.names},
+            "tokenizer": self._source.identity,
         }
-        if writer.left_out:
-            sidecar |= {"left_out": writer.left_out, "first_left_out": read.first}
         with (folder / "tokens.json").open("w") as file:
             file.write(json.dumps(sidecar, indent=2) + "\n")
             file.flush()
@@ -181,69 +157,10 @@ class TokenCache:
         _sync_folder(folder)
 
 
-class _Writer:
-    """Appends tokens and document offsets to two files."""
-
-    def __init__(self, tokens: BinaryIO, documents: BinaryIO, tokenizer: Tokenizer) -> None:
-        self._tokens = tokens
-        self._documents = documents
-        self._offsets = [0]
-        self._separator = tokenizer.separator
-        self.dtype: np.dtype[Any] = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
-        self.count = 0
-        self.left_out = 0
-        """Number of documents without tokens."""
-        self._document_start = 0
-
-    def add(self, part: Tokens, ends_document: bool) -> None:
-        """Append tokens of a document; a document without tokens is counted but not written."""
-        self._append(part)
-        if not ends_document:
-            return
-        if self.count == self._document_start:
-            self.left_out += 1
-            return
-        if self._separator is not None:
-            self._append(np.array([self._separator]))
-        self._document_start = self.count
-        self._offsets.append(self.count)
-        if len(self._offsets) >= _OFFSETS_HELD:
-            self._flush_offsets()
-
-    def finish(self) -> None:
-        """Sync both files to the disk."""
-        self._flush_offsets()
-        for file in (self._tokens, self._documents):
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _append(self, part: Tokens) -> None:
-        self._tokens.write(part.astype(self.dtype).data)
-        self.count += len(part)
-
-    def _flush_offsets(self) -> None:
-        self._documents.write(np.array(self._offsets, dtype="<i8").data)
-        self._offsets.clear()
-
-
-class _Empty:
-    """Yields pieces unchanged, and records the file (and line) of the first document without text."""
-
-    def __init__(self, read: Iterator[DocumentPiece]) -> None:
-        self._read = read
-        self.first = ""
-
-    def __iter__(self) -> Iterator[DocumentPiece]:
-        for piece in self._read:
-            if not piece.data and not self.first:
-                self.first = piece.origin
-            yield piece
-
-
 class _Progress:
     """Reports the progress of a long build to stderr every half minute."""
 
-    def __init__(self, files: list[SourceFile]) -> None:
+    def __init__(self, files: Sequence[SourceFile]) -> None:
         self._what = f"{len(files)} files, {sum(file.size_bytes for file in files) / 2**20:.0f} MiB"
         self._next_s = time.monotonic() + _TALK_EVERY_S
 

@@ -1,4 +1,4 @@
-"""Reading of documents from text, JSONL and Parquet files as a stream of pieces of bounded size."""
+"""Reading of documents from text files and from records as a stream of pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from partool.plan.records import DataError, parquet_texts, text_of
-from partool_runtime.data._files import SourceFile
+from partool.plan.data_files import SourceFile
+from partool.plan.record_files import records_in
+from partool.plan.records import DataError, text_of
 from partool_runtime.errors import ConfigurationError
 
 PIECE_BYTES = 1 << 17
@@ -25,19 +26,14 @@ class DocumentPiece:
 
 
 def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[DocumentPiece]:
-    """Yield the pieces of every document; a document is a text file, a JSONL record or a Parquet row.
+    """Yield the pieces of every document; a document is a text file or a record.
 
     A record without text gives a piece of 0 bytes. Empty files, such as a package's ``__init__.py``, are skipped.
     Raises ConfigurationError PT601 if a file cannot be read, PT602 for a malformed record.
     """
     for file in files:
         try:
-            if file.format == "jsonl":
-                yield from _jsonl(file.path, text_field)
-            elif file.format == "parquet":
-                yield from _parquet(file.path, text_field)
-            else:
-                yield from _text(file.path)
+            yield from _text(file.path) if file.format == "text" else _records(file, text_field)
         except OSError as error:
             raise ConfigurationError("PT601", f"{file.path} cannot be read: {error.strerror}") from error
         except DataError as error:
@@ -67,17 +63,9 @@ def _cut(data: bytes) -> int:
     return len(data)
 
 
-def _jsonl(path: Path, text_field: str) -> Iterator[DocumentPiece]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            origin = f"{path}:{number}"
-            text = text_of(line, text_field, origin)
-            # Lone surrogates are legal in JSON; the bytes tokenizer accepts them.
-            yield DocumentPiece(text.encode("utf-8", errors="surrogatepass"), True, origin)
-
-
-def _parquet(path: Path, text_field: str) -> Iterator[DocumentPiece]:
-    for text, origin in parquet_texts(path, text_field):
-        yield DocumentPiece(text.encode("utf-8", errors="surrogatepass"), True, origin)
+def _records(file: SourceFile, text_field: str) -> Iterator[DocumentPiece]:
+    column = None if file.format == "jsonl" else text_field
+    for record, origin in records_in(file.path, file.format, column):
+        # Lone surrogates are legal in JSON; the bytes tokenizer accepts them.
+        text = text_of(record, text_field, origin).encode("utf-8", errors="surrogatepass")
+        yield DocumentPiece(text, True, origin)

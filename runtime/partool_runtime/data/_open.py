@@ -7,17 +7,17 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from partool.plan.data_files import SourceFile
+from partool.plan.token_cache import TOKENISED, cache_of, stretches
 from partool.plan.token_files import HEADER_BYTES, read_index
 from partool.plan.types import Plan
-from partool.spec.training import DataSpec
-from partool_runtime.data._cache import TokenCache, cache_folder
-from partool_runtime.data._files import SourceFile, find_files
+from partool.spec.data import DataSpec
+from partool_runtime.data._cache import TokenCache
 from partool_runtime.data._shards import (
     Corpus,
     Shard,
@@ -27,8 +27,8 @@ from partool_runtime.data._shards import (
     map_array,
     open_tokens,
 )
+from partool_runtime.data._sources import files_of, source_of
 from partool_runtime.data._split import split
-from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
 from partool_runtime.data.batches import Batches, SampleDeal
 from partool_runtime.errors import ConfigurationError
 
@@ -50,9 +50,6 @@ def open_megatron(path: Path) -> Shard:
     return Shard(tokens, starts[np.asarray(documents)], path)
 
 
-_TOKENISED = ("text", "jsonl", "parquet")
-
-
 def open_data(
     plan: Plan, *, dp_rank: int, dp_size: int, barrier: Callable[[], None], builder: bool | None = None
 ) -> Batches:
@@ -70,7 +67,7 @@ def open_data(
     shards, vocab = _open_shards(plan, barrier, builder)
     corpus = Corpus(shards, plan.model.vocab)
     training, data = plan.training, plan.data
-    train, validation = split(corpus, training.sequence_length, data.validation, pack=data.pack)
+    division = split(corpus, training.sequence_length, data)
     deal = SampleDeal(
         global_batch=training.global_batch,
         micro_batch=plan.layout.micro_batch,
@@ -83,8 +80,10 @@ def open_data(
         documents=_apart(data),
         pinned=plan.devices.backend != "cpu",
     )
-    notes = tuple(note for shard in shards if (note := _left_out(shard)))
-    return Batches(train, validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards), notes=notes)
+    notes = (*(note for shard in shards if (note := _left_out(shard))), *division.notes)
+    return Batches(
+        division.train, division.validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards), notes=notes
+    )
 
 
 def _left_out(shard: Shard) -> str:
@@ -100,27 +99,25 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
     """Return the shards and the size of their largest vocabulary; enters the barrier exactly once."""
     entered = False
     try:
-        files = find_files(plan.data)
+        files = files_of(plan.data)
         # Token files are checked before text is tokenised, which takes time.
-        ready = {f.path: _open_ready(f, plan.model.vocab) for f in files if f.format not in _TOKENISED}
+        ready = {f.path: _open_ready(f, plan.model.vocab) for f in files if f.format not in TOKENISED}
         # Text between token files has a separate cache, so that all sources keep their order.
-        stretches = [list(stretch) for _, stretch in groupby(files, lambda file: file.format in _TOKENISED)]
-        raw = [stretch for stretch in stretches if stretch[0].format in _TOKENISED]
+        parts = stretches(files)
+        raw = [part for part in parts if part[0].format in TOKENISED]
         vocabs = [shard.vocab or plan.model.vocab for shard in ready.values()]
         texts: list[Shard] = []
         if raw:
-            tokenizer = _open_fitting_tokenizer(plan.data, plan.model.vocab)
-            vocabs.append(tokenizer.vocab)
-            folder = cache_folder(plan.data.cache)
-            caches = [TokenCache(folder, stretch, tokenizer, plan.data.text_field) for stretch in raw]
+            caches = [TokenCache(cache_of(part, plan.data), source_of(part, plan.data)) for part in raw]
+            vocabs.append(_fitting(caches, plan))
             entered = True
             texts = _tokenised(caches, barrier, builder)
     finally:
         if not entered:
             barrier()
     made, shards = iter(texts), list[Shard]()
-    for stretch in stretches:
-        shards += [next(made)] if stretch in raw else [ready[file.path] for file in stretch]
+    for part in parts:
+        shards += [next(made)] if part in raw else [ready[file.path] for file in part]
     return shards, max(vocabs)
 
 
@@ -164,11 +161,13 @@ def _open_ready(file: SourceFile, vocab: int) -> Shard:
     return shard
 
 
-def _open_fitting_tokenizer(data: DataSpec, vocab: int) -> Tokenizer:
-    tokenizer = open_tokenizer(data.tokenizer)
-    if tokenizer.vocab > vocab:
-        _refuse_vocab(f"data.tokenizer: {data.tokenizer} has {tokenizer.vocab} tokens", vocab, tokenizer.vocab)
-    return tokenizer
+def _fitting(caches: Sequence[TokenCache], plan: Plan) -> int:
+    """Return the size of the tokenizer's vocabulary; raises ConfigurationError PT605 if the model's is smaller."""
+    vocab = caches[0].vocab
+    if vocab > plan.model.vocab:
+        what = f"data.tokenizer: {plan.data.tokenizer} has {vocab} tokens"
+        _refuse_vocab(what, plan.model.vocab, vocab)
+    return vocab
 
 
 def _refuse_vocab(what: str, vocab: int, need: int) -> None:
@@ -177,9 +176,11 @@ def _refuse_vocab(what: str, vocab: int, need: int) -> None:
 
 def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
     """Return a hash of the tokens and everything that decides their order, but not of paths, which may change."""
-    content = [[len(s.tokens), len(s.documents) - 1, _checksum(s.path, len(s.tokens))] for s in shards]
+    content = [_content(shard) for shard in shards]
     training, data = plan.training, plan.data
     order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
+    if not data.is_text:
+        order += [data.records, data.truncate]
     if _apart(data):
         order.append(data.attend)
     return hashlib.sha256(json.dumps([content, order]).encode()).hexdigest()
@@ -190,5 +191,8 @@ def _apart(data: DataSpec) -> bool:
     return data.pack and data.attend == "document"
 
 
-def _checksum(path: Path, count: int) -> int:
-    return checksum(path) if count else 0
+def _content(shard: Shard) -> list[int]:
+    content = [len(shard.tokens), len(shard.documents) - 1, checksum(shard.path) if len(shard.tokens) else 0]
+    if shard.loss is not None:
+        content.append(checksum(shard.path.with_name("tokens.loss.bin")))
+    return content

@@ -7,17 +7,12 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from partool.plan.packing import mix
+
 _ROUNDS = 8
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
-
-
-def mix(x: U64) -> U64:
-    """Return a hash of each value in ``x`` by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from partool.plan.packing import Lengths
 from partool.plan.records import DataError
 from partool.plan.token_files import check_size, read_sidecar
 from partool_runtime.errors import ConfigurationError
@@ -36,6 +37,21 @@ class Shard:
     """Number of documents of the source text that have no token; such documents are not in ``documents``."""
     first_left_out: str = ""
     """File (and line) of the first document without a token, if known."""
+    loss: npt.NDArray[np.uint8] | None = None
+    """1 for each token that is trained on; None if all are."""
+    trained: I64 | None = None
+    """First and last token of each document that is trained on, counted from the document's first; −1 without one."""
+    masked: int = 0
+    """Number of documents of which no token is trained on."""
+    first_masked: str = ""
+    """File and line of the first document of which no token is trained on, if known."""
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of the documents."""
+        tokens = np.diff(np.asarray(self.documents)).astype(np.int64)
+        if self.trained is None:
+            return Lengths.of_text(tokens)
+        return Lengths(tokens, np.asarray(self.trained[:, 0]), np.asarray(self.trained[:, 1]))
 
 
 class Corpus:
@@ -61,6 +77,34 @@ class Corpus:
             self._check(part, self.shards[index].path)
             parts.append(part)
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens are not trained on."""
+        return any(shard.loss is not None for shard in self.shards)
+
+    def loss(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Return 1 for each token in ``[start, stop)`` that is trained on, else 0."""
+        parts = []
+        first = int(np.searchsorted(self._token_ends, start, side="right"))
+        for index in range(first, len(self.shards)):
+            shard = self.shards[index]
+            base = int(self._token_ends[index]) - len(shard.tokens)
+            if base >= stop:
+                break
+            here = slice(max(start - base, 0), min(stop - base, len(shard.tokens)))
+            ones = np.ones(here.stop - here.start, dtype=np.uint8)
+            parts.append(ones if shard.loss is None else np.asarray(shard.loss[here]))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
+
+    def lengths(self) -> Lengths:
+        """Return the lengths of all documents."""
+        each = [shard.lengths() for shard in self.shards]
+        return Lengths(
+            np.concatenate([one.tokens for one in each]),
+            np.concatenate([one.first_trained for one in each]),
+            np.concatenate([one.last_trained for one in each]),
+        )
 
     def bounds(self, documents: I64) -> tuple[I64, I64]:
         """Return the index of the first token of each document, and the index after the last token of each document."""
@@ -112,7 +156,14 @@ def open_tokens(path: Path) -> Shard:
     documents = np.array([0, count] if count else [0], dtype=np.int64)
     if sidecar.documents is not None:
         documents = _open_documents(path.with_name(sidecar.documents), count)
-    return Shard(tokens, documents, path, sidecar.vocab, sidecar.left_out, sidecar.first_left_out)
+    loss = trained = None
+    if sidecar.loss is not None:
+        loss = map_array(path.with_name(sidecar.loss), np.dtype(np.uint8), 0, count, exact=True)
+    if sidecar.trained is not None:
+        size = 2 * (len(documents) - 1)
+        trained = map_array(path.with_name(sidecar.trained), np.dtype("<i8"), 0, size, exact=True).reshape(-1, 2)
+    notes = sidecar.left_out, sidecar.first_left_out
+    return Shard(tokens, documents, path, sidecar.vocab, *notes, loss, trained, sidecar.masked, sidecar.first_masked)
 
 
 def as_configuration(read: Callable[[Path], Read], path: Path) -> Read:

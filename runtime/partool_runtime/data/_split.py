@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from partool_runtime.data._order import mix
+from partool.plan.packing import Arrangement, Rows, arrange, choose
+from partool.spec.data import DataSpec
 from partool_runtime.data._shards import Corpus
 from partool_runtime.errors import ConfigurationError
 
@@ -29,8 +31,14 @@ class Samples(Protocol):
     def row(self, index: int) -> I64:
         """Return sample ``index`` as ``sequence_length + 1`` tokens, padded at the end."""
 
+    masks: bool
+    """Whether some tokens are not trained on."""
+
     def documents(self, index: int) -> I64:
         """Return the document number (from 0) of each token of a sample; padding belongs to the last document."""
+
+    def loss(self, index: int) -> I64:
+        """Return 1 for each token of a sample that is trained on, else 0."""
 
 
 class Packed:
@@ -38,6 +46,8 @@ class Packed:
 
     ``pad_last`` keeps the tokens after the last whole sample as a padded sample.
     """
+
+    masks = False
 
     def __init__(self, corpus: Corpus, starts: I64, stops: I64, sequence_length: int, *, pad_last: bool) -> None:
         self._corpus = corpus
@@ -64,6 +74,11 @@ class Packed:
         changes[1 : len(document_ids)] = document_ids[1:] != document_ids[:-1]
         return np.cumsum(changes)
 
+    def loss(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        del index
+        return np.ones(self._length + 1, dtype=np.int64)
+
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (offset in the row, first token, one past the last token) for each range of the corpus in a sample."""
         first = index * self._length
@@ -79,47 +94,82 @@ class Packed:
             at = stop
 
 
-class Documents:
-    """Samples that hold one document each, cut at the end or padded."""
+class WholeDocuments:
+    """Samples that hold whole documents, one or several each, padded at the end; long documents are cut."""
 
-    def __init__(self, corpus: Corpus, documents: I64, sequence_length: int) -> None:
+    def __init__(self, corpus: Corpus, arranged: Arrangement, rows: Rows) -> None:
         self._corpus = corpus
-        self._documents = documents
-        self._length = sequence_length
-        self.count = len(documents)
-        starts, stops = corpus.bounds(documents)
-        self.tokens = int((stops - starts).sum())
+        self._arranged = arranged
+        self._rows = rows
+        self.count = rows.count
+        self.tokens = int(arranged.kept[rows.documents].sum())
+        self.masks = corpus.masks
 
     def row(self, index: int) -> I64:
         """Return sample ``index``."""
-        starts, stops = self._corpus.bounds(self._documents[index : index + 1])
-        start, stop = int(starts[0]), min(int(stops[0]), int(starts[0]) + self._length + 1)
-        row = np.full(self._length + 1, PADDING, dtype=np.int64)
-        row[: stop - start] = self._corpus.read(start, stop)
+        row = np.full(self._arranged.room, PADDING, dtype=np.int64)
+        for place, start, stop in self._stretches(index):
+            row[place : place + stop - start] = self._corpus.read(start, stop)
+        return row
+
+    def loss(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        row = np.zeros(self._arranged.room, dtype=np.int64)
+        for place, start, stop in self._stretches(index):
+            row[place : place + stop - start] = self._corpus.loss(start, stop)
         return row
 
     def documents(self, index: int) -> I64:
         """See :class:`Samples`."""
-        del index
-        return np.zeros(self._length + 1, dtype=np.int64)
+        changes = np.zeros(self._arranged.room, dtype=np.int64)
+        for place, _, _ in self._stretches(index):
+            changes[place] = place > 0
+        return np.cumsum(changes)
+
+    def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (offset in the row, first token, one past the last token) for each document of a sample."""
+        documents = self._rows.documents[self._rows.starts[index] : self._rows.starts[index + 1]]
+        starts, _ = self._corpus.bounds(documents)
+        place = 0
+        for start, begin, size in zip(
+            starts.tolist(),
+            self._arranged.begins[documents].tolist(),
+            self._arranged.kept[documents].tolist(),
+            strict=True,
+        ):
+            yield place, start + begin, start + begin + size
+            place += size
 
 
-def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The samples of training and of validation, and notes about documents that are in neither as they are."""
+
+    train: Samples
+    validation: Samples
+    notes: tuple[str, ...] = ()
+
+
+def split(corpus: Corpus, sequence_length: int, data: DataSpec) -> Division:
     """Return the training samples and the validation samples; no token is in both.
 
     The documents are divided into as many equal ranges as there are validation documents; a hash that does not depend
-    on a seed chooses one document from each range. With ``pack``, the end of the corpus is held out instead if the
-    corpus has too few documents, or if the chosen documents hold more than twice the validation's share of the tokens.
-    Raises ConfigurationError PT604 if there would be no training sample or no validation sample.
+    on a seed chooses one document from each range. Where texts are packed, the end of the corpus is held out instead if
+    the corpus has too few documents, or if the chosen documents hold more than twice the validation's share of the
+    tokens. Raises ConfigurationError PT604 if there would be no training sample or no validation sample.
     """
-    divide = _split_packed if pack else _split_documents
-    train, validation = divide(corpus, sequence_length, share)
+    streams = data.pack and data.is_text
+    if streams:
+        division = Division(*_split_stream(corpus, sequence_length, data.validation))
+    else:
+        division = _split_documents(corpus, sequence_length, data)
+    train, validation, share = division.train, division.validation, data.validation
     if train.count == 0:
-        need = f"{sequence_length + 1} tokens" if pack else "a document of at least 2 tokens"
+        need = f"{sequence_length + 1} tokens" if streams else "a document of at least 2 tokens"
         raise ConfigurationError(
             "PT604",
             f"too little data: {train.tokens} tokens for training, a sequence needs {need}",
-            _fewer_tokens_help(train.tokens, pack),
+            "; ".join(division.notes) or _fewer_tokens_help(train.tokens, streams),
         )
     if share and validation.count == 0:
         raise ConfigurationError(
@@ -127,7 +177,7 @@ def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> 
             f"too little data: {share:g} of {corpus.documents} documents, {corpus.tokens} tokens, leave no validation",
             "raise data.validation, or set it to 0",
         )
-    return train, validation
+    return division
 
 
 def _fewer_tokens_help(tokens: int, pack: bool) -> str:
@@ -136,15 +186,7 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
     return "add data"
 
 
-def choose(count: int, strata: int) -> I64:
-    """Return ascending numbers: a hash chooses one from each of ``strata`` equal parts of ``range(count)``."""
-    numbers = np.arange(strata, dtype=np.int64)
-    first = numbers * count // max(strata, 1)
-    width = (numbers + 1) * count // max(strata, 1) - first
-    return first + (mix(numbers.astype(np.uint64)) % width.astype(np.uint64)).astype(np.int64)
-
-
-def _split_packed(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
+def _split_stream(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
     starts, stops = corpus.bounds(choose(corpus.documents, math.floor(corpus.documents * share)))
     held_out = int((stops - starts).sum())
     if share and not 2 <= held_out <= 2 * share * corpus.tokens:
@@ -157,16 +199,23 @@ def _split_packed(corpus: Corpus, length: int, share: float) -> tuple[Samples, S
     return train, Packed(corpus, starts, stops, length, pad_last=True)
 
 
-def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
-    usable = np.concatenate([_usable(corpus, first) for first in range(0, max(corpus.documents, 1), 1 << 20)])
-    wanted = max(1, math.floor(len(usable) * share)) if share and len(usable) > 1 else 0
-    chosen = choose(len(usable), wanted)
-    train = Documents(corpus, np.delete(usable, chosen), length)
-    return train, Documents(corpus, usable[chosen], length)
+def _split_documents(corpus: Corpus, length: int, data: DataSpec) -> Division:
+    arranged = arrange(corpus.lengths(), length, truncate=data.truncate, pack=data.pack, validation=data.validation)
+    train, validation = (WholeDocuments(corpus, arranged, rows) for rows in (arranged.train, arranged.validation))
+    return Division(train, validation, tuple(_losses(arranged, corpus, data)))
 
 
-def _usable(corpus: Corpus, first: int) -> I64:
-    """Return the indices of documents with at least two tokens, out of the ``1 << 20`` documents from ``first`` on."""
-    documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
-    starts, stops = corpus.bounds(documents)
-    return documents[stops - starts >= 2]
+def _losses(arranged: Arrangement, corpus: Corpus, data: DataSpec) -> Iterator[str]:
+    """Yield what conversations lose; texts that are not packed are cut without a note."""
+    if data.is_text:
+        return
+    of = f"of {len(arranged.kept):,} samples"
+    if arranged.truncated:
+        side = "end" if data.truncate == "right" else "beginning"
+        yield f"PT661: {arranged.truncated:,} {of} are longer than a sequence and lose their {side}"
+    if arranged.dropped:
+        yield f"PT661: {arranged.dropped:,} {of} are longer than a sequence and are left out"
+    if arranged.untrained:
+        first = next((shard.first_masked for shard in corpus.shards if shard.first_masked), "")
+        where = f"; the first is {first}" if first else ""
+        yield f"PT662: {arranged.untrained:,} {of} have no token to train on and are left out{where}"

@@ -31,8 +31,8 @@ class Tokenizer(Protocol):
     separator: int | None
     """Token that ends every document."""
 
-    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
-        """Yield, for each piece in order, its tokens and whether the piece ends its document."""
+    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, DocumentPiece]]:
+        """Yield each piece's tokens, and the piece, in order."""
 
 
 class BytesTokenizer:
@@ -42,10 +42,10 @@ class BytesTokenizer:
     vocab = 256
     separator: int | None = 0
 
-    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
+    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, DocumentPiece]]:
         """Yield every piece's bytes."""
         for piece in pieces:
-            yield np.frombuffer(piece.data, dtype=np.uint8), piece.ends_document
+            yield np.frombuffer(piece.data, dtype=np.uint8), piece
 
 
 class FolderTokenizer:
@@ -86,7 +86,7 @@ class FolderTokenizer:
                 return int(token_id)
         return None
 
-    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
+    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, DocumentPiece]]:
         """Yield every piece's tokens; the library encodes many pieces at a time, on several threads."""
         batch: list[DocumentPiece] = []
         size = 0
@@ -98,11 +98,11 @@ class FolderTokenizer:
                 batch, size = [], 0
         yield from self._encode_batch(batch)
 
-    def _encode_batch(self, batch: list[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
+    def _encode_batch(self, batch: list[DocumentPiece]) -> Iterator[tuple[Tokens, DocumentPiece]]:
         texts = [_decode(piece) for piece in batch]
         encodings = self._fast.encode_batch_fast(texts, add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield np.asarray(encoding.ids, dtype=np.uint32), piece.ends_document
+            yield np.asarray(encoding.ids, dtype=np.uint32), piece
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -191,14 +191,17 @@ class Batches:
     def _micro_batch(self, samples: Samples, ids: Sequence[int | None]) -> MicroBatch:
         rows = np.full((len(ids), self._deal.sequence_length + 1), PADDING, dtype=np.int64)
         documents = np.zeros(rows.shape, dtype=np.int32) if self._deal.documents else None
+        ignored = np.zeros(rows.shape, dtype=bool)
         for place, number in enumerate(ids):
             if number is not None:
                 rows[place] = samples.row(number)
+                if samples.masks:
+                    ignored[place] = samples.loss(number) == 0
                 if documents is not None:
                     documents[place] = samples.documents(number)
         tokens, labels = rows[:, :-1], rows[:, 1:]
         tokens_BS = torch.from_numpy(np.where(tokens == PADDING, 0, tokens))
-        labels_BS = torch.from_numpy(np.where(labels == PADDING, IGNORED_LABEL, labels))
+        labels_BS = torch.from_numpy(np.where((labels == PADDING) | ignored[:, 1:], IGNORED_LABEL, labels))
         documents_BL = None
         if documents is not None:
             labels_BS[torch.from_numpy(documents[:, 1:] != documents[:, :-1])] = IGNORED_LABEL

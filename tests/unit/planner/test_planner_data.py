@@ -22,7 +22,7 @@ from partool.planner.rules import data_size
 from partool.planner.rules.data_sample import files_of
 from partool.planner.rules.data_size import UncountedError, count_tokens
 from partool.spec import load_text
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec
 
 MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
 HERE = MODEL + "hardware: {accelerator: cpu, per_node: 1}\n"
@@ -157,7 +157,7 @@ def test_parquet_is_sampled_and_its_column_named(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"content": ["a", "b"], "n": [1, 2]}), tmp_path / "a.parquet")
     one = found(tmp_path, "a.parquet")
     assert [d.code for d in one] == ["PT602"]
-    assert "has no column 'text' (its columns: content, n)" in one[0].message
+    assert "a.parquet: row 1 has no key 'text' (its keys: content, n)" in one[0].message
     assert found(tmp_path, "{source: a.parquet, text_field: content}") == []
     assert "row 1: 'n' is a int" in found(tmp_path, "{source: a.parquet, text_field: n}")[0].message
 

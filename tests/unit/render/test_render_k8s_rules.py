@@ -12,7 +12,8 @@ from layouts import laid
 from partool.diagnostics.record import Diagnostic
 from partool.render.job import Job
 from partool.render.k8s import findings
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
+from partool.spec.data import DataSpec
+from partool.spec.training import CheckpointSpec, KernelsSpec
 
 
 def found(job: Job, code: str) -> list[Diagnostic]:

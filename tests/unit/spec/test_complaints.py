@@ -150,7 +150,7 @@ WORDS = [
     ("training: {seq_len: 4}", "`training.sequence_length`"),
     ("training: {logging_steps: 4}", "`training.log_every`"),
     ("training: {output_dir: x}", "`checkpoint.dir` places checkpoints"),
-    ("training: {train_tokens: 100}", "write `training.steps`: the tokens divided by"),
+    ("training: {train_samples: 100}", "write `training.steps`: the samples divided by"),
     ("training: {min_lr: 1.0e-5}", "`optimizer.schedule.min_ratio`"),
     ("training: {deepspeed: ds.json}", "partool import FILE"),
     ("optimizer: adamw_torch", "write optimizer: {name: adamw}"),

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from data_case import open_one, plan, stream, write_tokens
 
-from partool.spec.training import DataSpec
-from partool_runtime.data import _cache, open_data
+from partool.plan.token_cache import cache_folder
+from partool.spec.data import DataSpec
+from partool_runtime.data import _cache, _writer, open_data
 from partool_runtime.errors import ConfigurationError
 
 
@@ -87,10 +88,10 @@ def test_a_broken_cache_is_built_again(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_full_disk_leaves_no_half_cache(tmp_path: Path, monkeypatch) -> None:
     data = source(tmp_path, "x" * 100_000)
-    init = _cache._Writer.__init__
+    add = _writer.Writer.add
 
     with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
-        patch.setattr(_cache._Writer, "__init__", lambda self, _, docs, tokenizer: init(self, full, docs, tokenizer))
+        patch.setattr(_writer.Writer, "add", lambda self, part: (setattr(self, "_tokens", full), add(self, part)))
         with pytest.raises(ConfigurationError, match="disk is full") as caught:
             open_one(data)
     assert caught.value.code == "PT613"
@@ -133,12 +134,12 @@ def test_cache_folder_is_the_configured_one_or_the_users(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     for name in ("PARTOOL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert _cache.cache_folder(None) == Path("/home/someone/.cache/partool/tokens")
+    assert cache_folder(None) == Path("/home/someone/.cache/partool/tokens")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert _cache.cache_folder(None) == Path("/xdg/partool/tokens")
+    assert cache_folder(None) == Path("/xdg/partool/tokens")
     monkeypatch.setenv("PARTOOL_CACHE", "/chosen")
-    assert _cache.cache_folder(None) == Path("/chosen")
-    assert _cache.cache_folder("/spec") == Path("/spec")
+    assert cache_folder(None) == Path("/chosen")
+    assert cache_folder("/spec") == Path("/spec")
 
 
 def test_memory_stays_bounded_while_a_large_file_is_tokenised(tmp_path: Path) -> None:

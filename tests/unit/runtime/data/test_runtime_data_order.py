@@ -13,13 +13,15 @@ from data_case import open_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec
 from partool_runtime.data._order import permute, samples_of
 from partool_runtime.data.batches import Batches, SampleDeal
 
 
 class Numbers:
     """Samples whose tokens are their own number."""
+
+    masks = False
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data_case import open_one, stream
 
-from partool.spec.training import DataSpec
+from partool.spec.data import DataSpec
 from partool_runtime.errors import ConfigurationError
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from partool.plan.types import Generation
+from partool.spec.data import DataSpec
 from partool.spec.model import ModelConfig, Moe, Weights
-from partool.spec.training import CheckpointSpec, DataSpec
+from partool.spec.training import CheckpointSpec
 from partool_runtime.checkpoint import Checkpointer, step_folder
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.export import export, main

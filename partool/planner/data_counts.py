@@ -1,0 +1,127 @@
+"""What the data of a spec hold, as far as planning can tell: tokens, samples and rows, and the steps of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from partool.diagnostics.record import Diagnostic
+from partool.plan.token_cache import Prepared, prepared
+from partool.planner.rules.data_size import UncountedError, count_tokens
+from partool.spec.checks import check_steps
+from partool.spec.data import DataSpec
+from partool.spec.numbers import MOST_STEPS
+from partool.spec.spec import Spec
+from partool.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DataCounts:
+    """The data of a job, without what is held out for another."""
+
+    tokens: int
+    rows: int | None = None
+    """Sequences of one pass over the data; None where no pass was asked about."""
+    samples: int = 0
+    """Conversations, or prompts with completions, in the rows; 0 for texts."""
+    truncated: int = 0
+    """Samples that are longer than a sequence and lose a part."""
+    left_out: int = 0
+    """Samples that are longer than a sequence, or have no token to train on, and are in no row."""
+
+
+def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
+    """Return the counts of a ``data`` section with absolute paths.
+
+    Training reads what is not held out for validation, other jobs what is, or all. Raises UncountedError where the
+    data cannot be counted without being tokenised.
+    """
+    share = 1.0 - data.validation if trains else data.validation or 1.0
+    if data.is_text:
+        tokens = round(_text_tokens(data) * share)
+        return DataCounts(tokens, max(tokens - 1, 0) // sequence_length if data.pack else None)
+    ready = prepared(data)
+    if ready is None:
+        raise UncountedError("the data are not tokenised yet (partool data prepare SPEC)")
+    return _arranged(ready, data, sequence_length, trains=trains)
+
+
+def _text_tokens(data: DataSpec) -> int:
+    try:
+        return count_tokens(data)
+    except UncountedError:
+        ready = prepared(data)
+        if ready is None:
+            raise
+        return ready.sidecar.count
+
+
+def _arranged(ready: Prepared, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
+    from partool.plan.packing import arrange
+
+    arranged = arrange(
+        ready.lengths, sequence_length, truncate=data.truncate, pack=data.pack, validation=data.validation
+    )
+    rows = arranged.train if trains or not arranged.validation.count else arranged.validation
+    return DataCounts(
+        tokens=int(arranged.kept[rows.documents].sum()),
+        rows=rows.count,
+        samples=len(rows.documents),
+        truncated=arranged.truncated,
+        left_out=arranged.dropped + arranged.untrained,
+    )
+
+
+def with_steps(spec: Spec) -> tuple[Spec, list[Diagnostic]]:
+    """Return the spec with the steps that ``epochs`` or ``tokens``, and ``warmup_ratio``, come to, and findings.
+
+    Its ``data`` section has absolute paths.
+    """
+    training, findings = spec.training, list[Diagnostic]()
+    try:
+        if training.tokens is not None:
+            training = _of_steps(training, ceil(training.tokens / (training.global_batch * training.sequence_length)))
+        elif training.epochs is not None:
+            training = _of_steps(training, ceil(training.epochs * _rows(spec) / training.global_batch))
+    except UncountedError as error:
+        message = f"epochs: {training.epochs:g} cannot be turned into steps: {error}"
+        help = "run partool data prepare SPEC where the data are, or write training.steps"
+        return spec, [Diagnostic("PT663", message, path=("training", "epochs"), help=help)]
+    counted = spec if training is spec.training else spec.model_copy(update={"training": training})
+    if (ratio := spec.optimizer.schedule.warmup_ratio) is not None:
+        warmup = {"warmup_steps": round(ratio * training.steps), "warmup_ratio": None}
+        schedule = spec.optimizer.schedule.model_copy(update=warmup)
+        optimizer = spec.optimizer.model_copy(update={"schedule": schedule})
+        counted = counted.model_copy(update={"optimizer": optimizer})
+    if spec.training.counts_later:
+        findings += check_steps(counted)
+    return counted, findings
+
+
+def _of_steps(training: TrainingSpec, steps: int) -> TrainingSpec:
+    return training.model_copy(update={"steps": min(max(steps, 1), MOST_STEPS)})
+
+
+def _rows(spec: Spec) -> int:
+    rows = count_data(spec.data, spec.training.sequence_length, trains=True).rows
+    if rows is None:
+        raise UncountedError("with pack: false the number of documents is not counted")
+    if not rows:
+        raise UncountedError(f"the data have no sequence of {spec.training.sequence_length} tokens")
+    return rows
+
+
+def left_out_finding(counts: DataCounts | None, data: DataSpec) -> Iterator[Diagnostic]:
+    """Yield what conversations lose to the length of a sequence."""
+    if counts is None or not (counts.truncated or counts.left_out):
+        return
+    parts = []
+    if counts.truncated:
+        side = "end" if data.truncate == "right" else "beginning"
+        parts.append(f"{counts.truncated:,} lose their {side}, as they are longer than a sequence")
+    if counts.left_out:
+        parts.append(f"{counts.left_out:,} are left out, as they are longer or have no token to train on")
+    message = f"of {counts.samples + counts.left_out:,} samples, {' and '.join(parts)}"
+    help = "a longer training.sequence_length keeps them; partool data stats SPEC shows all lengths"
+    yield Diagnostic("PT661", message, "note", ("data",), help=help)

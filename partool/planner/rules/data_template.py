@@ -1,0 +1,47 @@
+"""Checks that conversations have a tokenizer and a chat template, before ranks start."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from partool.diagnostics.record import Diagnostic, Severity
+from partool.spec.data import DataSpec
+
+_HELP = "data.template names a file with a Jinja template, which a message's tokens are rendered by"
+
+
+def check_template(data: DataSpec, place: tuple[Severity, str]) -> Iterator[Diagnostic]:
+    """Yield a finding if the records need a tokenizer's folder, or conversations a template that is not there.
+
+    ``data`` has absolute paths; ``place`` is the severity of a file that this machine lacks, and the words for it.
+    """
+    if data.is_text:
+        if data.template:
+            message = "a template renders conversations, and the records are texts"
+            yield Diagnostic("PT606", message, path=("data", "template"), help="drop it, or set data.records: chat")
+        return
+    if data.tokenizer == "bytes":
+        message = f"{data.records} data need the tokenizer of the model: bytes has no token that ends an answer"
+        help = "set data.tokenizer to a Hugging Face folder with tokenizer.json and tokenizer_config.json"
+        yield Diagnostic("PT603", message, path=("data", "tokenizer"), help=help)
+        return
+    severity, where = place
+    if data.template and not os.path.isfile(data.template):
+        message = f"there is no template {data.template}{where}"
+        yield Diagnostic("PT606", message, severity, ("data", "template"), help=_HELP)
+    elif not data.template and data.records == "chat" and _lacks_template(Path(data.tokenizer)):
+        message = f"{data.tokenizer} has no chat template"
+        yield Diagnostic("PT606", message, path=("data", "tokenizer"), help=_HELP)
+
+
+def _lacks_template(folder: Path) -> bool:
+    """Return True if a folder that exists on this machine has no chat template."""
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return False
+    try:
+        return not json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return True

@@ -1,0 +1,64 @@
+"""The ``data`` section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from partool.spec._base import Section
+from partool.spec.patterns import FilePath
+
+DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "megatron"]
+RecordKind = Literal["text", "chat", "instruct", "preference"]
+Trained = Literal["assistant", "last", "all"]
+Truncation = Literal["right", "left", "drop"]
+Files = FilePath | list[FilePath]
+
+_Key = Annotated[str, Field(min_length=1)]
+
+
+class DataSpec(Section):
+    """Training text, tokens, conversations or preferences (docs/guide/data.md, docs/guide/fine-tuning.md)."""
+
+    source: Files
+    """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
+    format: DataFormat = "auto"
+    """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx; arrow: a folder that
+    ``datasets.save_to_disk`` wrote. auto follows the file's ending."""
+    records: RecordKind | Literal["auto"] = "auto"
+    """What a record of JSONL, Parquet or Arrow files holds: a text; a conversation (``messages``); a ``prompt`` with
+    its ``completion``; a prompt with a ``chosen`` and a ``rejected`` answer. auto: what the keys of the first records
+    say."""
+    tokenizer: FilePath = "bytes"
+    """``bytes``, or the path of a Hugging Face tokenizer folder."""
+    text_field: str = "text"
+    """Key of the text in JSONL records, or its column in Parquet files."""
+    keys: dict[_Key, _Key] = {}
+    """Keys of the records by the keys that partool reads: ``{messages: dialogue, role: speaker, content: said}``."""
+    roles: dict[_Key, _Key] = {}
+    """Roles by the names that the records give them, as in ``{bot: assistant}``; ShareGPT's are read without it."""
+    template: FilePath | None = None
+    """File of the chat template; default: the template in the tokenizer's folder."""
+    loss: Trained = "assistant"
+    """Messages whose tokens are trained on: the assistant's, only its last one, or all of the conversation's."""
+    truncate: Truncation = "right"
+    """What conversations that are longer than a sequence lose: their end, their beginning, or ``drop``: they are left
+    out."""
+    pack: bool = True
+    """True: several documents share a sequence. Texts follow each other without gaps; conversations, and prompts with
+    completions, are never cut at the end of a sequence. False: one document per sequence, cut or padded."""
+    attend: Literal["auto", "sequence", "document"] = "auto"
+    """Earlier tokens that a token attends to: all of its sequence, or with ``pack`` only the tokens of its document.
+    auto: sequence for texts, document for everything else."""
+    validation: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of documents held out for validation."""
+    validation_source: Files | None = None
+    """Files of validation, in place of a share of the documents."""
+    cache: FilePath | None = None
+    """Folder for the token cache; default: the user's cache folder."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether records are texts; ``auto`` counts as text where nobody has looked into the files."""
+        return self.records in ("auto", "text")
