@@ -5,17 +5,19 @@ Nothing is pickled, as in all of partool: a pickle could name any function for i
 
 from __future__ import annotations
 
+import datetime
 import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from partool.plan.conversations import Completion, Conversation
 from partool_runtime.chat._messages import plain_messages, plain_tools
-from partool_runtime.chat.encode import Encoded, Sample
+from partool_runtime.chat.encode import Encoded, EncoderSettings, Sample
 from partool_runtime.errors import ConfigurationError
 
 _LENGTH = struct.Struct("<Q")
@@ -47,6 +49,19 @@ def _exactly(data: bytes, size: int) -> bytes:
     if len(data) != size:
         raise EOFError
     return data
+
+
+def settings_to_json(settings: EncoderSettings) -> bytes:
+    """Return settings as JSON."""
+    template = None if settings.template is None else str(settings.template)
+    return json.dumps([str(settings.folder), template, settings.loss, settings.date.isoformat()]).encode()
+
+
+def settings_from_json(data: bytes) -> EncoderSettings:
+    """Return what ``settings_to_json`` was given."""
+    folder, template, loss, date = json.loads(data)
+    file = None if template is None else Path(template)
+    return EncoderSettings(Path(folder), file, loss, datetime.date.fromisoformat(date))
 
 
 def samples_to_json(samples: Sequence[Sample]) -> bytes:

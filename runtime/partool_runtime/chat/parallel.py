@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import IO, cast
 
 from partool.process import python_command
-from partool_runtime.chat._frames import EncodedChunk, read_frame, samples_to_json, write_frame
+from partool_runtime.chat._frames import EncodedChunk, read_frame, samples_to_json, settings_to_json, write_frame
 from partool_runtime.chat.encode import Encoded, Encoder, EncoderSettings, Sample
-from partool_runtime.chat.process import settings_to_json
 
 CHUNK = 256
 """Samples that a process is given at a time."""

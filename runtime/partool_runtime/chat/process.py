@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import sys
-from pathlib import Path
 
-from partool_runtime.chat._frames import EncodedChunk, read_frame, samples_from_json, write_frame
-from partool_runtime.chat.encode import Encoder, EncoderSettings
+from partool_runtime.chat._frames import EncodedChunk, read_frame, samples_from_json, settings_from_json, write_frame
+from partool_runtime.chat.encode import Encoder
 from partool_runtime.errors import ConfigurationError
-
-
-def settings_to_json(settings: EncoderSettings) -> bytes:
-    """Return settings as JSON."""
-    template = None if settings.template is None else str(settings.template)
-    return json.dumps([str(settings.folder), template, settings.loss, settings.date.isoformat()]).encode()
 
 
 def serve() -> None:
@@ -26,9 +17,8 @@ def serve() -> None:
     """
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    folder, template, loss, date = json.loads(read_frame(source)[0])
-    file = None if template is None else Path(template)
-    encoder = Encoder(Path(folder), file, loss, date=datetime.date.fromisoformat(date))
+    settings = settings_from_json(read_frame(source)[0])
+    encoder = Encoder(settings.folder, settings.template, settings.loss, date=settings.date)
     while parts := read_frame(source):
         try:
             answer = EncodedChunk(encoder.encode(samples_from_json(parts[0])))
