@@ -26,7 +26,7 @@ LAYERS = [
 ]
 RUNTIME_LAYERS = [
     ["__init__", "errors", "exchanges", "groups", "losses", "placement", "precision", "private", "pulse"],
-    ["stop", "threads", "torch_internals", "deferral"],
+    ["stop", "threads", "torch_internals", "deferral", "chat"],
     ["plan_file", "model", "mesh", "pieces"],
     ["graph", "building", "data", "hf.patches"],
     ["fp8", "hf"],

@@ -10,6 +10,7 @@ from often import often
 from planned import findings_of
 
 from partool.diagnostics import (
+    _texts_chat,
     _texts_engines,
     _texts_files,
     _texts_hf,
@@ -32,7 +33,7 @@ from partool.spec import load_text
 ROOT = Path(__file__).parents[3]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_parallel, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run, _texts_hf, _texts_partition,
-          _texts_kernels, _texts_offload, _texts_verify, _texts_engines)  # fmt: skip
+          _texts_kernels, _texts_offload, _texts_verify, _texts_engines, _texts_chat)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
