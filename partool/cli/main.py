@@ -17,6 +17,7 @@ from partool.cli import INTERRUPTED, INTERRUPTED_MESSAGE
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
     "import": ("partool.cli.import_", "Read a run of DeepSpeed or Megatron-LM into a spec."),
+    "data": ("partool.cli.data", "Tokenise a spec's data, count them, and show what the model sees."),
     "plan": ("partool.cli.plan", "Check a spec, find the layout, predict memory and time."),
     "render": ("partool.cli.render", "Print what launch would submit."),
     "launch": ("partool.cli.launch", "Plan a spec and train it, here or on a cluster."),
@@ -38,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _JSON = {
     **dict.fromkeys(
-        ("plan", "report", "status", "list", "doctor", "calibrate", "tune", "schedule"), "write --output json; "
+        ("data", "plan", "report", "status", "list", "doctor", "calibrate", "tune", "schedule"), "write --output json; "
     ),
     "schema": "it prints JSON without an option; ",
     "top": "partool status RUN --output json; ",

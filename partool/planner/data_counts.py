@@ -20,41 +20,39 @@ from partool.spec.training import TrainingSpec
 class DataCounts:
     """The data of a job, without what is held out for another."""
 
-    tokens: int
+    tokens: int | None
+    """None where they cannot be counted without being tokenised."""
     rows: int | None = None
-    """Sequences of one pass over the data; None where no pass was asked about."""
+    """Sequences of one pass over the data; None where they are unknown."""
     samples: int = 0
     """Conversations, or prompts with completions, in the rows; 0 for texts."""
     truncated: int = 0
     """Samples that are longer than a sequence and lose a part."""
     left_out: int = 0
     """Samples that are longer than a sequence, or have no token to train on, and are in no row."""
+    unknown: str = ""
+    """Why the tokens are not counted, and what would tell."""
 
 
 def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
     """Return the counts of a ``data`` section with absolute paths.
 
-    Training reads what is not held out for validation, other jobs what is, or all. Raises UncountedError where the
-    data cannot be counted without being tokenised.
+    Training reads what is not held out for validation, other jobs what is, or all.
     """
-    share = 1.0 - data.validation if trains else data.validation or 1.0
-    if data.is_text:
-        tokens = round(_text_tokens(data) * share)
-        return DataCounts(tokens, max(tokens - 1, 0) // sequence_length if data.pack else None)
-    ready = prepared(data)
-    if ready is None:
-        raise UncountedError("the data are not tokenised yet (partool data prepare SPEC)")
-    return _arranged(ready, data, sequence_length, trains=trains)
-
-
-def _text_tokens(data: DataSpec) -> int:
-    try:
-        return count_tokens(data)
-    except UncountedError:
+    if not data.is_text:
         ready = prepared(data)
         if ready is None:
-            raise
-        return ready.sidecar.count
+            return DataCounts(None, unknown="not tokenised yet: partool data prepare SPEC counts it")
+        return _arranged(ready, data, sequence_length, trains=trains)
+    try:
+        tokens = count_tokens(data)
+    except UncountedError as error:
+        ready = prepared(data)
+        if ready is None:
+            return DataCounts(None, unknown=str(error))
+        tokens = ready.sidecar.count
+    tokens = round(tokens * (1.0 - data.validation if trains else data.validation or 1.0))
+    return DataCounts(tokens, max(tokens - 1, 0) // sequence_length if data.pack else None)
 
 
 def _arranged(ready: Prepared, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
@@ -79,15 +77,13 @@ def with_steps(spec: Spec) -> tuple[Spec, list[Diagnostic]]:
     Its ``data`` section has absolute paths.
     """
     training, findings = spec.training, list[Diagnostic]()
-    try:
-        if training.tokens is not None:
-            training = _of_steps(training, ceil(training.tokens / (training.global_batch * training.sequence_length)))
-        elif training.epochs is not None:
-            training = _of_steps(training, ceil(training.epochs * _rows(spec) / training.global_batch))
-    except UncountedError as error:
-        message = f"epochs: {training.epochs:g} cannot be turned into steps: {error}"
-        help = "run partool data prepare SPEC where the data are, or write training.steps"
-        return spec, [Diagnostic("PT663", message, path=("training", "epochs"), help=help)]
+    if training.tokens is not None:
+        training = _of_steps(training, ceil(training.tokens / (training.global_batch * training.sequence_length)))
+    elif training.epochs is not None:
+        counts = count_data(spec.data, training.sequence_length, trains=True)
+        if not counts.rows:
+            return spec, [_uncounted(training, counts)]
+        training = _of_steps(training, ceil(training.epochs * counts.rows / training.global_batch))
     counted = spec if training is spec.training else spec.model_copy(update={"training": training})
     if (ratio := spec.optimizer.schedule.warmup_ratio) is not None:
         warmup = {"warmup_steps": round(ratio * training.steps), "warmup_ratio": None}
@@ -103,18 +99,19 @@ def _of_steps(training: TrainingSpec, steps: int) -> TrainingSpec:
     return training.model_copy(update={"steps": min(max(steps, 1), MOST_STEPS)})
 
 
-def _rows(spec: Spec) -> int:
-    rows = count_data(spec.data, spec.training.sequence_length, trains=True).rows
-    if rows is None:
-        raise UncountedError("with pack: false the number of documents is not counted")
-    if not rows:
-        raise UncountedError(f"the data have no sequence of {spec.training.sequence_length} tokens")
-    return rows
+def _uncounted(training: TrainingSpec, counts: DataCounts) -> Diagnostic:
+    """Return the finding about epochs of data without a number of rows."""
+    why = counts.unknown or f"the data have no sequence of {training.sequence_length} tokens"
+    if counts.rows is None and counts.tokens is not None:
+        why = "with pack: false the number of documents is not counted"
+    message = f"epochs: {training.epochs:g} cannot be turned into steps: {why}"
+    help = "run partool data prepare SPEC where the data are, or write training.steps"
+    return Diagnostic("PT663", message, path=("training", "epochs"), help=help)
 
 
-def left_out_finding(counts: DataCounts | None, data: DataSpec) -> Iterator[Diagnostic]:
+def left_out(counts: DataCounts, data: DataSpec) -> Iterator[Diagnostic]:
     """Yield what conversations lose to the length of a sequence."""
-    if counts is None or not (counts.truncated or counts.left_out):
+    if not (counts.truncated or counts.left_out):
         return
     parts = []
     if counts.truncated:

@@ -12,6 +12,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
+from partool.planner.data_counts import DataCounts, count_data, left_out
 from partool.planner.findings import fp8, unused
 from partool.planner.findings.kernels import check_kernels, without_missing
 from partool.planner.findings.stopping import check_decided, check_restarts, check_watchdog
@@ -134,7 +135,9 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     findings += [finding for finding in cut.findings if finding not in findings]
     if _failed(list(cut.findings)):
         return PlanResult(None, findings)
-    fields = _predictions_and_reasons(solution, best, resolved)
+    counts = count_data(resolved.data, problem.spec.training.sequence_length, trains=problem.job.backward)
+    findings += left_out(counts, resolved.data)
+    fields = _predictions_and_reasons(solution, best, resolved, counts)
     error = fields["prediction"].relative_error
     findings += candidates.fewer_are_faster(problem, best, fields["candidates"], error)
     findings += awkward_batch(problem, best)
@@ -195,7 +198,9 @@ def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
     return check_elastic(plan, trace)
 
 
-def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
+def _predictions_and_reasons(
+    solution: Solution, best: Priced, resolved: Resolved, counts: DataCounts
+) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
     from partool.planner.explain import candidates, comparison, errors, reasons
@@ -207,7 +212,7 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
     alternatives = comparison.alternatives(solution, best, fewer)
     predicted = best.time
     if not solution.problem.job.backward:
-        predicted = time_of_one_reading(solution.problem, best.time, resolved.data)
+        predicted = time_of_one_reading(solution.problem, best.time, counts)
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     first = errors.first_run_of(best, measured)
     prediction = Prediction(
@@ -222,7 +227,7 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
         memory_evidence=memory.words,
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
-        totals=totals(solution.problem, best.layout, predicted, resolved.data, saved.saved_bytes),
+        totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes),
     )
     return {
         "prediction": prediction,

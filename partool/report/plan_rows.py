@@ -28,6 +28,10 @@ _ENVIRONMENT = 120
 _FITS = {"green": "fits", "amber": "may not fit", "red": "does not fit"}
 
 
+KINDS = {"chat": "conversation", "instruct": "answered prompt", "preference": "preference"}
+"""What a plan calls the samples of each kind of records."""
+
+
 def verdict(plan: Plan) -> str:
     """Return a plan in one sentence: what blocks it, whether it fits, time of a step and of the training, its cost."""
     time, memory, totals = plan.prediction.time, plan.prediction.memory, plan.prediction.totals
@@ -94,13 +98,20 @@ def _data(plan: Plan, totals: Totals | None) -> str:
     if totals is None:
         return name
     if totals.data_tokens is None:
-        return f"{name}: number of tokens unknown ({totals.data_unknown})"
+        kind = "" if plan.data.is_text else f"{KINDS[plan.data.records]}s, "
+        return f"{name}: {kind}number of tokens unknown ({totals.data_unknown})"
     if not JOBS[plan.job].backward:
         part = f"{100 * plan.data.validation:.3g}% of them held out" if plan.data.validation else "all"
         if totals.trained_tokens < totals.data_tokens:
             return f"{name}: {amount(totals.trained_tokens)} of {amount(totals.data_tokens)} tokens, evenly spaced"
         return f"{name}: {amount(totals.data_tokens)} tokens ({part}), each once"
     text = f"{name}: {amount(totals.data_tokens)} tokens"
+    if totals.data_samples and totals.data_rows:
+        text = (
+            f"{name}: {counted(totals.data_samples, KINDS[plan.data.records])} of {amount(totals.data_tokens)} tokens"
+        )
+        filled = totals.data_tokens / (totals.data_rows * plan.training.sequence_length)
+        text += f" in {counted(totals.data_rows, 'sequence')}, {min(filled, 1.0):.0%} full"
     text += f", and {100 * plan.data.validation:.3g}% held out" if plan.data.validation else ""
     if totals.epochs is None:
         return f"{text}; epochs unknown (pack: false trains on one document per sequence)"

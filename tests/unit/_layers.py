@@ -27,6 +27,7 @@ LAYERS = [
 RUNTIME_LAYERS = [
     ["__init__", "errors", "exchanges", "groups", "losses", "placement", "precision", "private", "pulse"],
     ["stop", "threads", "torch_internals", "deferral", "chat"],
+    ["tokens"],
     ["plan_file", "model", "mesh", "pieces"],
     ["graph", "building", "data", "hf.patches"],
     ["fp8", "hf"],

@@ -114,6 +114,10 @@ class Encoder:
             encoded += self._encode_batch(samples[start : start + _BATCH], messages)
         return encoded
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        return str(self._fast.decode(list(ids), skip_special_tokens=False))
+
     def _encode_batch(self, samples: Sequence[Sample], messages: bool) -> list[Encoded]:
         results: dict[int, Encoded] = {}
         conversations = [(i, one) for i, one in enumerate(samples) if isinstance(one, Conversation) and one.messages]

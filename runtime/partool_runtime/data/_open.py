@@ -17,8 +17,11 @@ from partool.plan.token_cache import TOKENISED, cache_of, stretches
 from partool.plan.token_files import HEADER_BYTES, read_index
 from partool.plan.types import Plan
 from partool.spec.data import DataSpec
-from partool_runtime.data._cache import TokenCache
-from partool_runtime.data._shards import (
+from partool_runtime.data._split import split
+from partool_runtime.data.batches import Batches, SampleDeal
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.cache import TokenCache
+from partool_runtime.tokens.shards import (
     Corpus,
     Shard,
     as_configuration,
@@ -27,10 +30,7 @@ from partool_runtime.data._shards import (
     map_array,
     open_tokens,
 )
-from partool_runtime.data._sources import files_of, source_of
-from partool_runtime.data._split import split
-from partool_runtime.data.batches import Batches, SampleDeal
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.sources import files_of, source_of
 
 
 def open_megatron(path: Path) -> Shard:

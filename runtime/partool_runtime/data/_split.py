@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from partool.plan.packing import Arrangement, Rows, arrange, choose
 from partool.spec.data import DataSpec
-from partool_runtime.data._shards import Corpus
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.shards import Corpus
 
 I64 = npt.NDArray[np.int64]
 PADDING = -1

@@ -15,8 +15,9 @@ from data_case import open_one, plan, stream, write_tokens
 
 from partool.plan.token_cache import cache_folder
 from partool.spec.data import DataSpec
-from partool_runtime.data import _cache, _writer, open_data
+from partool_runtime.data import open_data
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens import cache, writer
 
 
 def source(tmp_path: Path, text: str = "the quick brown fox") -> DataSpec:
@@ -30,8 +31,8 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     built: list[Path] = []
-    build = _cache.TokenCache._build
-    monkeypatch.setattr(_cache.TokenCache, "_build", lambda cache, to: (built.append(to), build(cache, to))[1])
+    build = cache.TokenCache._build
+    monkeypatch.setattr(cache.TokenCache, "_build", lambda cache, to: (built.append(to), build(cache, to))[1])
     return built
 
 
@@ -88,10 +89,10 @@ def test_a_broken_cache_is_built_again(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_full_disk_leaves_no_half_cache(tmp_path: Path, monkeypatch) -> None:
     data = source(tmp_path, "x" * 100_000)
-    add = _writer.Writer.add
+    add = writer.Writer.add
 
     with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
-        patch.setattr(_writer.Writer, "add", lambda self, part: (setattr(self, "_tokens", full), add(self, part)))
+        patch.setattr(writer.Writer, "add", lambda self, part: (setattr(self, "_tokens", full), add(self, part)))
         with pytest.raises(ConfigurationError, match="disk is full") as caught:
             open_one(data)
     assert caught.value.code == "PT613"

@@ -12,8 +12,8 @@ from data_case import open_one, stream, write_megatron, write_tokens
 
 from partool.plan.packing import choose
 from partool.spec.data import DataSpec
-from partool_runtime.data._sources import files_of
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.sources import files_of
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_bytes_of_any_kind_become_documents_that_end_in_zero(tmp_path: Path) -> 
 
 
 def test_long_text_is_cut_into_pieces_and_joined_without_loss(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("partool_runtime.data._documents.PIECE_BYTES", 11)
+    monkeypatch.setattr("partool_runtime.tokens.documents.PIECE_BYTES", 11)
     content = "a\nλόγος 😀😀😀\n\nno line break for a while: ".encode() + b"\x80" * 40 + b"\n"
     (tmp_path / "long.txt").write_bytes(content)
     with open_one(DataSpec(source=str(tmp_path / "long.txt")), sequence_length=1) as batches:

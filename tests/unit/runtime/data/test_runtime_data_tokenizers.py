@@ -69,8 +69,8 @@ def test_many_batches_and_pieces_give_the_same_tokens(tmp_path: Path, monkeypatc
     data = DataSpec(source=f"{tmp_path}/a.txt", tokenizer=str(tokenizer), cache=f"{tmp_path}/one")
     with open_one(data, sequence_length=1) as batches:
         whole = stream(batches)
-    monkeypatch.setattr("partool_runtime.data._documents.PIECE_BYTES", 64)
-    monkeypatch.setattr("partool_runtime.data._tokenizers._BATCH_BYTES", 200)
+    monkeypatch.setattr("partool_runtime.tokens.documents.PIECE_BYTES", 64)
+    monkeypatch.setattr("partool_runtime.tokens.tokenizers._BATCH_BYTES", 200)
     with open_one(data.model_copy(update={"cache": f"{tmp_path}/two"}), sequence_length=1) as batches:
         assert stream(batches) == whole
     expected = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from partool_runtime.data._sources import Part
+from partool_runtime.tokens.sources import Part
 
 _NUMBERS_BUFFERED = 1 << 16
 

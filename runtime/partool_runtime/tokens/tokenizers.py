@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from partool.plan.records import NOT_UTF8
-from partool_runtime.data._documents import DocumentPiece
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.documents import DocumentPiece
 
 Tokens = npt.NDArray[Any]
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from partool.plan.data_files import SourceFile
-from partool_runtime.data._shards import Shard, checksum, open_tokens
-from partool_runtime.data._sources import TokenSource
-from partool_runtime.data._writer import Writer
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.shards import Shard, checksum, open_tokens
+from partool_runtime.tokens.sources import TokenSource
+from partool_runtime.tokens.writer import Writer
 
 _TALK_EVERY_S = 30.0
 _FULL = {errno.ENOSPC, errno.EDQUOT}

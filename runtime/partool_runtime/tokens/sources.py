@@ -12,9 +12,9 @@ import numpy.typing as npt
 from partool.plan.data_files import NoFilesError, SourceFile, find_files
 from partool.plan.records import DataError
 from partool.spec.data import DataSpec
-from partool_runtime.data._documents import pieces
-from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.documents import pieces
+from partool_runtime.tokens.tokenizers import Tokenizer, open_tokenizer
 
 Tokens = npt.NDArray[Any]
 
@@ -79,6 +79,6 @@ def source_of(files: Sequence[SourceFile], data: DataSpec) -> TokenSource:
     """Return what the cache of some files is made from."""
     if data.is_text:
         return TextSource(files, open_tokenizer(data.tokenizer), data.text_field)
-    from partool_runtime.data._conversations import ConversationSource  # jinja2 is not needed for texts
+    from partool_runtime.tokens.conversations import ConversationSource  # jinja2 is not needed for texts
 
     return ConversationSource(files, data)

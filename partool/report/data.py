@@ -1,0 +1,80 @@
+"""What a spec's data look like: samples as the model sees them, and their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.text import Text
+
+from partool.planner.data_counts import DataCounts
+from partool.report.units import amount, counted
+
+_ROLE = 10
+"""Columns of the roles."""
+_BAR = 40
+"""Columns of the longest bar of a histogram."""
+
+
+def row_lines(event: dict[str, Any], width: int) -> Iterator[Text]:
+    """Yield a sequence of tokens in lines of ``width`` columns: trained text is bright behind a bar, other text is dim."""
+    documents = event["documents"]
+    tokens = sum(one["tokens"] for one in documents)
+    trained = sum(run["tokens"] for one in documents for run in one["runs"] if run["trained"])
+    head = f"sequence {event['row'] + 1} of {event['of']:,}: {counted(len(documents), 'sample')}, "
+    yield Text(
+        f"{head}{tokens:,} of {event['room']:,} tokens, {trained:,} of them trained on ({_share(trained, tokens)})"
+    )
+    for one in documents:
+        cut = f", {one['cut']:,} cut away" if one["cut"] else ""
+        yield Text(f"── {one['origin']}: {counted(one['tokens'], 'token')}{cut}", style="bold")
+        role = None
+        for run in one["runs"]:
+            name = run["role"] if run["role"] != role else ""
+            role = run["role"]
+            mark, style = ("┃", "") if run["trained"] else ("│", "dim")
+            for line in _wrapped(run["text"].removesuffix("\n"), width - _ROLE - 3):
+                yield Text.assemble((f"{name:>{_ROLE}} ", "cyan"), (f"{mark} ", "green"), (line, style))
+                name = ""
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    """Yield the lines of a text, long ones in parts."""
+    for line in text.split("\n"):
+        for start in range(0, max(len(line), 1), max(width, 20)):
+            yield line[start : start + max(width, 20)]
+
+
+def _share(part: int, of: int) -> str:
+    return f"{part / of:.0%}" if of else "none"
+
+
+def statistics(lengths: list[int], counts: DataCounts, trained: int, length: int) -> Iterator[str]:
+    """Yield the lengths of a data set's samples as a histogram, and what sequences of ``length`` tokens hold."""
+    total = sum(lengths)
+    yield f"{counted(len(lengths), 'sample')}, {amount(total)} tokens, {_share(trained, total)} of them trained on"
+    if lengths:
+        ordered = sorted(lengths)
+        median, ninth = ordered[len(ordered) // 2], ordered[len(ordered) * 9 // 10]
+        yield f"tokens per sample: median {median:,}, nine in ten at most {ninth:,}, longest {ordered[-1]:,}"
+        yield ""
+        yield from histogram(lengths, length)
+        yield ""
+    if counts.rows:
+        filled = (counts.tokens or 0) / (counts.rows * length)
+        yield f"in sequences of {length:,} tokens: {counts.rows:,} per epoch, {min(filled, 1.0):.0%} full"
+    yield f"{counts.truncated:,} samples are longer and cut, {counts.left_out:,} are left out"
+
+
+def histogram(lengths: list[int], length: int) -> Iterator[str]:
+    """Yield one line per doubling of the length; a line marks where a sequence ends."""
+    bins: dict[int, int] = {}
+    for each in lengths:
+        bins[each.bit_length()] = bins.get(each.bit_length(), 0) + 1
+    most = max(bins.values())
+    width = len(f"{2 ** max(bins) - 1:,}")
+    for exponent in range(min(bins), max(bins) + 1):
+        low, high, count = 2 ** (exponent - 1), 2**exponent - 1, bins.get(exponent, 0)
+        bar = "█" * max(round(_BAR * count / most), 1 if count else 0)
+        ends = f"  ← sequence_length {length:,}" if low <= length <= high else ""
+        yield f"  {low:>{width},}–{high:<{width},} {bar} {count:,}{ends}"
