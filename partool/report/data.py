@@ -17,7 +17,7 @@ _BAR = 40
 
 
 def row_lines(event: dict[str, Any], width: int) -> Iterator[Text]:
-    """Yield a sequence of tokens in lines of ``width`` columns: trained text is bright behind a bar, other text is dim."""
+    """Yield a sequence of tokens in lines of ``width`` columns; text that is trained on is behind a heavy bar."""
     documents = event["documents"]
     tokens = sum(one["tokens"] for one in documents)
     trained = sum(run["tokens"] for one in documents for run in one["runs"] if run["trained"])

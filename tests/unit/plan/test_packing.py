@@ -1,0 +1,73 @@
+"""Rows hold whole documents: none is cut at a row's end, none is lost, and few tokens of a row are empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from partool.plan.packing import Arrangement, Lengths, Rows, arrange
+
+
+def arranged(
+    tokens: list[int], first: list[int] | None = None, last: list[int] | None = None, **how: Any
+) -> Arrangement:
+    lengths = Lengths.of_text(np.array(tokens, dtype=np.int64))
+    if first is not None and last is not None:
+        lengths = Lengths(lengths.tokens, np.array(first, dtype=np.int64), np.array(last, dtype=np.int64))
+    settings: dict[str, Any] = {"truncate": "right", "pack": True, "validation": 0.0, **how}
+    return arrange(lengths, 9, **settings)
+
+
+def rows_of(rows: Rows) -> list[list[int]]:
+    return [rows.documents[start:stop].tolist() for start, stop in zip(rows.starts[:-1], rows.starts[1:], strict=True)]
+
+
+def test_the_fullest_row_with_room_takes_the_next_longest_document() -> None:
+    # Ten tokens a row: 7 and 6 open rows; 4 fits the second alone (6 + 4), 3 the first, 2 opens a third.
+    assert rows_of(arranged([2, 4, 7, 3, 6]).train) == [[2, 3], [4, 1], [0]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_document_is_in_one_row_whole(seed: int, pack: bool) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 14, size=301)
+    result = arranged(tokens.tolist(), pack=pack, validation=0.1)
+    rows = [*rows_of(result.train), *rows_of(result.validation)]
+    assert sorted(document for row in rows for document in row) == np.flatnonzero(tokens > 1).tolist()
+    sums = [int(result.kept[row].sum()) for row in rows]
+    assert max(sums) <= 10
+    assert (result.kept == np.where(tokens > 1, np.minimum(tokens, 10), 0)).all()
+    assert result.truncated == (tokens > 10).sum()
+    assert result.validation.documents.tolist() == sorted(result.validation.documents.tolist()) or pack
+    assert len(result.validation.documents) == (tokens > 1).sum() // 10
+    if pack:
+        # Two rows that both have room for a document of the other would be a failure of best fit.
+        assert sum(sums) / (10 * len(rows)) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("truncate", "begins", "kept"),
+    [
+        ("right", [0, 0, 0, 0, 0, 0], [6, 10, 0, 10, 10, 0]),
+        ("left", [0, 4, 4, 4, 4, 0], [6, 10, 10, 0, 10, 0]),
+        ("drop", [0, 0, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_long_sample_stays_only_with_a_token_to_train_on(truncate: Any, begins: list[int], kept: list[int]) -> None:
+    # Trained on: all, the middle, only the end, only the beginning, both ends, nothing.
+    first, last = [1, 5, 11, 1, 1, -1], [5, 9, 13, 3, 13, -1]
+    result = arranged([6, 14, 14, 14, 14, 8], first, last, truncate=truncate)
+    assert result.begins.tolist() == begins
+    assert result.kept.tolist() == kept
+    assert result.dropped == (4 if truncate == "drop" else 0)
+    assert result.untrained == (1 if truncate == "drop" else 2)
+    assert result.truncated == sum(size == 10 for size in kept)
+
+
+def test_no_document_is_no_row() -> None:
+    empty = arranged([], validation=0.5)
+    assert (empty.train.count, empty.validation.count) == (0, 0)
+    assert rows_of(arranged([1, 1]).train) == []
