@@ -99,9 +99,8 @@ class EncodedChunk:
         if self.error is not None:
             return [json.dumps({"error": [self.error.code, self.error.message, self.error.help]}).encode()]
         head = {"lengths": [len(one.ids) for one in self.encoded], "untrained": [one.untrained for one in self.encoded]}
-        empty = [np.zeros(0, np.uint32)]
-        ids = np.concatenate([one.ids for one in self.encoded] or empty)
-        loss = np.concatenate([one.loss for one in self.encoded] or empty).astype(np.uint8)
+        ids = np.concatenate([one.ids for one in self.encoded])
+        loss = np.concatenate([one.loss for one in self.encoded])
         return [json.dumps(head).encode(), ids.astype("<u4").tobytes(), loss.tobytes()]
 
     @classmethod

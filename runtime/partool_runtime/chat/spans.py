@@ -105,6 +105,8 @@ class _Finder:
         before it; counting them needs further renderings, which are left out where one span for each message is
         marked and all are selected.
         """
+        if not selected:
+            return []
         spans = self._full.generation_spans
         firsts = list(range(len(self._assistants)))
         if len(spans) != len(self._assistants) or selected != self._assistants:
