@@ -66,7 +66,7 @@ def _arranged(ready: Prepared, data: DataSpec, sequence_length: int, *, trains: 
         tokens=int(arranged.kept[rows.documents].sum()),
         rows=rows.count,
         samples=len(rows.documents),
-        truncated=arranged.truncated,
+        truncated=int((ready.lengths.tokens[rows.documents] > arranged.room).sum()),
         left_out=arranged.dropped + arranged.untrained,
     )
 
