@@ -83,7 +83,8 @@ def message(role: str, content: str, **more: Any) -> dict[str, Any]:
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one": [message("user", "hello"), message("assistant", "the cat ")],
     "turns": [
-        message("user", "hello"), message("assistant", "the cat"), message("user", "what?"), message("assistant", "two"),
+        message("user", "hello"), message("assistant", "the cat"),
+        message("user", "what?"), message("assistant", "two"),
     ],
     "system": [message("system", "be brief"), message("user", "hello"), message("assistant", "the cat")],
     "tools": [
