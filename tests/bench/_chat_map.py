@@ -19,6 +19,7 @@ def main(peers: str, tokenizer: str, conversations: str, processes: str, result:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", HF_DATASETS_OFFLINE="1")
     sys.path.append(peers)  # last, so that packages shared with partool keep partool's versions
     import datasets
+    from chat_encoding import cpu_seconds
     from transformers import PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
@@ -31,13 +32,15 @@ def main(peers: str, tokenizer: str, conversations: str, processes: str, result:
         encoded = fast.apply_chat_template(row["messages"], return_assistant_tokens_mask=True, return_dict=True)
         return {"input_ids": encoded["input_ids"], "assistant_masks": encoded["assistant_masks"]}
 
-    before = time.perf_counter()
+    before, cpu_before = time.perf_counter(), cpu_seconds()
     mapped = data.map(encode, num_proc=int(processes), remove_columns=["messages"])
-    seconds = time.perf_counter() - before
+    seconds, cpu_s = time.perf_counter() - before, cpu_seconds() - cpu_before
     ids, masks = mapped["input_ids"], mapped["assistant_masks"]
     sums = [sum(map(len, ids)), sum(map(sum, ids)), sum(map(sum, masks))]
     versions = {"datasets": datasets.__version__}
-    Path(result).write_text(json.dumps({"seconds": seconds, "sums": sums, "versions": versions}), encoding="utf-8")
+    Path(result).write_text(
+        json.dumps({"seconds": seconds, "cpu_s": cpu_s, "sums": sums, "versions": versions}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

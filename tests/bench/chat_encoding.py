@@ -3,7 +3,8 @@
 ``python tests/bench/chat_encoding.py [PEERS]``: PEERS is a folder with ``datasets`` (``make peers``, build/peers). Both
 sides encode the same 20,000 generated conversations of 2 to 6 messages with a tokenizer that is trained here, and must
 agree on the number and the sum of ids and on the number of trained tokens. Runs alternate; each side is a fresh
-process, and its seconds are those of the encoding alone, with the start of worker processes. Templates without marks
+process, and its seconds are those of the encoding alone, with the start of worker processes; CPU seconds are those of
+all its processes. Templates without marks
 have no other side, as transformers masks nothing then; their seconds are compared with those of the marked template.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from typing import Any
 from _record import write
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 1
+ROUNDS = 3
 CONVERSATIONS = 20_000
 PROCESSES = 2
 MARKED = (
@@ -68,12 +70,18 @@ def ours(folder: Path, template: str) -> dict[str, Any]:
 
     rows = [json.loads(line)["messages"] for line in (folder / "chat.jsonl").read_text("utf-8").splitlines()]
     samples = [Conversation(tuple(row), (1,) * len(row), (), f"chat.jsonl:{i}") for i, row in enumerate(rows, 1)]
-    before = time.perf_counter()
+    before, cpu_before = time.perf_counter(), cpu_seconds()
     encoder = Encoder(folder, folder / template if template else None)
     encoded = list(encode_all(encoder, samples, PROCESSES))
-    seconds = time.perf_counter() - before
+    seconds, cpu_s = time.perf_counter() - before, cpu_seconds() - cpu_before
     ids = [sum(len(one.ids) for one in encoded), sum(int(one.ids.sum(dtype="int64")) for one in encoded)]
-    return {"seconds": seconds, "sums": [*ids, sum(int(one.loss.sum()) for one in encoded)]}
+    return {"seconds": seconds, "cpu_s": cpu_s, "sums": [*ids, sum(int(one.loss.sum()) for one in encoded)]}
+
+
+def cpu_seconds() -> float:
+    """Return user and system seconds of this process and of those that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def timed(command: list[str], result: Path) -> dict[str, Any]:
@@ -84,7 +92,9 @@ def timed(command: list[str], result: Path) -> dict[str, Any]:
 
 def main(peers: Path) -> None:
     """Measure and write the record."""
-    rounds: dict[str, list[float]] = {"partool": [], "partool_without_marks": [], "datasets_map": []}
+    sides = ("partool", "datasets_map", "partool_without_marks")
+    rounds: dict[str, list[float]] = {side: [] for side in sides}
+    cpu_s: dict[str, list[float]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as name:
         folder, result = Path(name), Path(name) / "result.json"
         make(folder)
@@ -99,14 +109,18 @@ def main(peers: Path) -> None:
             for side, command in commands.items():
                 answers[side] = timed(command, result)
                 rounds[side].append(answers[side]["seconds"])
+                cpu_s[side].append(answers[side]["cpu_s"])
                 assert answers[side]["sums"] == answers["partool"]["sums"], (side, answers)
     medians = {side: statistics.median(values) for side, values in rounds.items()}
+    cpu_medians = {side: statistics.median(values) for side, values in cpu_s.items()}
     record = {
         "conversations": CONVERSATIONS,
         "processes": PROCESSES,
         "tokens": answers["partool"]["sums"][0],
         "trained_tokens": answers["partool"]["sums"][2],
         "seconds": {side: [round(value, 3) for value in values] for side, values in rounds.items()},
+        "cpu_s": {side: [round(value, 3) for value in values] for side, values in cpu_s.items()},
+        "median_cpu_s": {side: round(value, 3) for side, value in cpu_medians.items()},
         "median_s": {side: round(value, 3) for side, value in medians.items()},
         "times_as_fast_as_datasets_map": {
             side: round(medians["datasets_map"] / medians[side], 2) for side in ("partool", "partool_without_marks")

@@ -14,7 +14,10 @@ from partool_runtime.errors import ConfigurationError
 Loss = Literal["assistant", "all", "last"]
 """What is trained on: all that the assistant writes, every token, or the assistant's last message."""
 
-_MARKS = "put {% generation %} and {% endgeneration %} around what the assistant writes in a template file of your own"
+_MARKS = (
+    "copy the template into a file, put {% generation %} and {% endgeneration %} around what the assistant writes, "
+    "and set data.template to that file"
+)
 _SHOWN = 40
 """Characters that an error shows of each text where two texts part."""
 
@@ -182,7 +185,7 @@ class _Finder:
                 f"{self._origin}, message {index + 1}: {self._template.name} has no generation prompt for it, so that "
                 f"its header {header[-_SHOWN:]!r} would be trained on"
             )
-            raise ConfigurationError("PT608", message, f"let it write the header if add_generation_prompt, or {_MARKS}")
+            raise ConfigurationError("PT608", message, f"let it write the header if add_generation_prompt; or {_MARKS}")
 
     def ends(self, *, strict: bool = False) -> list[int]:
         """Return the ends of all messages; unless ``strict``, one that cannot be the last has no characters."""

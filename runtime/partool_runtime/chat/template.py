@@ -24,7 +24,7 @@ DATE = datetime.date(2024, 7, 26)
 where this function is missing."""
 _SAFE_JINJA = (3, 1, 6)
 """Older versions let a template out of the sandbox (CVE-2025-27516)."""
-_ANOTHER = "mend the conversation, or use another chat template"
+_ANOTHER = "mend the conversation, or set data.template to the file of a template that takes it"
 
 Span = tuple[int, int]
 """Start and end in characters; the end is exclusive."""
@@ -75,11 +75,13 @@ class ChatTemplate:
         if template is not None:
             source = read_text(template)
             if source is None:
-                raise ConfigurationError("PT606", f"there is no chat template {template}", "give the path of a file")
+                raise ConfigurationError(
+                    "PT606", f"there is no chat template {template}", "set data.template to the path of a file"
+                )
             return cls({DEFAULT: source}, variables=variables, name=str(template), date=date)
         sources = templates_of(folder)
         if not sources:
-            fix = "use the folder of a model that was tuned for chat, or give a template file of your own"
+            fix = "use the tokenizer of a model that was tuned for chat, or set data.template to a template's file"
             message = f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
             raise ConfigurationError("PT606", message, fix)
         return cls(sources, variables=variables, name=f"the chat template of {folder}", date=date)

@@ -25,12 +25,20 @@ def refused(code: str, call: Any) -> str:
     return str(caught.value)
 
 
-def test_ids_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [MARKED, MARKED.replace("{% generation %}", "th{% generation %}")])
+def test_ids_and_masks_are_those_of_transformers(tmp_path: Path, source: str) -> None:
+    """The second template's marks begin inside of the token "the", which is trained on then."""
     from transformers import PreTrainedTokenizerFast
 
-    path = folder(tmp_path / "m", MARKED)
+    path = folder(tmp_path / "m", source)
     fast = PreTrainedTokenizerFast.from_pretrained(str(path))
-    for text in (TALK, "u: hello\na: <|end|> in a text", "u: x\na: \nu: y\na: z", "u: only a question"):
+    for text in (
+        TALK,
+        "u: x\na: e cat",
+        "u: hello\na: <|end|> in a text",
+        "u: x\na: \nu: y\na: z",
+        "u: only a question",
+    ):
         sample = talk(text)
         expected = fast.apply_chat_template(
             [dict(one) for one in sample.messages], return_assistant_tokens_mask=True, return_dict=True
