@@ -155,6 +155,25 @@ RULES: tuple[Rule, ...] = (
         BASE + "training: {tokens: 1000000}\n",
     ),
     Rule(
+        "PT245",
+        "Data that are named twice",
+        "A run reads one source or one mixture, and holds out a share of it or validates on files of their own.",
+        BASE.replace("data: python-stdlib", "data: {source: python-stdlib, mix: [{source: python-stdlib}]}"),
+        BASE.replace("data: python-stdlib", "data: {mix: [{source: python-stdlib}]}"),
+    ),
+    Rule(
+        "PT246",
+        "A mixture of weights and epochs",
+        "Weights are shares of the sequences, epochs are passes over a source; a mixture is made by one of them.",
+        BASE.replace(
+            "data: python-stdlib", "data: {mix: [{source: python-stdlib, weight: 1}, {source: python-stdlib}]}"
+        ),
+        BASE.replace(
+            "data: python-stdlib",
+            "data: {mix: [{source: python-stdlib, epochs: 2}, {source: python-stdlib}]}",
+        ),
+    ),
+    Rule(
         "PT217",
         "checkpoint.every is not an interval",
         "Checkpoints are written every so many steps, or every so much time.",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from partool.spec.data import Truncation
+from partool.spec.data import MixedSource, Truncation
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -137,6 +137,18 @@ def _joined(rows: Sequence[Sequence[int]]) -> Rows:
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
     return Rows(np.fromiter(flat(), dtype=np.int64, count=int(starts[-1])), starts)
+
+
+def drawn(rows: Sequence[int], sources: Sequence[MixedSource]) -> list[int]:
+    """Return how many rows one epoch of a mixture takes from each source, of which one pass has so many ``rows``.
+
+    With weights, as many as the source allows that would be used up first; at least one of each.
+    """
+    if any(source.weight is not None for source in sources):
+        weights = [source.weight or 0.0 for source in sources]
+        most = min(count * sum(weights) / weight for count, weight in zip(rows, weights, strict=True) if weight)
+        return [max(1, math.floor(most * weight / sum(weights) + 1e-9)) for weight in weights]
+    return [max(1, round(count * (source.epochs or 1.0))) for count, source in zip(rows, sources, strict=True)]
 
 
 def mix(x: U64) -> U64:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from partool.diagnostics.record import Diagnostic
+from partool.plan.packing import arrange, drawn
 from partool.plan.token_cache import Prepared, prepared
 from partool.planner.rules.data_size import UncountedError, count_tokens
 from partool.spec.checks import check_steps
@@ -39,6 +40,27 @@ def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCou
 
     Training reads what is not held out for validation, other jobs what is, or all.
     """
+    if not trains and data.held_out is not None:
+        return _count(data.held_out, sequence_length, trains=True)
+    counts = [_count(part, sequence_length, trains=trains) for part in data.parts]
+    if not data.mix:
+        return counts[0]
+    unknown = next((each.unknown for each in counts if each.unknown), "")
+    rows = [each.rows for each in counts if each.rows]
+    if unknown or len(rows) < len(counts):
+        return DataCounts(None, unknown=unknown or "a source of the mixture has no sequence")
+    draws = drawn(rows, data.mix)
+    return DataCounts(
+        tokens=round(sum((each.tokens or 0) * n / row for each, n, row in zip(counts, draws, rows, strict=True))),
+        rows=sum(draws),
+        samples=round(sum(each.samples * n / row for each, n, row in zip(counts, draws, rows, strict=True))),
+        truncated=sum(each.truncated for each in counts),
+        left_out=sum(each.left_out for each in counts),
+    )
+
+
+def _count(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
+    """Return the counts of the only source of a section."""
     if not data.is_text:
         ready = prepared(data)
         if ready is None:
@@ -56,8 +78,6 @@ def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCou
 
 
 def _arranged(ready: Prepared, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
-    from partool.plan.packing import arrange
-
     arranged = arrange(
         ready.lengths, sequence_length, truncate=data.truncate, pack=data.pack, validation=data.validation
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from partool.layout.parameters import count, parameters
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
@@ -89,10 +90,20 @@ def _price(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 
+def _written(data: Any) -> list[Any]:
+    """Return the sources that a spec's data section names."""
+    if not isinstance(data, dict):
+        return [data] if data else []
+    return [each["source"] for each in data.get("mix", ())] or [data["source"]]
+
+
+def _names(source: Any) -> list[str]:
+    return [str(each) for each in source] if isinstance(source, list) else [str(source)]
+
+
 def _data(plan: Plan, totals: Totals | None) -> str:
     written = plan.spec.get("data")
-    source = (written.get("source") if isinstance(written, dict) else written) or plan.data.source
-    sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
+    sources = [name for part in _written(written) or [plan.data.source] for name in _names(part)]
     name = sources[0] if len(sources[0]) <= _SOURCE else f"…{sources[0][1 - _SOURCE :]}"
     name += f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     if totals is None:
@@ -113,6 +124,7 @@ def _data(plan: Plan, totals: Totals | None) -> str:
         filled = totals.data_tokens / (totals.data_rows * plan.training.sequence_length)
         text += f" in {counted(totals.data_rows, 'sequence')}, {min(filled, 1.0):.0%} full"
     text += f", and {100 * plan.data.validation:.3g}% held out" if plan.data.validation else ""
+    text += f", validated on {_names(plan.spec['data']['validation_source'])[0]}" if plan.data.validation_source else ""
     if totals.epochs is None:
         return f"{text}; epochs unknown (pack: false trains on one document per sequence)"
     return f"{text}; {totals.epochs:.3g} epochs"

@@ -346,7 +346,7 @@ def _restarts(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _validation(spec: Spec) -> Iterator[Diagnostic]:
-    if spec.training.validation.every > 0 and spec.data.validation == 0:
+    if spec.training.validation.every > 0 and not spec.data.validates:
         message = "validation is asked for, but no data is held out for it"
         path = ("training", "validation")
         yield Diagnostic("PT218", message, path=path, help="set data.validation, such as 0.01")
@@ -361,10 +361,23 @@ def _sharding(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _sources(spec: Spec) -> Iterator[Diagnostic]:
-    source = spec.data.source
-    if not source or (isinstance(source, list) and "" in source):
-        message = "data.source names no file"
-        yield Diagnostic("PT220", message, path=("data", "source"), help="a file, a glob, a folder, or python-stdlib")
+    """Yield errors for data that are named nowhere or twice, and for mixtures that say two things."""
+    data = spec.data
+    for source in [each.source for each in data.mix] or [data.source]:
+        if not source or (isinstance(source, list) and "" in source):
+            message = "data.source names no file"
+            yield Diagnostic("PT220", message, path=("data",), help="a file, a glob, a folder, or python-stdlib")
+    if data.source and data.mix:
+        message = "source and mix each name the data"
+        yield Diagnostic("PT245", message, path=("data", "mix"), help="make source an entry of mix, or drop one")
+    if data.validation and data.validation_source:
+        message = "validation and validation_source each say what is held out"
+        yield Diagnostic("PT245", message, path=("data", "validation_source"), help="keep one of them")
+    weighted = sum(each.weight is not None for each in data.mix)
+    if weighted and (weighted < len(data.mix) or any(each.epochs is not None for each in data.mix)):
+        message = f"{weighted} of {len(data.mix)} sources of the mixture have a weight"
+        help = "give each a weight, or each a number of epochs"
+        yield Diagnostic("PT246", message, path=("data", "mix"), help=help)
 
 
 def _launch(rule: LaunchRule) -> Check:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from partool.spec._base import Section
+from partool.spec.numbers import Epochs, Factor
 from partool.spec.patterns import FilePath
 
 DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "megatron"]
@@ -18,11 +19,25 @@ Files = FilePath | list[FilePath]
 _Key = Annotated[str, Field(min_length=1)]
 
 
+class MixedSource(Section):
+    """A source of a mixture; each keeps its own order, and the mixture draws from them in a fixed one."""
+
+    source: Files
+    """Files, globs, folders, or ``python-stdlib``."""
+    weight: Factor | None = None
+    """Share of the sequences, in relation to the other sources' weights. An epoch of the mixture ends before any
+    source would be repeated."""
+    epochs: Epochs | None = None
+    """Passes over this source in one epoch of the mixture, such as 0.5 or 3; default without weights: 1."""
+
+
 class DataSpec(Section):
     """Training text, tokens, conversations or preferences (docs/guide/data.md, docs/guide/fine-tuning.md)."""
 
-    source: Files
+    source: Files = []
     """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
+    mix: list[MixedSource] = []
+    """Several sources, in place of ``source``, with a share or a number of passes each."""
     format: DataFormat = "auto"
     """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx; arrow: a folder that
     ``datasets.save_to_disk`` wrote. auto follows the file's ending."""
@@ -53,8 +68,8 @@ class DataSpec(Section):
     auto: sequence for texts, document for everything else."""
     validation: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of documents held out for validation."""
-    validation_source: Files | None = None
-    """Files of validation, in place of a share of the documents."""
+    validation_source: Files = []
+    """Files for validation, in place of a share of the documents."""
     cache: FilePath | None = None
     """Folder for the token cache; default: the user's cache folder."""
 
@@ -62,3 +77,20 @@ class DataSpec(Section):
     def is_text(self) -> bool:
         """Whether records are texts; ``auto`` counts as text where nobody has looked into the files."""
         return self.records in ("auto", "text")
+
+    @property
+    def parts(self) -> list[DataSpec]:
+        """The section of each source that is trained on: those of the mixture, else this section itself."""
+        return [self.model_copy(update={"source": each.source, "mix": []}) for each in self.mix] or [self]
+
+    @property
+    def held_out(self) -> DataSpec | None:
+        """The section of files that are for validation alone; None without such files."""
+        if not self.validation_source:
+            return None
+        return self.model_copy(update={"source": self.validation_source, "mix": [], "validation_source": []})
+
+    @property
+    def validates(self) -> bool:
+        """Whether some data are for validation."""
+        return bool(self.validation or self.validation_source)

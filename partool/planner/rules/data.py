@@ -18,7 +18,7 @@ from partool.plan.token_cache import TOKENISED
 from partool.planner.rules.data_sample import sample
 from partool.planner.rules.data_template import check_template
 from partool.planner.rules.launching import trains_here
-from partool.spec.data import DataSpec, RecordKind
+from partool.spec.data import DataSpec, Files, RecordKind
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import mounted
 from partool.spec.spec import Spec
@@ -47,12 +47,11 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> ResolvedData
     wherever training runs, unless such a mount puts other files at their path.
     """
     data = _absolute(spec.data, base_dir)
-    written = [spec.data.source] if isinstance(spec.data.source, str) else spec.data.source
-    paths = [data.source] if isinstance(data.source, str) else data.source
     findings: list[Diagnostic] = []
     kinds: dict[RecordKind, str] = {}
-    for index, (name, path) in enumerate(zip(written, paths, strict=True)):
-        place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
+    recorded: list[int | None] = []
+    for place, name, path in _sources(spec.data, data):
+        recorded.append(_recorded_vocab(data.format, path))
         severity, where = lies(spec, launch, path)
         if name == PYTHON_STDLIB:
             kinds.setdefault("text", name)
@@ -69,18 +68,41 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> ResolvedData
     if attend == "auto":
         attend = "document" if records != "text" and data.pack else "sequence"
     data = data.model_copy(update={"records": records, "attend": attend})
-    recorded = [_recorded_vocab(data.format, path) for path in paths]
     vocab, wrong = _vocab(spec, launch, base_dir) if None in recorded else (None, [])
     vocab = max([vocab or 0, *(number or 0 for number in recorded)]) or None
     return ResolvedData(data, vocab, [*findings, *wrong, *check_template(data, lies(spec, launch, data.tokenizer))])
+
+
+Place = tuple[str | int, ...]
+
+
+def _sources(written: DataSpec, data: DataSpec) -> Iterator[tuple[Place, str, str]]:
+    """Yield the place in the spec, the name as written and the absolute path of each source."""
+    lists: list[tuple[Place, Files, Files]] = [
+        (("data", "source"), written.source, data.source),
+        (("data", "validation_source"), written.validation_source, data.validation_source),
+    ]
+    for number, (each, resolved) in enumerate(zip(written.mix, data.mix, strict=True)):
+        lists.append((("data", "mix", number, "source"), each.source, resolved.source))
+    for place, names, paths in lists:
+        if isinstance(names, str) and isinstance(paths, str):
+            yield place, names, paths
+            continue
+        for index, (name, path) in enumerate(zip(names, paths, strict=True)):
+            yield (*place, index), name, path
 
 
 def _absolute(data: DataSpec, base_dir: Path) -> DataSpec:
     def path(name: str) -> str:
         return name if name == PYTHON_STDLIB else str(base_dir / name)
 
+    def paths(names: Files) -> Files:
+        return path(names) if isinstance(names, str) else [path(each) for each in names]
+
     update = {
-        "source": path(data.source) if isinstance(data.source, str) else [path(each) for each in data.source],
+        "source": paths(data.source),
+        "mix": [each.model_copy(update={"source": paths(each.source)}) for each in data.mix],
+        "validation_source": paths(data.validation_source),
         "tokenizer": data.tokenizer if data.tokenizer == "bytes" else path(data.tokenizer),
         "template": path(data.template) if data.template else None,
         "cache": path(data.cache) if data.cache else None,

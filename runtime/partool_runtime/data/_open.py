@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from partool.plan.data_files import SourceFile
+from partool.plan.packing import drawn
 from partool.plan.token_cache import TOKENISED, cache_of, stretches
 from partool.plan.token_files import HEADER_BYTES, read_index
 from partool.plan.types import Plan
 from partool.spec.data import DataSpec
-from partool_runtime.data._split import split
+from partool_runtime.data._order import Epochs, Mixture, Order
+from partool_runtime.data._split import Division, Joined, Samples, split
 from partool_runtime.data.batches import Batches, SampleDeal
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.tokens.cache import TokenCache
@@ -64,10 +66,14 @@ def open_data(
     """
     if builder is None:
         builder = int(os.environ.get("LOCAL_RANK", dp_rank)) == 0
-    shards, vocab = _open_shards(plan, barrier, builder)
-    corpus = Corpus(shards, plan.model.vocab)
-    training, data = plan.training, plan.data
-    division = split(corpus, training.sequence_length, data)
+    data, training = plan.data, plan.training
+    parts = [*data.parts, *([] if data.held_out is None else [data.held_out])]
+    opened, vocab = _open_shards(plan, parts, barrier, builder)
+    divisions = [
+        split(Corpus(shards, plan.model.vocab), training.sequence_length, part)
+        for part, shards in zip(parts, opened, strict=True)
+    ]
+    train, validation, order = _joined(divisions, plan)
     deal = SampleDeal(
         global_batch=training.global_batch,
         micro_batch=plan.layout.micro_batch,
@@ -80,10 +86,24 @@ def open_data(
         documents=_apart(data),
         pinned=plan.devices.backend != "cpu",
     )
-    notes = (*(note for shard in shards if (note := _left_out(shard))), *division.notes)
-    return Batches(
-        division.train, division.validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards), notes=notes
-    )
+    notes = [note for shards in opened for shard in shards if (note := _left_out(shard))]
+    notes += [note for division in divisions for note in division.notes]
+    fingerprint = _fingerprint(plan, opened)
+    return Batches(train, validation, deal, vocab=vocab, fingerprint=fingerprint, notes=tuple(notes), order=order)
+
+
+def _joined(divisions: list[Division], plan: Plan) -> tuple[Samples, Samples, Order]:
+    """Return the samples of training and validation of all sources, and the order of the former."""
+    data, seed = plan.data, plan.training.seed
+    held_out = divisions.pop().train if data.held_out is not None else None
+    trains = [division.train for division in divisions]
+    train = trains[0] if len(trains) == 1 else Joined(trains)
+    validations = [division.validation for division in divisions]
+    validation = held_out or (validations[0] if len(validations) == 1 else Joined(validations))
+    if not data.mix:
+        return train, validation, Epochs(train.count, seed)
+    sizes = [each.count for each in trains]
+    return train, validation, Mixture(sizes, drawn(sizes, data.mix), seed)
 
 
 def _left_out(shard: Shard) -> str:
@@ -95,30 +115,39 @@ def _left_out(shard: Shard) -> str:
     return f"PT693: {what} no text, and nothing is trained on there{where}"
 
 
-def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tuple[list[Shard], int]:
-    """Return the shards and the size of their largest vocabulary; enters the barrier exactly once."""
+def _open_shards(
+    plan: Plan, parts: Sequence[DataSpec], barrier: Callable[[], None], builder: bool
+) -> tuple[list[list[Shard]], int]:
+    """Return the shards of each part and the size of their largest vocabulary; enters the barrier exactly once."""
     entered = False
     try:
-        files = files_of(plan.data)
+        files = [files_of(part) for part in parts]
         # Token files are checked before text is tokenised, which takes time.
-        ready = {f.path: _open_ready(f, plan.model.vocab) for f in files if f.format not in TOKENISED}
-        # Text between token files has a separate cache, so that all sources keep their order.
-        parts = stretches(files)
-        raw = [part for part in parts if part[0].format in TOKENISED]
+        every = [file for each in files for file in each]
+        ready = {f.path: _open_ready(f, plan.model.vocab) for f in every if f.format not in TOKENISED}
         vocabs = [shard.vocab or plan.model.vocab for shard in ready.values()]
+        # Text between token files has a separate cache, so that all sources keep their order.
+        groups = [stretches(each) for each in files]
+        caches = [
+            TokenCache(cache_of(group, part), source_of(group, part))
+            for part, of_part in zip(parts, groups, strict=True)
+            for group in of_part
+            if group[0].format in TOKENISED
+        ]
         texts: list[Shard] = []
-        if raw:
-            caches = [TokenCache(cache_of(part, plan.data), source_of(part, plan.data)) for part in raw]
+        if caches:
             vocabs.append(_fitting(caches, plan))
             entered = True
             texts = _tokenised(caches, barrier, builder)
     finally:
         if not entered:
             barrier()
-    made, shards = iter(texts), list[Shard]()
-    for part in parts:
-        shards += [next(made)] if part in raw else [ready[file.path] for file in part]
-    return shards, max(vocabs)
+    cached = iter(texts)
+
+    def shards_of(group: list[SourceFile]) -> list[Shard]:
+        return [next(cached)] if group[0].format in TOKENISED else [ready[file.path] for file in group]
+
+    return [[shard for group in of_part for shard in shards_of(group)] for of_part in groups], max(vocabs)
 
 
 def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builder: bool) -> list[Shard]:
@@ -174,10 +203,11 @@ def _refuse_vocab(what: str, vocab: int, need: int) -> None:
     raise ConfigurationError("PT605", f"{what}, the model's vocabulary is {vocab}", f"set model.vocab to {need}")
 
 
-def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
+def _fingerprint(plan: Plan, parts: list[list[Shard]]) -> str:
     """Return a hash of the tokens and everything that decides their order, but not of paths, which may change."""
-    content = [_content(shard) for shard in shards]
+    content: list[Any] = [[_content(shard) for shard in shards] for shards in parts]
     training, data = plan.training, plan.data
+    content = content[0] if len(parts) == 1 else [content, [[each.weight, each.epochs] for each in data.mix]]
     order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
     if not data.is_text:
         order += [data.records, data.truncate]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +47,64 @@ def samples_of(first: int, count: int, size: int, seed: int) -> I64:
         first += here
         count -= here
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+class Order(Protocol):
+    """The endless order in which a run takes samples."""
+
+    epoch: int
+    """Number of samples of one epoch."""
+
+    def ids(self, first: int, count: int) -> I64:
+        """Return the samples at the ``count`` positions from ``first`` on."""
+
+
+class Epochs:
+    """Every epoch holds each sample once."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.epoch = size
+        self._seed = seed
+
+    def ids(self, first: int, count: int) -> I64:
+        """See :class:`Order`."""
+        return samples_of(first, count, self.epoch, self._seed)
+
+
+class Mixture:
+    """Every epoch holds so many samples of each source; a source goes on in the next epoch where it was.
+
+    The samples of all sources are numbered consecutively.
+    """
+
+    def __init__(self, sizes: Sequence[int], draws: Sequence[int], seed: int) -> None:
+        self._sizes, self._draws, self._seed = list(sizes), list(draws), seed
+        self._bases = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._ends = np.cumsum(draws, dtype=np.int64)
+        self.epoch = int(self._ends[-1])
+
+    def ids(self, first: int, count: int) -> I64:
+        """See :class:`Order`."""
+        places = np.arange(first, first + count, dtype=np.int64)
+        drawn = samples_of(first, count, self.epoch, self._seed)
+        sources = np.searchsorted(self._ends, drawn, side="right")
+        result = np.empty_like(drawn)
+        for source in np.unique(sources).tolist():
+            mine = sources == source
+            begin = int(self._ends[source]) - self._draws[source]
+            slots = places[mine] // self.epoch * self._draws[source] + drawn[mine] - begin
+            result[mine] = self._bases[source] + self._of_source(source, slots)
+        return result
+
+    def _of_source(self, source: int, slots: I64) -> I64:
+        """Return a source's samples at places of its own endless order, each epoch of which is a permutation."""
+        size = self._sizes[source]
+        epochs, places = np.divmod(slots, size)
+        result = np.empty_like(slots)
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            result[mine] = permute(places[mine], size, self._seed + source + 1, epoch)
+        return result
 
 
 def _round_keys(seed: int, epoch: int) -> U64:

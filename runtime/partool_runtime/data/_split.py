@@ -6,7 +6,7 @@ A sample is a row of ``sequence_length + 1`` tokens; a row with fewer tokens is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,6 +139,36 @@ class WholeDocuments:
         ):
             yield place, start + begin, start + begin + size
             place += size
+
+
+class Joined:
+    """The samples of several sources, numbered consecutively."""
+
+    def __init__(self, sources: Sequence[Samples]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([source.count for source in sources], dtype=np.int64)
+        self.count = int(self._ends[-1])
+        self.tokens = sum(source.tokens for source in sources)
+        self.masks = any(source.masks for source in sources)
+
+    def row(self, index: int) -> I64:
+        """Return sample ``index``."""
+        source, place = self._place(index)
+        return source.row(place)
+
+    def documents(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        source, place = self._place(index)
+        return source.documents(place)
+
+    def loss(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        source, place = self._place(index)
+        return source.loss(place)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self._sources[number], index - int(self._ends[number]) + self._sources[number].count
 
 
 @dataclass(frozen=True, slots=True)

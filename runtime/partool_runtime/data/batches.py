@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from partool_runtime import threads
-from partool_runtime.data._order import samples_of
+from partool_runtime.data._order import Epochs, Order
 from partool_runtime.data._split import PADDING, Samples
 
 IGNORED_LABEL = -100
@@ -87,8 +87,10 @@ class Batches:
         vocab: int,
         fingerprint: str,
         notes: tuple[str, ...] = (),
+        order: Order | None = None,
     ) -> None:
         self._train = train
+        self._order = order or Epochs(train.count, deal.seed)
         self._validation = validation
         self._deal = deal
         self.vocab = vocab
@@ -99,7 +101,7 @@ class Batches:
         """Notes for the run's log."""
         self.train_tokens = train.tokens
         self.validation_tokens = validation.tokens
-        self.samples_per_epoch = train.count
+        self.samples_per_epoch = self._order.epoch
         self._reader = threads.executor("partool-data")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
         self._room = (_room(deal), _room(deal)) if deal.pinned else ()
@@ -120,7 +122,7 @@ class Batches:
         deal = self._deal
         mine = deal.global_batch // deal.dp_size
         first = step * deal.global_batch + deal.dp_rank * mine
-        return samples_of(first, mine, self._train.count, deal.seed)
+        return self._order.ids(first, mine)
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of held-out data, with the same samples at every call.
