@@ -100,6 +100,8 @@ def _count(action: str, spec: Spec, data: DataSpec, caches: list[dict[str, Any]]
     for cache in caches:
         of = f"{cache['files']:,} files, {cache['documents']:,} documents, {cache['tokens']:,} tokens"
         say(f"{of} in {cache['folder']}")
+        for note in cache["notes"]:
+            say(f"  {note}")
         for what, why in (("empty", "hold nothing"), ("masked", "have no token to train on")):
             if cache[what]:
                 say(f"  {cache[what]:,} {why}; the first is {cache[f'first_{what}']}")

@@ -43,6 +43,8 @@ class Sidecar:
     masked: int = 0
     """Number of documents of which no token is trained on."""
     first_masked: str = ""
+    notes: tuple[str, ...] = ()
+    """What is doubtful about the tokens, in sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def read_sidecar(path: Path) -> Sidecar:
         dtype, count, vocab = str(meta["dtype"]), int(meta["count"]), int(meta["vocab"])
         left_out, first_left_out = int(meta.get("left_out", 0)), str(meta.get("first_left_out", ""))
         masked, first_masked = int(meta.get("masked", 0)), str(meta.get("first_masked", ""))
+        notes = tuple(str(note) for note in meta.get("notes", ()))
         names = {key: None if meta.get(key) is None else str(meta[key]) for key in ("documents", "loss", "trained")}
         if dtype not in TOKEN_BYTES:
             raise KeyError(dtype)
@@ -74,7 +77,7 @@ def read_sidecar(path: Path) -> Sidecar:
         message = f"{sidecar} is not a sidecar of tokens: {type(error).__name__} {error}"
         raise DataError(message, 'it holds "dtype" (uint16 or uint32), "count" and "vocab"') from error
     files = names["documents"], left_out, first_left_out, names["loss"], names["trained"]
-    return Sidecar(dtype, count, vocab, *files, masked, first_masked)
+    return Sidecar(dtype, count, vocab, *files, masked, first_masked, notes)
 
 
 def read_index(index: Path) -> Index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -75,12 +76,13 @@ def export(
         else:
             write_folder(state, plan.model, temporary, generation=plan.generation or _of_tokenizer(plan))
         tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
+        stops = _stop_at_turn_end(plan, temporary)
         _give_usual_modes(temporary)
         _move(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
-    return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} parameters in {precision}\n{tokenizer}"
+    return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} parameters in {precision}\n{tokenizer}{stops}"
 
 
 def _model_type(plan: Plan) -> str:
@@ -93,7 +95,8 @@ def _model_type(plan: Plan) -> str:
 def _of_tokenizer(plan: Plan) -> Generation | None:
     """Return the tokenizer's separator, which is the token that ends a generated text; None if it is not known."""
     data = plan.data
-    sources = [data.source] if isinstance(data.source, str) else data.source
+    parts = [part.source for part in data.parts]
+    sources = [name for part in parts for name in ([part] if isinstance(part, str) else part)]
     if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):
         return None  # the tokenizer is unknown
     try:
@@ -101,6 +104,32 @@ def _of_tokenizer(plan: Plan) -> Generation | None:
     except ConfigurationError:
         return None  # the folder is not on this machine; the report says so
     return None if end is None or end >= plan.model.vocab else Generation(token_ids={"eos_token_id": end})
+
+
+def _stop_at_turn_end(plan: Plan, folder: Path) -> str:
+    """Add the token that ends an answer to those at which generation stops, and return a sentence about it.
+
+    A model tuned on conversations ends its turn with this token, which the base model's settings may not name.
+    """
+    if plan.data.records != "chat":
+        return ""
+    from partool_runtime.chat import Encoder  # jinja2 is not needed for texts
+
+    template = None if plan.data.template is None else Path(plan.data.template)
+    try:
+        end = Encoder(Path(plan.data.tokenizer), template).turn_end()
+    except ConfigurationError as error:
+        return f"\nthe token that ends an answer is unknown: {error.message}"
+    if end is None:
+        return "\nno special token ends an answer: set eos_token_id in generation_config.json yourself"
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    stops = settings.get("eos_token_id", json.loads((folder / "config.json").read_bytes()).get("eos_token_id"))
+    known = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    if end not in known:
+        settings["eos_token_id"] = [*known, end] if known else end
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return f"\ngeneration stops at token {end}, which ends an answer"
 
 
 def _read_plan(run_dir: Path) -> Plan:

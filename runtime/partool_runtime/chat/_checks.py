@@ -23,6 +23,19 @@ def template_notes(template: ChatTemplate, special_tokens: tuple[str, ...]) -> t
     return ()
 
 
+def turn_end(template: ChatTemplate, special_tokens: tuple[str, ...]) -> str | None:
+    """Return the special token that ends an assistant's turn and is trained on; None if there is none."""
+    for content in ("a", [{"type": "text", "text": "a"}]):
+        messages = tuple({"role": role, "content": content} for role in ("user", "assistant"))
+        try:
+            result = trained_text(template, Conversation(messages, (1, 1)), "assistant", special_tokens)
+        except ConfigurationError:
+            continue
+        text = "" if not result.spans else result.text[slice(*result.spans[-1])].rstrip()
+        return next((token for token in special_tokens if text.endswith(token)), None)
+    return None
+
+
 def _notes(template: ChatTemplate, special_tokens: tuple[str, ...], content: Any) -> tuple[str, ...]:
     messages = tuple({"role": role, "content": content} for role in ("user", "assistant"))
     result = trained_text(template, Conversation(messages, (1, 1)), "assistant", special_tokens)

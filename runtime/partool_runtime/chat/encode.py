@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from partool.plan.conversations import Completion, Conversation
-from partool_runtime.chat._checks import template_notes
+from partool_runtime.chat._checks import template_notes, turn_end
 from partool_runtime.chat._folder import read_text, special_tokens_of
 from partool_runtime.chat.spans import Loss, TrainedText, message_ends, trained_text
 from partool_runtime.chat.template import DATE, ChatTemplate, Span
@@ -102,6 +102,15 @@ class Encoder:
     def notes(self) -> tuple[str, ...]:
         """Return what is doubtful about the template in sentences: ends of turns that are not trained on."""
         return template_notes(self.template, self.special_tokens)
+
+    def turn_end(self) -> int | None:
+        """Return the token that ends an answer and is trained on; None if none does.
+
+        Raises ConfigurationError PT606 if there is no template.
+        """
+        text = turn_end(self.template, self.special_tokens)
+        token = None if text is None else self._fast.token_to_id(text)
+        return None if token is None else int(token)
 
     def encode(self, samples: Sequence[Sample], *, messages: bool = False) -> list[Encoded]:
         """Return the tokens of each sample, with the message of each token if ``messages``.

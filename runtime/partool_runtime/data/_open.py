@@ -88,6 +88,7 @@ def open_data(
     )
     notes = [note for shards in opened for shard in shards if (note := _left_out(shard))]
     notes += [note for division in divisions for note in division.notes]
+    notes += [f"PT606: {note}" for shards in opened for shard in shards for note in shard.notes]
     fingerprint = _fingerprint(plan, opened)
     return Batches(train, validation, deal, vocab=vocab, fingerprint=fingerprint, notes=tuple(notes), order=order)
 

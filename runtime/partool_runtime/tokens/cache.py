@@ -149,6 +149,7 @@ class TokenCache:
             **writer.description,
             "crc32": {name: checksum(folder / name) for name in writer.names},
             "tokenizer": self._source.identity,
+            "notes": self._source.notes(),
         }
         with (folder / "tokens.json").open("w") as file:
             file.write(json.dumps(sidecar, indent=2) + "\n")

@@ -55,6 +55,10 @@ class ConversationSource:
         self.identity = self._encoder.identity
         self.vocab = self._encoder.vocab
 
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`partool_runtime.tokens.sources.TokenSource`."""
+        return self._encoder.notes() if self._kind == "chat" else ()
+
     def parts(self) -> Iterator[Part]:
         """See :class:`partool_runtime.tokens.sources.TokenSource`."""
         origins: deque[str] = deque()

@@ -49,7 +49,7 @@ def _counts(shard: Shard) -> Event:
     trained = len(shard.tokens) if shard.loss is None else int(np.count_nonzero(shard.loss))
     return {"tokens": len(shard.tokens), "documents": len(shard.documents) - 1, "trained": trained,
             "empty": shard.left_out, "first_empty": shard.first_left_out,
-            "masked": shard.masked, "first_masked": shard.first_masked}  # fmt: skip
+            "masked": shard.masked, "first_masked": shard.first_masked, "notes": list(shard.notes)}  # fmt: skip
 
 
 def _rows(source: ConversationSource, shard: Shard, data: DataSpec, request: dict[str, Any]) -> Iterator[Event]:

@@ -45,6 +45,8 @@ class Shard:
     """Number of documents of which no token is trained on."""
     first_masked: str = ""
     """File and line of the first document of which no token is trained on, if known."""
+    notes: tuple[str, ...] = ()
+    """What is doubtful about the tokens, in sentences."""
 
     def lengths(self) -> Lengths:
         """Return the lengths of the documents."""
@@ -162,8 +164,19 @@ def open_tokens(path: Path) -> Shard:
     if sidecar.trained is not None:
         size = 2 * (len(documents) - 1)
         trained = map_array(path.with_name(sidecar.trained), np.dtype("<i8"), 0, size, exact=True).reshape(-1, 2)
-    notes = sidecar.left_out, sidecar.first_left_out
-    return Shard(tokens, documents, path, sidecar.vocab, *notes, loss, trained, sidecar.masked, sidecar.first_masked)
+    return Shard(
+        tokens,
+        documents,
+        path,
+        sidecar.vocab,
+        sidecar.left_out,
+        sidecar.first_left_out,
+        loss,
+        trained,
+        sidecar.masked,
+        sidecar.first_masked,
+        sidecar.notes,
+    )
 
 
 def as_configuration(read: Callable[[Path], Read], path: Path) -> Read:

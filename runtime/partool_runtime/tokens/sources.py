@@ -40,6 +40,9 @@ class TokenSource(Protocol):
     vocab: int
     """Exclusive upper bound of the tokens."""
 
+    def notes(self) -> tuple[str, ...]:
+        """Return what is doubtful about the source, in sentences."""
+
     def parts(self) -> Iterator[Part]:
         """Yield the parts of every document, in order; a document without tokens has one part without tokens."""
 
@@ -53,6 +56,10 @@ class TextSource:
         self.vocab = tokenizer.vocab
         self._tokenizer = tokenizer
         self._text_field = text_field
+
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`TokenSource`."""
+        return ()
 
     def parts(self) -> Iterator[Part]:
         """See :class:`TokenSource`."""
