@@ -38,7 +38,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """Documents by rows: row i holds ``documents[starts[i]:starts[i + 1]]``."""
 
     documents: I64
@@ -56,8 +56,8 @@ class Arrangement:
 
     room: int
     """Tokens of a row: one more than the sequence length."""
-    train: Rows
-    validation: Rows
+    train: PackedRows
+    validation: PackedRows
     begins: I64
     """Place in each document of the first token that rows hold."""
     kept: I64
@@ -100,12 +100,12 @@ def _held_out(count: int, share: float) -> int:
     return max(1, math.floor(count * share)) if share and count > 1 else 0
 
 
-def _apart(documents: I64, kept: I64, room: int) -> Rows:
+def _apart(documents: I64, kept: I64, room: int) -> PackedRows:
     del kept, room
-    return Rows(documents, np.arange(len(documents) + 1, dtype=np.int64))
+    return PackedRows(documents, np.arange(len(documents) + 1, dtype=np.int64))
 
 
-def _packed(documents: I64, kept: I64, room: int) -> Rows:
+def _packed(documents: I64, kept: I64, room: int) -> PackedRows:
     """Fill rows with documents, the longest first; rows are numbered in the order in which they are opened."""
     order = documents[np.argsort(-kept[documents], kind="stable")]
     rows: list[list[int]] = []
@@ -129,14 +129,14 @@ def _packed(documents: I64, kept: I64, room: int) -> Rows:
     return _joined(rows)
 
 
-def _joined(rows: Sequence[Sequence[int]]) -> Rows:
+def _joined(rows: Sequence[Sequence[int]]) -> PackedRows:
     def flat() -> Iterator[int]:
         for row in rows:
             yield from row
 
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-    return Rows(np.fromiter(flat(), dtype=np.int64, count=int(starts[-1])), starts)
+    return PackedRows(np.fromiter(flat(), dtype=np.int64, count=int(starts[-1])), starts)
 
 
 def drawn(rows: Sequence[int], sources: Sequence[MixedSource]) -> list[int]:

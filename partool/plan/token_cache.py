@@ -71,14 +71,14 @@ def stretches(files: Sequence[SourceFile]) -> list[list[SourceFile]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedTokens:
     """What a cache says of the tokens in it."""
 
     lengths: Lengths
     sidecar: Sidecar
 
 
-def prepared(data: DataSpec) -> Prepared | None:
+def prepared(data: DataSpec) -> PreparedTokens | None:
     """Return the lengths of a ``data`` section's documents, if its files are tokenised already; None otherwise.
 
     The section has absolute paths and says what its records are. Files of tokens are not counted: None.
@@ -92,7 +92,7 @@ def prepared(data: DataSpec) -> Prepared | None:
         return None
 
 
-def _read(folder: Path) -> Prepared | None:
+def _read(folder: Path) -> PreparedTokens | None:
     import numpy as np
 
     from partool.plan.packing import Lengths
@@ -105,6 +105,6 @@ def _read(folder: Path) -> Prepared | None:
     offsets = np.fromfile(folder / sidecar.documents, dtype="<i8").astype(np.int64)
     tokens = np.diff(offsets)
     if sidecar.trained is None:
-        return Prepared(Lengths.of_text(tokens), sidecar)
+        return PreparedTokens(Lengths.of_text(tokens), sidecar)
     bounds = np.fromfile(folder / sidecar.trained, dtype="<i8").astype(np.int64).reshape(len(tokens), 2)
-    return Prepared(Lengths(tokens, bounds[:, 0], bounds[:, 1]), sidecar)
+    return PreparedTokens(Lengths(tokens, bounds[:, 0], bounds[:, 1]), sidecar)

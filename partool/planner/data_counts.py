@@ -8,7 +8,7 @@ from math import ceil
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.packing import arrange, drawn
-from partool.plan.token_cache import Prepared, prepared
+from partool.plan.token_cache import PreparedTokens, prepared
 from partool.planner.rules.data_size import UncountedError, count_tokens
 from partool.spec.checks import check_steps
 from partool.spec.data import DataSpec
@@ -77,7 +77,7 @@ def _count(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
     return DataCounts(tokens, max(tokens - 1, 0) // sequence_length if data.pack else None)
 
 
-def _arranged(ready: Prepared, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
+def _arranged(ready: PreparedTokens, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
     arranged = arrange(
         ready.lengths, sequence_length, truncate=data.truncate, pack=data.pack, validation=data.validation
     )

@@ -125,9 +125,9 @@ def _stop_at_turn_end(plan: Plan, folder: Path) -> str:
     path = folder / "generation_config.json"
     settings = json.loads(path.read_bytes()) if path.is_file() else {}
     stops = settings.get("eos_token_id", json.loads((folder / "config.json").read_bytes()).get("eos_token_id"))
-    known = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-    if end not in known:
-        settings["eos_token_id"] = [*known, end] if known else end
+    ends = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    if end not in ends:
+        settings["eos_token_id"] = [*ends, end] if ends else end
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return f"\ngeneration stops at token {end}, which ends an answer"
 

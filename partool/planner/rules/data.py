@@ -113,9 +113,9 @@ def _absolute(data: DataSpec, base_dir: Path) -> DataSpec:
 def _mixed(kinds: dict[RecordKind, str]) -> Iterator[Diagnostic]:
     """Yield a finding if sources hold records of different kinds."""
     if len(kinds) > 1:
-        (first, here), (second, there) = list(kinds.items())[:2]
-        message = f"{here} holds {first} data and {there} {second} data; one run trains on one kind"
-        help = f"train on them one after the other, or set data.records: {first} if {there} holds the same"
+        (first, one), (second, other) = list(kinds.items())[:2]
+        message = f"{one} holds {first} data and {other} {second} data; one run trains on one kind"
+        help = f"train on them one after the other, or set data.records: {first} if {other} holds the same"
         yield Diagnostic("PT665", message, path=("data", "source"), help=help)
 
 

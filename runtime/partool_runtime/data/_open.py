@@ -18,11 +18,12 @@ from partool.plan.token_cache import TOKENISED, cache_of, stretches
 from partool.plan.token_files import HEADER_BYTES, read_index
 from partool.plan.types import Plan
 from partool.spec.data import DataSpec
-from partool_runtime.data._order import Epochs, Mixture, Order
-from partool_runtime.data._split import Division, Joined, Samples, split
+from partool_runtime.data._order import Epochs, Mixture, SampleOrder
+from partool_runtime.data._split import DataDivision, Joined, Samples, split
 from partool_runtime.data.batches import Batches, SampleDeal
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.tokens.cache import TokenCache
+from partool_runtime.tokens.opening import files_of, source_of
 from partool_runtime.tokens.shards import (
     Corpus,
     Shard,
@@ -32,7 +33,6 @@ from partool_runtime.tokens.shards import (
     map_array,
     open_tokens,
 )
-from partool_runtime.tokens.sources import files_of, source_of
 
 
 def open_megatron(path: Path) -> Shard:
@@ -93,7 +93,7 @@ def open_data(
     return Batches(train, validation, deal, vocab=vocab, fingerprint=fingerprint, notes=tuple(notes), order=order)
 
 
-def _joined(divisions: list[Division], plan: Plan) -> tuple[Samples, Samples, Order]:
+def _joined(divisions: list[DataDivision], plan: Plan) -> tuple[Samples, Samples, SampleOrder]:
     """Return the samples of training and validation of all sources, and the order of the former."""
     data, seed = plan.data, plan.training.seed
     held_out = divisions.pop().train if data.held_out is not None else None

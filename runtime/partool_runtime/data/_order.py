@@ -49,7 +49,7 @@ def samples_of(first: int, count: int, size: int, seed: int) -> I64:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The endless order in which a run takes samples."""
 
     epoch: int
@@ -67,7 +67,7 @@ class Epochs:
         self._seed = seed
 
     def ids(self, first: int, count: int) -> I64:
-        """See :class:`Order`."""
+        """See :class:`SampleOrder`."""
         return samples_of(first, count, self.epoch, self._seed)
 
 
@@ -84,7 +84,7 @@ class Mixture:
         self.epoch = int(self._ends[-1])
 
     def ids(self, first: int, count: int) -> I64:
-        """See :class:`Order`."""
+        """See :class:`SampleOrder`."""
         places = np.arange(first, first + count, dtype=np.int64)
         drawn = samples_of(first, count, self.epoch, self._seed)
         sources = np.searchsorted(self._ends, drawn, side="right")

@@ -1,4 +1,4 @@
-"""Division of the corpus into training tokens and validation tokens, and division of both into samples.
+"""DataDivision of the corpus into training tokens and validation tokens, and division of both into samples.
 
 A sample is a row of ``sequence_length + 1`` tokens; a row with fewer tokens is padded with :data:`PADDING`.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from partool.plan.packing import Arrangement, Rows, arrange, choose
+from partool.plan.packing import Arrangement, PackedRows, arrange, choose
 from partool.spec.data import DataSpec
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.tokens.shards import Corpus
@@ -97,7 +97,7 @@ class Packed:
 class WholeDocuments:
     """Samples that hold whole documents, one or several each, padded at the end; long documents are cut."""
 
-    def __init__(self, corpus: Corpus, arranged: Arrangement, rows: Rows) -> None:
+    def __init__(self, corpus: Corpus, arranged: Arrangement, rows: PackedRows) -> None:
         self._corpus = corpus
         self._arranged = arranged
         self._rows = rows
@@ -172,7 +172,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class DataDivision:
     """The samples of training and of validation, and notes about documents that are in neither as they are."""
 
     train: Samples
@@ -180,7 +180,7 @@ class Division:
     notes: tuple[str, ...] = ()
 
 
-def split(corpus: Corpus, sequence_length: int, data: DataSpec) -> Division:
+def split(corpus: Corpus, sequence_length: int, data: DataSpec) -> DataDivision:
     """Return the training samples and the validation samples; no token is in both.
 
     The documents are divided into as many equal ranges as there are validation documents; a hash that does not depend
@@ -190,7 +190,7 @@ def split(corpus: Corpus, sequence_length: int, data: DataSpec) -> Division:
     """
     streams = data.pack and data.is_text
     if streams:
-        division = Division(*_split_stream(corpus, sequence_length, data.validation))
+        division = DataDivision(*_split_stream(corpus, sequence_length, data.validation))
     else:
         division = _split_documents(corpus, sequence_length, data)
     train, validation, share = division.train, division.validation, data.validation
@@ -229,10 +229,10 @@ def _split_stream(corpus: Corpus, length: int, share: float) -> tuple[Samples, S
     return train, Packed(corpus, starts, stops, length, pad_last=True)
 
 
-def _split_documents(corpus: Corpus, length: int, data: DataSpec) -> Division:
+def _split_documents(corpus: Corpus, length: int, data: DataSpec) -> DataDivision:
     arranged = arrange(corpus.lengths(), length, truncate=data.truncate, pack=data.pack, validation=data.validation)
     train, validation = (WholeDocuments(corpus, arranged, rows) for rows in (arranged.train, arranged.validation))
-    return Division(train, validation, tuple(_losses(arranged, corpus, data)))
+    return DataDivision(train, validation, tuple(_losses(arranged, corpus, data)))
 
 
 def _losses(arranged: Arrangement, corpus: Corpus, data: DataSpec) -> Iterator[str]:

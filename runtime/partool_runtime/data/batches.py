@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from partool_runtime import threads
-from partool_runtime.data._order import Epochs, Order
+from partool_runtime.data._order import Epochs, SampleOrder
 from partool_runtime.data._split import PADDING, Samples
 
 IGNORED_LABEL = -100
@@ -87,7 +87,7 @@ class Batches:
         vocab: int,
         fingerprint: str,
         notes: tuple[str, ...] = (),
-        order: Order | None = None,
+        order: SampleOrder | None = None,
     ) -> None:
         self._train = train
         self._order = order or Epochs(train.count, deal.seed)

@@ -19,7 +19,7 @@ from partool.plan.records import DataError
 from partool.spec.data import DataSpec, RecordKind
 from partool_runtime.chat import Encoded, Encoder, encode_all
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.tokens.sources import Part
+from partool_runtime.tokens.sources import TokenPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ConversationSource:
         """See :class:`partool_runtime.tokens.sources.TokenSource`."""
         return self._encoder.notes() if self._kind == "chat" else ()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TokenPart]:
         """See :class:`partool_runtime.tokens.sources.TokenSource`."""
         origins: deque[str] = deque()
 
@@ -69,7 +69,7 @@ class ConversationSource:
                 yield sample
 
         for encoded in encode_all(self._encoder, samples(), min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))):
-            yield Part(encoded.ids, ends_document=True, loss=encoded.loss, origin=origins.popleft())
+            yield TokenPart(encoded.ids, ends_document=True, loss=encoded.loss, origin=origins.popleft())
 
     def texts(self, documents: Collection[int]) -> dict[int, Shown]:
         """Return the samples of some documents of the cache, with each token's message, by the document's number."""

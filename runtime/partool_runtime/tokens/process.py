@@ -20,8 +20,8 @@ from partool.spec.data import DataSpec
 from partool_runtime.errors import EXIT_CONFIGURATION, ConfigurationError
 from partool_runtime.tokens.cache import TokenCache
 from partool_runtime.tokens.conversations import ConversationSource
+from partool_runtime.tokens.opening import files_of, source_of
 from partool_runtime.tokens.shards import Shard
-from partool_runtime.tokens.sources import files_of, source_of
 
 Event = dict[str, Any]
 

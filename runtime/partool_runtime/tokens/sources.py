@@ -9,18 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from partool.plan.data_files import NoFilesError, SourceFile, find_files
-from partool.plan.records import DataError
-from partool.spec.data import DataSpec
-from partool_runtime.errors import ConfigurationError
+from partool.plan.data_files import SourceFile
 from partool_runtime.tokens.documents import pieces
-from partool_runtime.tokens.tokenizers import Tokenizer, open_tokenizer
+from partool_runtime.tokens.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenPart:
     """Consecutive tokens of one document."""
 
     tokens: Tokens
@@ -43,7 +40,7 @@ class TokenSource(Protocol):
     def notes(self) -> tuple[str, ...]:
         """Return what is doubtful about the source, in sentences."""
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TokenPart]:
         """Yield the parts of every document, in order; a document without tokens has one part without tokens."""
 
 
@@ -61,7 +58,7 @@ class TextSource:
         """See :class:`TokenSource`."""
         return ()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TokenPart]:
         """See :class:`TokenSource`."""
         end = [] if self._tokenizer.separator is None else [self._tokenizer.separator]
         empty = True
@@ -69,23 +66,5 @@ class TextSource:
             empty = empty and not len(tokens)
             closing = end if piece.ends_document and not empty else []
             joined = np.concatenate([tokens, np.array(closing, dtype=np.int64)]) if closing else tokens
-            yield Part(joined, piece.ends_document, origin=piece.origin)
+            yield TokenPart(joined, piece.ends_document, origin=piece.origin)
             empty = empty or piece.ends_document
-
-
-def files_of(data: DataSpec) -> list[SourceFile]:
-    """Return the files of a ``data`` section; raises ConfigurationError PT601 if there are none, PT602 for others."""
-    try:
-        return find_files(data.source, data.format)
-    except DataError as error:
-        code = "PT601" if isinstance(error, NoFilesError) else "PT602"
-        raise ConfigurationError(code, str(error), error.help) from error
-
-
-def source_of(files: Sequence[SourceFile], data: DataSpec) -> TokenSource:
-    """Return what the cache of some files is made from."""
-    if data.is_text:
-        return TextSource(files, open_tokenizer(data.tokenizer), data.text_field)
-    from partool_runtime.tokens.conversations import ConversationSource  # jinja2 is not needed for texts
-
-    return ConversationSource(files, data)

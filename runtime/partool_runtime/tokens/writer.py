@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from partool_runtime.tokens.sources import Part
+from partool_runtime.tokens.sources import TokenPart
 
 _NUMBERS_BUFFERED = 1 << 16
 
@@ -48,7 +48,7 @@ class Writer:
                 os.fsync(file.fileno())
             file.close()
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TokenPart) -> None:
         """Append a part of a document; a document without tokens is counted but not written."""
         self._tokens.write(part.tokens.astype(self._dtype).data)
         if part.loss is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from partool.plan.packing import Arrangement, Lengths, Rows, arrange
+from partool.plan.packing import Arrangement, Lengths, PackedRows, arrange
 
 
 def arranged(
@@ -20,7 +20,7 @@ def arranged(
     return arrange(lengths, 9, **settings)
 
 
-def rows_of(rows: Rows) -> list[list[int]]:
+def rows_of(rows: PackedRows) -> list[list[int]]:
     return [rows.documents[start:stop].tolist() for start, stop in zip(rows.starts[:-1], rows.starts[1:], strict=True)]
 
 

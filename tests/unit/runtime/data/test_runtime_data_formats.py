@@ -13,7 +13,7 @@ from data_case import open_one, stream, write_megatron, write_tokens
 from partool.plan.packing import choose
 from partool.spec.data import DataSpec
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.tokens.sources import files_of
+from partool_runtime.tokens.opening import files_of
 
 
 @pytest.fixture(autouse=True)
