@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -188,7 +187,7 @@ class Prices:
         one = self.policies[firsts(self._recompute)]
         group, policy = np.repeat(groups, len(one)), np.tile(one, len(groups))
         allowed = self.space.allowed(group, policy)
-        prepare(self.problem, replace(self.space.rows(group[allowed], policy[allowed]), **_ON_DEVICE))
+        prepare(self.problem, self.space.rows(group[allowed], policy[allowed]).with_columns(**_ON_DEVICE))
 
     def bounds(self, group: Any, policy: Any, open_choices: Open | None = None) -> Any:
         """Return lower bounds of the step time; ``open_choices`` are those that the bounds leave open."""
@@ -196,11 +195,11 @@ class Prices:
         self.problem.budget.rows += len(group)
         if len(group) > PRICED_AT_ONCE:
             rows = self.space.rows(group, policy)
-            prepare(self.problem, rows if open_choices is None else replace(rows, **_ON_DEVICE))
+            prepare(self.problem, rows if open_choices is None else rows.with_columns(**_ON_DEVICE))
         parts = []
         for i in range(0, len(group), PRICED_AT_ONCE):
             rows = self.space.rows(group[i : i + PRICED_AT_ONCE], policy[i : i + PRICED_AT_ONCE])
-            rows = rows if open_choices is None else replace(rows, **_ON_DEVICE)
+            rows = rows if open_choices is None else rows.with_columns(**_ON_DEVICE)
             parts.append(bounds_s(self.problem, rows, open_choices))
         return np.concatenate(parts) if parts else np.zeros(0)
 
