@@ -14,11 +14,14 @@ from partool.cost.training import peak
 from partool.cost.training.micro import Micro, micro
 from partool.cost.training.peak import Memory, peak_memory
 from partool.planner.cost_job import cost_job
+from partool.planner.explain import front
 from partool.planner.problem import Problem
 from partool.planner.search import refine
+from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import splits, variant_costs
 from partool.planner.search.refine import refined
+from partool.planner.search.solve import _bounds_in, solve
 
 EXPERTS = """
 model: {layers: 13, hidden: 1024, heads: 8, kv_heads: 8, ffn_hidden: 1024, vocab: 512, max_position: 8192,
@@ -59,8 +62,7 @@ def test_memory_of_pieces_is_that_of_all_and_of_single_layouts(spec: str, monkey
     monkeypatch.setattr(peak, "_AT_ONCE", 7)
     assert (as_columns(peak_memory(cost_job(problem), rows), count) == at_once).all()
     for at in range(0, count, 10):
-        one = Layouts(**{name: value[at] if np.ndim(value) else value for name, value in vars(rows).items()})
-        assert as_columns(peak_memory(job, one), 1)[:, 0].tolist() == at_once[:, at].tolist()
+        assert as_columns(peak_memory(job, rows.take(at)), 1)[:, 0].tolist() == at_once[:, at].tolist()
 
 
 def seconds_of(costs: Micro, count: int) -> np.ndarray:
@@ -96,8 +98,7 @@ def test_layouts_that_recompute_differently_share_the_prices_of_passes(
     assert fewer_rows < 0.8 * all_rows
     # Of single layouts, all policies together price each kind's passes once.
     priced.clear()
-    job, one = replace(cost_job(problem)), rows.take(np.array([0]))
-    single = Layouts(**{name: value[0] if np.ndim(value) else value for name, value in vars(one).items()})
+    job, single = replace(cost_job(problem)), rows.take(0)
     kinds = len(micro(job, single).layers)
     for policy in range(len(RECOMPUTE)):
         micro(job, single.with_columns(recompute=policy, recompute_share=0.5))
@@ -128,3 +129,36 @@ def test_columns_are_replaced_by_name() -> None:
     assert layouts.with_columns(tp=8, zero=3) == replace(layouts, tp=8, zero=3)
     with pytest.raises(TypeError, match="zero_stage"):
         layouts.with_columns(zero_stage=3)
+
+
+def test_the_front_leaves_out_only_layouts_that_are_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
+    solution = solve(planned.problem_of(EXPERTS))
+    every = [(one.step_time_s, one.memory.total_bytes) for one in front.front(solution)]
+
+    def all_columns(search: Search, group: object, policy: object, _: object) -> object:
+        return search.columns(group, policy)
+
+    monkeypatch.setattr(front, "_smallest_columns", all_columns)
+    monkeypatch.setattr(front._SmallestLeaves, "bytes_within", lambda _, times_s: np.full(np.shape(times_s), np.inf))
+    assert [(one.step_time_s, one.memory.total_bytes) for one in front.front(solution)] == every
+    assert len(every) > 2
+
+
+def test_a_limit_and_bounds_that_are_shared_change_no_quickest_layout() -> None:
+    problem = planned.problem_of(EXPERTS)
+    alone = front.quickest(problem)
+    assert alone is not None
+    for bounded in (None, solve(problem).plain.search):
+        for limit_s in (float("inf"), alone.step_time_s):
+            quickest = front.quickest(problem, bounded, limit_s=limit_s)
+            assert quickest is not None
+            assert quickest.layout == alone.layout
+    assert front.quickest(problem, limit_s=0.5 * alone.step_time_s) is None
+
+
+def test_bounds_are_shared_by_equal_groups_of_two_spaces() -> None:
+    plain = solve(planned.problem_of(EXPERTS))
+    smaller = planned.problem_of(EXPERTS.replace("global_batch: 32", "global_batch: 32, precision: bf16"))
+    assert (_bounds_in(build(smaller), plain) == np.where(np.isfinite(b := plain.search.bound_s), b, 0.0)).all()
+    other = build(planned.problem_of(EXPERTS.replace("global_batch: 32", "global_batch: 48")))
+    assert not _bounds_in(other, plain)[np.broadcast_to(other.groups.accumulation % 3 == 0, other.size)].any()
