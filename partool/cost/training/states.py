@@ -69,7 +69,7 @@ class States:
     def of_rows(self, rows: slice) -> States:
         """Return the state under some of the layouts; all columns are arrays [..., layouts]."""
         fields: dict[str, Any] = {name: column for name, column in self.__dict__.items() if name != "host"}
-        host = {name: np.asarray(column)[..., rows] for name, column in self.host.items()}
+        host: dict[str, Column] = {name: np.asarray(column)[..., rows] for name, column in self.host.items()}
         return States(**{name: column[..., rows] for name, column in fields.items()}, host=host)
 
 
