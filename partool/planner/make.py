@@ -140,7 +140,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     fields = _predictions_and_reasons(solution, best, resolved, counts)
     error = fields["prediction"].relative_error
     findings += candidates.fewer_are_faster(problem, best, fields["candidates"], error)
-    findings += awkward_batch(problem, best)
+    findings += awkward_batch(problem, best, solution.plain)
     plan = Plan(
         partool_version=__version__,
         job=spec.job,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from partool.cost import collective, tensor_shares
-from partool.cost.case import Column, Layouts
+from partool.cost.case import Column, Layouts, at_rows
 from partool.cost.collective import RankGroup
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
@@ -151,6 +151,12 @@ class ExchangeTime:
     def total(self) -> Column:
         """Seconds of all exchanges, hidden or not."""
         return self.outside + self.turns + self.rings
+
+    def of_rows(self, rows: Any) -> ExchangeTime:
+        """Return the exchanges at the indices ``rows`` of their columns."""
+        columns = {name: at_rows(column, rows) for name, column in self.__dict__.items() if name != "steps"}
+        steps = [AttentionTransfer(*(at_rows(column, rows) for column in step)) for step in self.steps]
+        return ExchangeTime(**columns, steps=steps)
 
     def exposed_core(self, job: Workload, attention_s: Column) -> Column:
         """Return the exposed seconds within the core: the part of the transfers that attention does not hide."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column, Layouts
+from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column, Layouts, Mask, at_rows
 from partool.cost.kinds import Kind
+from partool.cost.repeats import codes, distinct
 from partool.cost.sequence.price import exchange
 from partool.cost.silicon.products import quantises
 from partool.cost.time import attention, experts, layer_products
@@ -27,15 +30,46 @@ class Layer:
     recompute: LayerPass
 
 
-def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -> Layer:
+class BarePasses(NamedTuple):
+    """What a layer's passes take whatever they recompute."""
+
+    forward: LayerPass
+    backward: LayerPass
+    inputs: LayerPass | None
+    """A backward pass that computes no gradients of weights; None where no steps are perturbed."""
+    sent_s: Column
+    """Seconds of collectives that full recomputation repeats."""
+
+    def of_rows(self, rows: Any) -> BarePasses:
+        """Return the passes at the indices ``rows`` of their columns."""
+        inputs = None if self.inputs is None else self.inputs.of_rows(rows)
+        return BarePasses(self.forward.of_rows(rows), self.backward.of_rows(rows), inputs, at_rows(self.sent_s, rows))
+
+
+class BareCases(NamedTuple):
+    """Cases of layouts that may differ in what they recompute."""
+
+    columns: Sequence[Column | Mask]
+    """Columns that the passes depend on, without those that only decide what is recomputed."""
+    priced: dict[Any, BarePasses]
+    """Passes of single layouts of the same job that were priced before, by kind of layer and case."""
+
+
+def layer(
+    job: Workload,
+    layouts: Layouts,
+    kind: Kind,
+    perturbed: float = 0.0,
+    bare: BareCases | None = None,
+) -> Layer:
     """Return the passes of one layer of ``kind``.
 
-    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before.
+    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. With ``bare``,
+    layouts that differ only in what they recompute share the prices of their passes.
     """
     if kind.moe and job.stack.experts is not None:
         job = replace(job, stack=job.stack.experts)
-    sent = tensor_time.layer_seconds(job, layouts, kind)
-    forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
+    forward, backward, inputs, sent_s = _bare_passes(job, layouts, kind, perturbed > 0.0, bare)
     tiled = in_tiles(job, layouts)
     # The weighted sum of experts, and tiles, read the results of their last products.
     kept = (
@@ -43,19 +77,44 @@ def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -
         if job.stack.stops_early and not kind.moe
         else 0.0
     )
-    recompute = _recompute(job, layouts, forward, sent.recompute_s, kept)
+    recompute = _recompute(job, layouts, forward, sent_s, kept)
     if not kind.moe and np.any(tiled):
         # Policies that recompute everything include tiled networks; under other policies tiles add their recomputation.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         recompute.matmul_s = recompute.matmul_s + np.where(
             tiled, rest * job.stack.derate * products_s(job, layouts), 0.0
         )
-    if perturbed:
-        sent = tensor_time.layer_seconds(job, layouts, kind, weights=False)
-        inputs = _pass(job, layouts, kind, sent, backward=True, weights=False)
+    if inputs is not None:
         more = ((forward, forward), (backward, inputs), (recompute, recompute))
         return Layer(*(one.plus(other, perturbed) for one, other in more))
     return Layer(forward, backward, recompute)
+
+
+def _bare_passes(job: Workload, layouts: Layouts, kind: Kind, perturbed: bool, bare: BareCases | None) -> BarePasses:
+    """Return the passes without what they recompute, each case priced once."""
+    if bare is not None and not layouts.shape:
+        case = kind, *(float(column) for column in bare.columns)
+        if case not in bare.priced:
+            bare.priced[case] = _priced(job, layouts, kind, perturbed)
+        return bare.priced[case]
+    if bare is None or layouts.shape[0] < _FEW:
+        return _priced(job, layouts, kind, perturbed)
+    first, where = distinct(codes(layouts.shape[0], bare.columns))
+    return _priced(job, layouts.take(first), kind, perturbed).of_rows(where)
+
+
+_FEW = 256
+"""Number of layouts from which a search for equal cases saves time."""
+
+
+def _priced(job: Workload, layouts: Layouts, kind: Kind, perturbed: bool) -> BarePasses:
+    sent = tensor_time.layer_seconds(job, layouts, kind)
+    forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
+    inputs = None
+    if perturbed:
+        fewer = tensor_time.layer_seconds(job, layouts, kind, weights=False)
+        inputs = _pass(job, layouts, kind, fewer, backward=True, weights=False)
+    return BarePasses(forward, backward, inputs, sent.recompute_s)
 
 
 def _pass(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from partool.cost.case import Column
+from partool.cost.case import Column, at_rows
 from partool.cost.sequence.types import ExchangeTime
 from partool.work.base import Workload
+
+_SECONDS = ("matmul_s", "attention_s", "elementwise_s", "tensor_s", "sequence_s", "expert_s", "host_s")
+"""Columns of :class:`LayerPass`."""
 
 
 @dataclass
@@ -30,10 +34,15 @@ class LayerPass:
 
     def plus(self, other: LayerPass, share: float) -> LayerPass:
         """Return the pass with another one beside it in a share of the steps."""
-        names = ("matmul_s", "attention_s", "elementwise_s", "tensor_s", "sequence_s", "expert_s", "host_s")
-        sums = {name: getattr(self, name) + share * getattr(other, name) for name in names}
+        sums = {name: getattr(self, name) + share * getattr(other, name) for name in _SECONDS}
         exposed = {name: value + share * other.exposed[name] for name, value in self.exposed.items()}
         return replace(self, **sums, exposed=exposed)
+
+    def of_rows(self, rows: Any) -> LayerPass:
+        """Return the pass at the indices ``rows`` of its columns."""
+        exposed = {name: at_rows(column, rows) for name, column in self.exposed.items()}
+        columns = {name: at_rows(getattr(self, name), rows) for name in _SECONDS}
+        return LayerPass(**columns, shared=self.shared.of_rows(rows), exposed=exposed)
 
     @property
     def compute_s(self) -> Column:

@@ -7,7 +7,7 @@ rank takes the mean or more; where it is not convex, a smaller convex term repla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -169,7 +169,7 @@ def _offloaded(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, own
     if job.recompute is not None:
         most, longest = rows, backward
     else:
-        most = replace(rows, recompute_share=shared_most(job, rows))
+        most = rows.with_columns(recompute_share=shared_most(job, rows))
         recompute_s = sum(count * costs.layers[kind].recompute_s for kind, count in costs.counts.items()) / pp
         longest = backward + recompute_s * (most.recompute_share / np.maximum(rows.recompute_share, 1e-9) - 1.0)
     saved = saved_bytes(job, most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +17,7 @@ from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.head import computes_late, embedding_s, head_s, perturbation_s
-from partool.cost.time.layer import Layer, layer
+from partool.cost.time.layer import BareCases, BarePasses, Layer, layer
 from partool.cost.time.layer_pass import LayerPass
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
@@ -86,7 +86,7 @@ def micro(job: TrainingWork, layouts: Layouts) -> Micro:
     if not shape:
         key = tuple(float(column) for column in _case(job, layouts))
         if key not in memo.single:
-            memo.single[key] = _micro(job, layouts)
+            memo.single[key] = _micro(job, layouts, memo.passes)
         cached: Micro = memo.single[key]
         return cached
     if shape[0] < _FEW:
@@ -119,7 +119,7 @@ def prepare(job: TrainingWork, layouts: Layouts) -> None:
 
 def _computed(job: TrainingWork, layouts: Layouts, rows: Any) -> list[Column]:
     """Return the columns of all units of the layouts at the indices ``rows``."""
-    costs = _micro(job, layouts.take(rows))
+    costs = _micro(job, layouts.take(rows), {})
     units = (*costs.layers.values(), costs.first, costs.last)
     return [column for unit in units for column in _columns(unit)]
 
@@ -129,6 +129,8 @@ class _PricedMicros:
 
     def __init__(self) -> None:
         self.single: dict[tuple[float, ...], Micro] = {}
+        self.passes: dict[Any, BarePasses] = {}
+        """Passes of single layouts' layers without what they recompute."""
         self.many = Memo()
 
 
@@ -140,7 +142,11 @@ _CASE = (
 """Names of the columns of layouts that affect the cost of a micro-batch, besides those of the pipeline."""
 
 
-def _case(job: TrainingWork, layouts: Layouts) -> list[Any]:
+_BARE_CASE = tuple(name for name in _CASE if name not in ("recompute", "recompute_share"))
+"""The same without what only decides what is recomputed."""
+
+
+def _case(job: TrainingWork, layouts: Layouts, names: Sequence[str] = _CASE) -> list[Any]:
     """Return the columns on which the cost of a micro-batch depends.
 
     Of a pipeline these are whether there is one, whether its schedule splits backward passes, and whether the loss has
@@ -148,7 +154,7 @@ def _case(job: TrainingWork, layouts: Layouts) -> list[Any]:
     """
     several = np.asarray(layouts.pp) > 1
     pipeline = (several, computes_late(layouts), halves_passes(job, layouts))
-    return [*pipeline, *(getattr(layouts, name) for name in _CASE)]
+    return [*pipeline, *(getattr(layouts, name) for name in names)]
 
 
 _PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "recompute_s")
@@ -164,9 +170,9 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
     return UnitSeconds(**plain, exposed={name: next(rows) for name in COMMUNICATION})
 
 
-def _micro(job: TrainingWork, layouts: Layouts) -> Micro:
-    counts = Counter(kinds(job.model))
-    passes = {kind: layer(job, layouts, kind, job.perturbed) for kind in counts}
+def _micro(job: TrainingWork, layouts: Layouts, priced: dict[Any, BarePasses]) -> Micro:
+    counts, bare = Counter(kinds(job.model)), BareCases(_case(job, layouts, _BARE_CASE), priced)
+    passes = {kind: layer(job, layouts, kind, job.perturbed, bare) for kind in counts}
     if not job.backward:
         no_pass = LayerPass(exposed=dict.fromkeys(COMMUNICATION, 0.0))
         passes = {kind: Layer(costs.forward, no_pass, no_pass) for kind, costs in passes.items()}

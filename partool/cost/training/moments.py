@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Moment:
 
     def only(self, mask: Mask) -> Moment:
         """Return the moment as one that occurs only where ``mask`` is true as well."""
-        return replace(self, occurs=np.logical_and(self.occurs, mask))
+        return Moment(**{**self.__dict__, "occurs": np.logical_and(self.occurs, mask)})
 
     def of_each(self, count: int) -> list[Moment]:
         """Return the moment at each of ``count`` places of the columns, as single numbers.
@@ -66,7 +66,8 @@ def fullest(moments: Sequence[Moment]) -> Moment:
     """Return the moment with the most bytes, chosen for each layout; the first moment has to occur for all layouts."""
     if len(moments) == 1:
         return moments[0]
-    shape = np.broadcast_shapes(*(np.shape(getattr(each, part)) for each in moments for part in (*_PARTS, "occurs")))
+    shapes = {np.shape(getattr(each, part)) for each in moments for part in (*_PARTS, "occurs")}
+    shape = np.broadcast_shapes(*shapes)
     most, which = np.array(np.broadcast_to(moments[0].total, shape)), np.zeros(shape, np.int16)
     for place, each in enumerate(moments[1:], 1):
         total = np.where(each.occurs, each.total, -1.0)

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from partool.cost.case import Column, Layouts, Mask
 from partool.cost.memory import in_flight as closed
@@ -49,15 +50,28 @@ class _PricedParts:
         """Keys of ``States.host``."""
 
 
-def parts(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[Parts]:
-    """Return the state and the work of the pipeline ranks at ``places`` if layers are split as evenly as possible."""
-    if not layouts.shape:
-        return list(zip(_states(job, layouts, places), _work(job, layouts, places), strict=True))
-    return list(zip(_states_at(job, layouts, places), _work_at(job, layouts, places), strict=True))
+def parts(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> Parts:
+    """Return the state and the work of the pipeline ranks at ``places`` if layers are split as evenly as possible.
+
+    ``layouts`` has columns; those of the result are arrays [places, layouts], so that equations run once for all ranks.
+    """
+    state, work = (_by_place(of(job, layouts, places), places) for of in (_state_columns, _work_columns))
+    rows = iter(state)
+    return _next_states(rows, _memo_of(job, places).host), PassBytes(*work)
+
+
+def _by_place(columns: NDArray[np.float64], places: Sequence[Place]) -> NDArray[np.float64]:
+    """Return columns that come place by place as an array [columns, places, layouts]."""
+    return columns.reshape(len(places), len(columns) // len(places), columns.shape[1]).swapaxes(0, 1)
 
 
 def _states_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[States]:
-    """Return the state of the pipeline ranks at ``places``; ``layouts`` has columns."""
+    """Return the state of the pipeline ranks at ``places``, one by one; ``layouts`` has columns."""
+    state = iter(_state_columns(job, layouts, places))
+    return [_next_states(state, _memo_of(job, places).host) for _ in places]
+
+
+def _state_columns(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> NDArray[np.float64]:
     memo = _memo_of(job, places)
 
     def of_states(first: Any) -> list[Column]:
@@ -65,8 +79,7 @@ def _states_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> 
         memo.host = tuple(ranks[0].host)
         return [column for one in ranks for column in (*(getattr(one, name) for name in _STATES), *one.host.values())]
 
-    state = iter(memo.states.results(codes(layouts.shape[0], _state_case(layouts)), of_states))
-    return [_next_states(state, memo.host) for _ in places]
+    return memo.states.results(codes(layouts.shape[0], _state_case(layouts)), of_states)
 
 
 def least_state(job: TrainingWork, layouts: Layouts, places: Sequence[Place], *, keep: bool = True) -> Column:
@@ -148,12 +161,17 @@ def _bytes_of_work(job: TrainingWork, layouts: Layouts, places: Sequence[Place],
 
 
 def _work_at(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
+    """Return the work of the pipeline ranks at ``places``, one by one; ``layouts`` has columns."""
+    columns = iter(_work_columns(job, layouts, places))
+    return [PassBytes(*(next(columns) for _ in _WORK)) for _ in places]
+
+
+def _work_columns(job: TrainingWork, layouts: Layouts, places: Sequence[Place]) -> NDArray[np.float64]:
     def of_work(first: Any) -> list[Column]:
         ranks = _work(job, layouts.take(first), places)
         return [getattr(one, name) for one in ranks for name in _WORK]
 
-    columns = iter(_memo_of(job, places).work.results(codes(layouts.shape[0], _work_case(layouts)), of_work))
-    return [PassBytes(*(next(columns) for _ in _WORK)) for _ in places]
+    return _memo_of(job, places).work.results(codes(layouts.shape[0], _work_case(layouts)), of_work)
 
 
 def _memo_of(job: TrainingWork, places: Sequence[Place]) -> _PricedParts:

@@ -106,6 +106,11 @@ class PassBytes:
     begun: tuple[BegunStages, ...] = ()
     """Moments with gradients of some of the stages, as in :class:`RankLoad`."""
 
+    def of_rows(self, rows: slice) -> PassBytes:
+        """Return the same under some of the layouts; all columns are arrays [..., layouts], and nothing has begun."""
+        fields: dict[str, Any] = {name: column for name, column in self.__dict__.items() if name != "begun"}
+        return PassBytes(**{name: column[..., rows] for name, column in fields.items()})
+
 
 def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""

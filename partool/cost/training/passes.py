@@ -7,7 +7,7 @@ The split of layers over ranks therefore decides how much is recomputed, and in 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -87,7 +87,7 @@ def recorded(job: TrainingWork, layouts: Layouts) -> Layouts:
     some = [policy for policy in job.recompute if policy != "none"]
     policy = max((RECOMPUTE.index(one) for one in some), default=0)
     share = len(some) / len(job.recompute) if some else 1.0
-    return replace(layouts, recompute=0 * layouts.recompute + policy, recompute_share=0 * layouts.pp + share)
+    return layouts.with_columns(recompute=0 * layouts.recompute + policy, recompute_share=0 * layouts.pp + share)
 
 
 def _least(columns: list[Column]) -> Column:
@@ -133,7 +133,7 @@ def _first_layers(model: ModelConfig) -> dict[Kind, tuple[int, ...]]:
 def _listed(job: TrainingWork, layouts: Layouts, policies: tuple[str, ...]) -> PassLimits:
     """Return the seconds under the spec's list of policies: both limits are those of the list."""
     rows = {
-        policy: replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy), recompute_share=1.0)
+        policy: layouts.with_columns(recompute=0 * layouts.recompute + RECOMPUTE.index(policy), recompute_share=1.0)
         for policy in dict.fromkeys(policies)
     }
     costs = {policy: micro(job, row) for policy, row in rows.items()}

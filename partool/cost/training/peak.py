@@ -83,6 +83,51 @@ class Memory:
         """Bytes of host memory per node."""
         return sum(self.host_terms.values()) * self.sharers
 
+    @classmethod
+    def join(cls, pieces: list[Memory]) -> Memory:
+        """Return the memory of all pieces' layouts, one piece after the other."""
+        if len(pieces) == 1:
+            return pieces[0]
+        sizes = [np.size(piece.total_bytes) for piece in pieces]
+
+        def joined(columns: list[Column]) -> Column:
+            if not any(np.ndim(column) for column in columns):
+                return columns[0]
+            return np.concatenate([np.broadcast_to(each, size) for each, size in zip(columns, sizes, strict=True)])
+
+        by_field = {name: [getattr(piece, name) for piece in pieces] for name in _COLUMNS}
+        terms, host_terms = (
+            {name: joined([getattr(piece, field)[name] for piece in pieces]) for name in getattr(pieces[0], field)}
+            for field in ("terms", "host_terms")
+        )
+        return cls(terms=terms, host_terms=host_terms, **{name: joined(each) for name, each in by_field.items()})
+
+    def of_fullest(self) -> Memory:
+        """Return the memory of each layout's rank that needs most, from columns with a row for each rank.
+
+        Of host memory, each term is the most of any rank.
+        """
+        total = np.asarray(self.total_bytes)
+        ranks, worst = len(total), np.argmax(total, axis=0)
+
+        def chosen(column: Column) -> Column:
+            values = np.asarray(column)
+            if values.ndim < 2:
+                return column  # all ranks have the same
+            if ranks == 1:
+                return np.asarray(values[0])
+            # A condition is faster than a choice among any number.
+            return np.asarray(np.where(worst == 1, values[1], values[0]) if ranks == 2 else np.choose(worst, values))
+
+        return Memory(
+            terms={name: chosen(column) for name, column in self.terms.items()},
+            host_terms={
+                name: column if np.ndim(column) < 2 else np.max(column, axis=0)
+                for name, column in self.host_terms.items()
+            },
+            **{name: chosen(getattr(self, name)) for name in _COLUMNS},
+        )
+
     def of_each(self, count: int) -> list[Memory]:
         """Return the memory at each of ``count`` places of the columns, as single numbers."""
 
@@ -98,6 +143,12 @@ class Memory:
         return [Memory(*row) for row in zip(*columns, strict=True)]
 
 
+_COLUMNS = ("sigma_bytes", "sharers", "outside_bytes", "idle_bytes")
+"""Fields of :class:`Memory` that are columns."""
+_AT_ONCE = 4096
+"""Number of layouts whose moments are compared at once: the columns of more would not stay in a core's cache."""
+
+
 def peak_memory(job: TrainingWork, layouts: Layouts) -> Memory:
     """Return the predicted peak memory of each layout's fullest rank if layers are split evenly over stages.
 
@@ -105,28 +156,13 @@ def peak_memory(job: TrainingWork, layouts: Layouts) -> Memory:
     loss. Where dense layers come before expert layers, the second rank is evaluated too, as it has more parameters than
     the first.
     """
+    if not layouts.shape:
+        return peak_memory(job, layouts.with_columns(pp=np.atleast_1d(layouts.pp))).of_each(1)[0]
     places = _places(job, layouts)
-    memories = [_memory(job, layouts, *each) for each in parts(job, layouts, places)]
-    if len(memories) == 1:
-        return memories[0]
-    totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in memories)))
-    worst = np.argmax(totals, axis=0)
-
-    def chosen(values: list[Column]) -> Column:
-        if len(values) == 2:
-            return np.where(worst == 1, values[1], values[0])  # faster than a choice among any number
-        return np.asarray(np.choose(worst, np.broadcast_arrays(*values, totals[0])[:-1]))
-
-    return Memory(
-        {name: chosen([memory.terms[name] for memory in memories]) for name in MEMORY_TERMS},
-        chosen([memory.sigma_bytes for memory in memories]),
-        {
-            name: np.maximum.reduce(np.broadcast_arrays(*(memory.host_terms[name] for memory in memories)))
-            for name in memories[0].host_terms
-        },
-        memories[0].sharers,
-        chosen([memory.outside_bytes for memory in memories]),
-        chosen([memory.idle_bytes for memory in memories]),
+    state, passes = parts(job, layouts, places)
+    pieces = [slice(start, start + _AT_ONCE) for start in range(0, max(layouts.shape[0], 1), _AT_ONCE)]
+    return Memory.join(
+        [_memory(job, layouts.take(rows), state.of_rows(rows), passes.of_rows(rows)).of_fullest() for rows in pieces]
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,12 @@ class States:
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
+    def of_rows(self, rows: slice) -> States:
+        """Return the state under some of the layouts; all columns are arrays [..., layouts]."""
+        fields: dict[str, Any] = {name: column for name, column in self.__dict__.items() if name != "host"}
+        host: dict[str, Column] = {name: np.asarray(column)[..., rows] for name, column in self.host.items()}
+        return States(**{name: column[..., rows] for name, column in fields.items()}, host=host)
+
 
 @dataclass(frozen=True)
 class ElementCounts:
@@ -101,7 +108,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
     shards = state_shards(layouts)
     if stack.pipeline_keeps_whole:
-        layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
+        layouts = layouts.with_columns(zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
     def sharded(stage: int, of: tuple[Column, Column] = (sizes.common, sizes.expert)) -> Column:
         cut = np.where(zero >= stage, shards, 1)

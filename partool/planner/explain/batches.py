@@ -10,6 +10,7 @@ from partool.planner.explain.front import quickest
 from partool.planner.explain.summary import summary
 from partool.planner.problem import Problem, divisors
 from partool.planner.search.price import Priced
+from partool.planner.search.solve import Solution
 
 _NEAR = 0.125
 """Largest change of the batch that is proposed, as a share of the batch."""
@@ -17,25 +18,33 @@ _WORTH = 0.05
 """Least share of the time per token that a proposed batch saves."""
 
 
-def awkward_batch(problem: Problem, best: Priced) -> Iterator[Diagnostic]:
+def awkward_batch(problem: Problem, best: Priced, plain: Solution) -> Iterator[Diagnostic]:
     """Yield a finding if a batch beside that of the spec is predicted to take clearly less time per token.
 
     Data-parallel ranks have equal numbers of sequences. If the batch has few divisors in common with the ranks, the
     ranks have to share layers, matrices or sequences instead. Both batches are priced by the same short search.
+    ``plain`` is the solution without relaxed constraints, whose bounds serve the spec's batch.
     """
     batch = problem.spec.training.global_batch
     ranks = problem.world_size // prod(problem.pinned_degrees.values())
     near = beside(batch, ranks)
     if not near or best.layout.mesh.dp < gcd(batch, ranks):  # the batch would allow more ranks than are taken
         return
-    here = quickest(problem)
-    by_batch = {other: quickest(problem.with_training(global_batch=other)) for other in near}
+    here = quickest(problem, plain.search if plain.problem is problem else None)
+    if here is None:
+        return
+    # A layout above its limit saves less than what is worth a finding.
+    limits_s = {other: (1.0 - _WORTH) * here.step_time_s * other / batch * (1.0 + 1e-9) for other in near}
+    by_batch = {
+        other: quickest(problem.with_training(global_batch=other), limit_s=limit_s)
+        for other, limit_s in limits_s.items()
+    }
     faster = {
         other: priced
         for other, priced in by_batch.items()
-        if priced is not None and priced.safe and here is not None and _saved(here, batch, priced, other) >= _WORTH
+        if priced is not None and priced.safe and _saved(here, batch, priced, other) >= _WORTH
     }
-    if here is None or not faster:
+    if not faster:
         return
     other = max(faster, key=lambda one: _saved(here, batch, faster[one], one))
     shared = gcd(batch, ranks)

@@ -5,6 +5,7 @@ Groups that cannot hold such a layout, by their least time and their least memor
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from partool.cost.memory.fit import GREEN
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
+from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import SLACK, Priced, room
+from partool.planner.search.prices import Prices
 from partool.planner.search.solve import Solution
 
 _FRONT = 6
@@ -31,14 +34,17 @@ def front(solution: Solution) -> list[Priced]:
     """
     search, space = solution.search, solution.space
     leaves = solution.overall.leaves
+    best = _SmallestLeaves(solution)
     plain = np.flatnonzero(np.broadcast_to(space.groups.schedule == SCHEDULES.index("1f1b"), space.size))
-    plain = plain[_may_be_on_front(solution, plain, search.least_bytes[plain])]
-    plain = plain[_may_be_on_front(solution, plain, search.least_memory(plain)[0])]
+    most = best.bytes_within(_MARGIN * search.bound_s[plain])
+    plain = plain[_MARGIN * search.least_bytes[plain] < most]
+    most = best.bytes_within(_MARGIN * search.bound_s[plain])
+    plain = plain[_MARGIN * search.least_memory(plain, most)[0] < most]
     extremes = search.extremes()
     group, policy = np.tile(plain, len(extremes)), np.repeat(np.array(extremes), len(plain))
     allowed = space.allowed(group, policy)
     group, policy = group[allowed], policy[allowed]
-    bound, total = search.columns(group, policy)
+    bound, total = _smallest_columns(search, group, policy, best)
     groups, policies = np.concatenate([leaves.group, group]), np.concatenate([leaves.policy, policy])
     times, sizes = np.concatenate([leaves.bound_s, bound]), np.concatenate([leaves.memory_bytes, total])
     fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
@@ -51,61 +57,89 @@ def front(solution: Solution) -> list[Priced]:
     return [search.price(groups[index], policies[index]) for index in ends[list(steps)]]
 
 
-def _may_be_on_front(solution: Solution, groups: Any, least_bytes: Any) -> Any:
-    """Return a mask of groups; False if all layouts of a group are too large, or no better than one of the search.
+class _SmallestLeaves:
+    """The least memory of the leaves of a search that fit, by their time."""
 
-    Each group needs ``least_bytes`` at least.
+    def __init__(self, solution: Solution) -> None:
+        leaves, capacity = solution.overall.leaves, solution.problem.capacity_bytes
+        fits = np.flatnonzero(leaves.memory_bytes <= capacity)
+        order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
+        self._bound_s = leaves.bound_s[order]
+        none = np.array([capacity * (1.0 + SLACK)])
+        self._least_bytes = np.concatenate([none, np.minimum.accumulate(leaves.memory_bytes[order])])
+
+    def bytes_within(self, times_s: Any) -> Any:
+        """Return the least memory of the leaves that take at most ``times_s``; layouts with more are not on the front.
+
+        Where no leaf is as fast, it is what a layout may need at most.
+        """
+        return self._least_bytes[np.searchsorted(self._bound_s, times_s, side="right")]
+
+
+def _smallest_columns(search: Search, group: Any, policy: Any, best: _SmallestLeaves) -> tuple[Any, Any]:
+    """Return bounds of time and memory of layouts; the memory of one that is not on the front may be infinite.
+
+    Layouts come in the order of their bounds, so that one with more memory than an earlier one is not on the front.
     """
-    search, leaves, capacity = solution.search, solution.overall.leaves, solution.problem.capacity_bytes
-    may_fit = least_bytes <= capacity * (1.0 + SLACK)
-    fits = np.flatnonzero(leaves.memory_bytes <= capacity)
-    if not len(fits):
-        return may_fit
-    order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
-    least = np.concatenate([[np.inf], np.minimum.accumulate(leaves.memory_bytes[order])])
-    before = np.searchsorted(leaves.bound_s[order], _MARGIN * search.bound_s[groups], side="right")
-    return may_fit & (least[before] > _MARGIN * least_bytes)
+    bound = search.bounds(group, policy)
+    most, total = best.bytes_within(_MARGIN * bound), np.full(len(group), np.inf)
+    order, least = np.argsort(bound, kind="stable"), np.inf
+    start, count = 0, _AT_FIRST
+    while start < len(order):
+        near = order[start : start + count]
+        start, count = start + count, 2 * count
+        total[near] = search.fitting_bytes(group[near], policy[near], np.minimum(most[near], least))
+        least = min(least, float(total[near].min()))
+    return bound, total
 
 
-def quickest(problem: Problem) -> Priced | None:
+def quickest(problem: Problem, bounded: Search | None = None, *, limit_s: float = float("inf")) -> Priced | None:
     """Return the layout with the least time bound, among layouts that surely fit with one policy on all layers.
 
-    Groups are tried in the order of their time under the policy that recomputes least.
+    Groups are tried in the order of their time under the policy that recomputes least. ``bounded`` is a search of the
+    same problem whose groups are bounded. Layouts above ``limit_s`` are not looked for.
     """
     problem.budget.subject = f"layouts on only {problem.world_size:,} devices"
-    space = build(problem)
-    table, search = space.policies, Search(problem, space)
+    space = build(problem) if bounded is None else bounded.space
     if not space.size:
         return None
+    table = space.policies
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
-    policies, base = np.flatnonzero(alike), search.least_times()
+    prices = Prices(problem, space, None, alike)
+    base = prices.least_times() if bounded is None else bounded.bound_s
     order = np.argsort(base, kind="stable")
+    order = order[_MARGIN * base[order] <= min(limit_s, sys.float_info.max)]
     least: tuple[float, int, int] | None = None
     start, count = 0, _AT_FIRST
-    while start < space.size:
+    while start < len(order):
         near = order[start : start + count]
         start, count = start + count, min(4 * count, _AT_ONCE)
-        if least is not None and _MARGIN * base[near[0]] > least[0]:
+        most_s = limit_s if least is None else min(limit_s, least[0])
+        if _MARGIN * base[near[0]] > most_s:
             break
-        candidate = _quickest_of(search, np.sort(near), policies)
+        candidate = _quickest_of(prices, np.sort(near), most_s)
         least = min((one for one in (least, candidate) if one is not None), default=None)
-    return None if least is None else search.price(*least[1:])
+    return None if least is None else Priced(problem, layout_of(problem, space.rows(*least[1:])))
 
 
-def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int, int] | None:
+def _quickest_of(prices: Prices, groups: Any, most_s: float) -> tuple[float, int, int] | None:
     """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order.
 
-    Of layouts with equal bounds it is the one of the first group, under its first policy.
+    Layouts whose time is above ``most_s`` whatever they offload are left out. Of layouts with equal bounds it is the
+    one of the first group, under its first policy.
     """
-    table, capacity, space = search.space.policies, search.problem.capacity_bytes, search.space
+    problem, space, policies = prices.problem, prices.space, prices.policies
+    table, capacity = space.policies, problem.capacity_bytes
     if len(policies) > 1 and not table.activations[policies].any():
         # The last policy recomputes most, so where it does not fit, no other does.
-        smallest = room(search.problem, space.rows(groups, np.full(len(groups), policies[-1]))).total_bytes
+        smallest = room(problem, space.rows(groups, np.full(len(groups), policies[-1]))).total_bytes
         groups = groups[smallest <= capacity * (1.0 + SLACK)]
     group, policy = np.repeat(groups, len(policies)), np.tile(policies, len(groups))
     allowed = space.allowed(group, policy)
+    if most_s < float("inf"):
+        allowed &= _MARGIN * prices.policy_bounds(groups).ravel() <= most_s
     group, policy = group[allowed], policy[allowed]
-    bound, total = search.columns(group, policy, GREEN)
+    bound, total = prices.columns(group, policy, GREEN)
     fits = np.flatnonzero(total <= capacity)
     if not len(fits):
         return None

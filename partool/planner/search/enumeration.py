@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
@@ -92,8 +91,7 @@ class _Builder:
         compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
         groups = Layouts(**named, compiled=compiled)
         networks, losses = tile_sizes(self.problem, groups)
-        groups = replace(
-            groups,
+        groups = groups.with_columns(
             tensor_overlap=overlap_of(self.problem, groups),
             tensor_chunks=pieces_of(self.problem, groups),
             mlp_tile_tokens=networks,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
@@ -35,7 +34,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
     """Return the layout of a single row, in which each column holds one number."""
     bounds: Bounds = ((0, problem.model.layers),)
     if int(row.pp) > 1:
-        wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
+        wide = row.with_columns(**{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
         bounds = splits(problem, wide, variant_costs(problem, wide))[0]
     compile: Compile = "block" if row.compiled else "none"
     rest = LayoutLists(
@@ -97,7 +96,7 @@ def variants(problem: Problem, rows: Layouts) -> list[Any]:
 def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
     """Return, for each policy of :func:`variants`, the costs of a micro-batch if all layers follow the policy."""
     job = job_of_rows(problem, rows)
-    return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
+    return [micro(job, rows.with_columns(recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
 
 
 def job_of_rows(problem: Problem, rows: Layouts) -> TrainingWork:
@@ -132,9 +131,9 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     slowest = np.max(columns[: len(order)], axis=0)
     rounded = (np.round(_GRAINS * np.stack(columns) / slowest) / _GRAINS).T.tolist()
     stages = np.broadcast_to(rows.pp * rows.chunks if problem.lists is None else problem.lists.stages, count)
-    return [
-        _split(problem.layer_kinds, order, tuple(values), int(stages[index])) for index, values in enumerate(rounded)
-    ]
+    cases = [(tuple(values), number) for values, number in zip(rounded, stages.tolist(), strict=True)]
+    of_case = {case: _split(problem.layer_kinds, order, *case) for case in dict.fromkeys(cases)}
+    return [of_case[case] for case in cases]
 
 
 def _even(layers: int, stages: int) -> Bounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -194,7 +194,7 @@ def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
     if not isinstance(pinned, list):
         return _room(problem, layouts)
     each = [
-        _room(problem, replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy)))
+        _room(problem, layouts.with_columns(recompute=0 * layouts.recompute + RECOMPUTE.index(policy)))
         for policy in dict.fromkeys(pinned)
     ]
     return MemoryNeed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,9 +54,12 @@ class Prices:
         """Pairs of group and policy whose bound has been computed, as ``group * policies + policy``; a pair may come
         several times. A mask of all pairs would have a hundred times as many entries."""
 
-    def least_memory(self, groups: Any) -> tuple[Any, Any]:
-        """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
-        total, fit_probability, *_ = self.memory(groups, self._sparing(groups))
+    def least_memory(self, groups: Any, most_bytes: Any = float("inf")) -> tuple[Any, Any]:
+        """Return the least bytes of device memory that each group needs, and the probability that these bytes fit.
+
+        Groups that need more than ``most_bytes`` may get fewer bytes, which are still more than these.
+        """
+        total, fit_probability, *_ = self.memory(groups, self._sparing(groups), most_bytes=most_bytes)
         return total, fit_probability
 
     def bounded_memory(self, groups: Any) -> NDArray[np.float64]:
@@ -121,15 +123,26 @@ class Prices:
         Both are infinite where device or host memory is exceeded, or the probability of fitting is below
         ``least_probability``.
         """
-        total, probability, host, _ = self.memory(group, policy, host_too=True)
+        total = self.fitting_bytes(group, policy, least_probability=least_probability)
+        fits, bound = np.isfinite(total), np.full(len(group), np.inf)
+        bound[fits] = self.bounds(group[fits], policy[fits])
+        return bound, total
+
+    def fitting_bytes(
+        self, group: Any, policy: Any, most_bytes: Any = float("inf"), *, least_probability: float = 0.0
+    ) -> NDArray[np.float64]:
+        """Return the layouts' device memory in bytes.
+
+        It is infinite where device or host memory is exceeded, the layout needs more than ``most_bytes`` of the device,
+        or the probability of fitting is below ``least_probability``.
+        """
+        total, probability, host, _ = self.memory(group, policy, host_too=True, most_bytes=most_bytes)
         fits = (
-            (total <= self.problem.capacity_bytes)
+            (total <= np.minimum(self.problem.capacity_bytes, most_bytes))
             & (host <= host_limit(self.problem))
             & (probability >= least_probability)
         )
-        bound = np.full(len(group), np.inf)
-        bound[fits] = self.bounds(group[fits], policy[fits])
-        return bound, np.where(fits, total, np.inf)
+        return np.where(fits, total, np.inf)
 
     def slack(self, groups: Any) -> Any:
         """Return the factor by which the closed equations may exceed the exact memory of a group's layouts.
@@ -188,30 +201,40 @@ class Prices:
         one = self.policies[firsts(self._recompute)]
         group, policy = np.repeat(groups, len(one)), np.tile(one, len(groups))
         allowed = self.space.allowed(group, policy)
-        prepare(self.problem, replace(self.space.rows(group[allowed], policy[allowed]), **_ON_DEVICE))
+        prepare(self.problem, self.space.rows(group[allowed], policy[allowed]).with_columns(**_ON_DEVICE))
 
     def bounds(self, group: Any, policy: Any, open_choices: Open | None = None) -> Any:
         """Return lower bounds of the step time; ``open_choices`` are those that the bounds leave open."""
         self.seen.append(group * len(self.space.policies) + policy)
         self.problem.budget.rows += len(group)
-        if len(group) > PRICED_AT_ONCE:
-            rows = self.space.rows(group, policy)
-            prepare(self.problem, rows if open_choices is None else replace(rows, **_ON_DEVICE))
+        for i in range(0, len(group) if len(group) > PRICED_AT_ONCE else 0, _MORE):
+            rows = self.space.rows(group[i : i + _MORE], policy[i : i + _MORE])
+            prepare(self.problem, rows if open_choices is None else rows.with_columns(**_ON_DEVICE))
         parts = []
         for i in range(0, len(group), PRICED_AT_ONCE):
             rows = self.space.rows(group[i : i + PRICED_AT_ONCE], policy[i : i + PRICED_AT_ONCE])
-            rows = rows if open_choices is None else replace(rows, **_ON_DEVICE)
+            rows = rows if open_choices is None else rows.with_columns(**_ON_DEVICE)
             parts.append(bounds_s(self.problem, rows, open_choices))
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def memory(self, group: Any, policy: Any, *, exact: bool = False, host_too: bool = False) -> tuple[Any, ...]:
+    def memory(
+        self,
+        group: Any,
+        policy: Any,
+        *,
+        exact: bool = False,
+        host_too: bool = False,
+        most_bytes: Any = float("inf"),
+    ) -> tuple[Any, ...]:
         """Return bytes of device memory, probability of fitting, bytes of host memory, least probability against it.
 
-        Unless all are to be ``exact``, layouts that are too large by far may get fewer bytes, by which they still are
-        too large. With ``host_too``, layouts that are too large for the host may get infinite bytes of it.
+        Unless all are to be ``exact``, layouts that are too large by far, or need more than ``most_bytes``, may get
+        fewer bytes, by which they still are too large. With ``host_too``, layouts that are too large for the host may
+        get infinite bytes of it.
         """
         self.problem.budget.rows += len(group)
         most = self.problem.capacity_bytes * np.broadcast_to(self.slack(group), len(group))
+        most = np.minimum(most, most_bytes)
         most_host = host_limit(self.problem) if host_too else float("inf")
         parts = []
         for i in range(0, len(group), _MORE):

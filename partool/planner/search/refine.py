@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -53,22 +52,12 @@ def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> R
         none = np.zeros(closed_bound_s.shape)
         return Refined(closed_bound_s, none == 0.0, none, none)
     costs, (count,) = variant_costs(problem, rows), rows.shape
-    counts = np.stack(
-        [
-            _counts(problem, replace(first, recompute=policy), float(share), bounds)
-            for policy, share, bounds in zip(
-                np.broadcast_to(rows.recompute, count),
-                np.broadcast_to(rows.recompute_share, count),
-                splits(problem, rows, costs),
-                strict=True,
-            )
-        ]
-    )
+    counts = _counts_of_rows(problem, rows, splits(problem, rows, costs))
     at = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
     place = (at == np.arange(pp)[:, None]).astype(float)
     forward, backward, weight = (_of_stages(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
     stages = StagePasses(forward, backward, weight, place)
-    exact = replace(rows, recompute_share=_share(problem, rows, counts))
+    exact = rows.with_columns(recompute_share=_share(problem, rows, counts))
     base = step(job, recorded(job, exact))
     m = np.broadcast_to(rows.accumulation, (count,))
     sizes = schedule, pp, chunks, int(first.in_flight), listed(schedule, pp, int(m[0]))
@@ -98,8 +87,20 @@ def _share(problem: Problem, rows: Layouts, counts: Any) -> Any:
     return np.where(np.asarray(rows.recompute) == 0, 1.0, shares)
 
 
+def _counts_of_rows(problem: Problem, rows: Layouts, splits_of_rows: list[Bounds]) -> Any:
+    """Return an array [rows, stages, variants, kinds] of numbers of layers; a variant is a policy that layers have."""
+    first, count = rows.take(0), len(splits_of_rows)
+    policies, shares = (np.broadcast_to(column, count).tolist() for column in (rows.recompute, rows.recompute_share))
+    cases = list(zip(policies, shares, splits_of_rows, strict=True))
+    # Few of the rows differ in these.
+    of_case = {
+        case: _counts(problem, first.with_columns(recompute=case[0]), *case[1:]) for case in dict.fromkeys(cases)
+    }
+    return np.stack([of_case[case] for case in cases])
+
+
 def _counts(problem: Problem, row: Layouts, share: float, bounds: Bounds) -> Any:
-    """Return an array [stages, variants, kinds] of numbers of layers; a variant is a policy that layers have."""
+    """Return an array [stages, variants, kinds] of numbers of layers for one row."""
     pinned = problem.spec.parallel.recompute
     policies = recompute_of(problem, row, share, bounds)
     names = tuple(dict.fromkeys(pinned)) if isinstance(pinned, list) else (RECOMPUTE[int(row.recompute)], "none")

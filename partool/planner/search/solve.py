@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.repeats import codes
 from partool.plan.types import SearchSummary
 from partool.planner.forms.gathers import under_pressure
 from partool.planner.forms.runnable import runnable
@@ -20,9 +21,10 @@ from partool.planner.search.branch_and_bound import Search, SearchResult
 from partool.planner.search.enumeration import build
 from partool.planner.search.glance import glance
 from partool.planner.search.offload import to_disks
-from partool.planner.search.price import Priced, host_limit, pinned_limit, room
+from partool.planner.search.price import Priced, host_limit, pinned_limit, room, room_below
 from partool.planner.search.prices import firsts
-from partool.planner.search.space import Space
+from partool.planner.search.score import ScoreWeights
+from partool.planner.search.space import GROUP_COLUMNS, Space
 
 NEARLY = 0.01
 """Share by which the score of a layout that the plan is compared with may be above the least of its kind."""
@@ -42,6 +44,13 @@ class Solution:
     overall: SearchResult
     able: SearchResult | None
     """Result of a second search, over runnable layouts only; None if the best layout can run, or if no layout can."""
+    unrelaxed: Solution | None = None
+    """The solution without relaxed constraints; None if this is it."""
+
+    @property
+    def plain(self) -> Solution:
+        """The solution without relaxed constraints."""
+        return self if self.unrelaxed is None else self.unrelaxed
 
     @property
     def chosen(self) -> Priced | None:
@@ -143,9 +152,11 @@ def _solved(problem: Problem) -> Solution:
         best = solution.chosen
         if best is not None and not _may_help(harder, plain, best.score_s):
             continue
+        if best is not None and not _finds(harder, plain, best.score_s):
+            continue
         relaxed = _solve(harder, float("inf") if best is None else best.score_s)
         if relaxed.chosen is not None and (best is None or _better(relaxed.chosen, best)):
-            solution = relaxed
+            solution = replace(relaxed, unrelaxed=plain)
     return solution
 
 
@@ -166,9 +177,36 @@ def _may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
     rows = plain.space.rows(group, policy)
     networks, losses = tile_sizes(harder, rows)
     compiled = rows.compiled * (harder.compile == "block")
-    need = room(harder, replace(rows, mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled))
-    fits = np.asarray(need.total_bytes) <= harder.capacity_bytes * plain.search.slack(group)
-    return bool(np.any(fits & (np.asarray(need.host_bytes) <= host_limit(harder))))
+    rows = rows.with_columns(mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled)
+    most_bytes, most_host_bytes = harder.capacity_bytes * plain.search.slack(group), host_limit(harder)
+    need = room_below(harder, rows, most_bytes, most_host_bytes)
+    fits = np.asarray(need.total_bytes) <= most_bytes
+    return bool(np.any(fits & (np.asarray(need.host_bytes) <= most_host_bytes)))
+
+
+def _finds(harder: Problem, plain: Solution, limit_s: float) -> bool:
+    """Return False if a search with relaxed constraints finds no layout with a score up to ``limit_s``.
+
+    Groups whose bound without them exceeds it are left out, as in :func:`_may_help`. Those that did not fit have none.
+    """
+    space = build(harder)
+    bound_s = _bounds_in(space, plain)
+    weights = ScoreWeights.of(harder, space.groups, space.size, space.policies)
+    scores = bound_s * (1.0 + weights.group + weights.policy.min(initial=0.0))
+    return Search(harder, space, scores <= limit_s, limit_s=limit_s).run().best is not None
+
+
+def _bounds_in(space: Space, plain: Solution) -> NDArray[np.float64]:
+    """Return the bounds of ``plain`` for the groups of another space in seconds; 0 where it has none."""
+    known, code = _codes(plain.space), _codes(space)
+    order = np.argsort(known, kind="stable")
+    at = order[np.minimum(np.searchsorted(known[order], code), len(order) - 1)]
+    bound_s = np.where(known[at] == code, plain.search.bound_s[at], 0.0)
+    return np.where(np.isfinite(bound_s), bound_s, 0.0)
+
+
+def _codes(space: Space) -> NDArray[np.int64]:
+    return codes(space.size, [getattr(space.groups, name) for name in GROUP_COLUMNS])
 
 
 def harder_ones(problem: Problem) -> Iterator[Problem]:

@@ -22,8 +22,6 @@ GROUP_COLUMNS = (
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
 """Columns of groups that are enumerated."""
-_SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
-"""Columns of groups that are computed from the columns in :data:`GROUP_COLUMNS`."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,7 @@ class Space:
             # Schedules that send weights around a ring allow one policy: full recomputation, no offload.
             only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0, "gpu_fraction": 1.0}
             values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
-        kept = {name: getattr(taken, name) for name in (*GROUP_COLUMNS, *_SETTLED)}
-        return Layouts(**kept, compiled=taken.compiled, **values)
+        return taken.with_columns(**values)
 
     def allowed(self, group: Any, policy: Any) -> Any:
         """Return a mask of the pairs (group, policy) that are possible and worth trying.
