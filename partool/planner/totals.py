@@ -28,7 +28,7 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     master = MASTER_BYTES[training.precision]
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
     moment = 2 if in_bf16 else master
-    frozen = spec.model.frozen
+    frozen = problem.frozen
     written = 0
     if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
         written = saved_bytes * layout.mesh.world_size

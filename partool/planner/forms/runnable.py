@@ -49,7 +49,7 @@ def task(problem: Problem) -> Task:
     """Return the requirements on the runtime that all layouts of a problem share."""
     spec = problem.spec
     hf = problem.described is not None
-    return Task(problem.model, problem.devices, spec.training.precision, bool(spec.model.frozen), hf)
+    return Task(problem.model, problem.devices, spec.training.precision, bool(problem.frozen), hf)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
