@@ -12,6 +12,7 @@ from partool.planner.problem import Problem
 from partool.planner.rules.data_size import UncountedError, count_tokens
 from partool.spec.training import DataSpec
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.base import COMPUTE_BYTES
 from partool.work.training import MASTER_BYTES
 
 
@@ -33,7 +34,7 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
         written = saved_bytes * layout.mesh.world_size
     elif problem.job.backward:
-        written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment)
+        written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment, frozen_bytes=COMPUTE_BYTES[training.precision])
     figures = Totals(
         trained_tokens=trained,
         data_tokens=data_tokens,

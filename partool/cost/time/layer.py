@@ -10,7 +10,7 @@ from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column
 from partool.cost.kinds import Kind
 from partool.cost.sequence.price import exchange
 from partool.cost.silicon.products import quantises
-from partool.cost.time import attention, experts, layer_products
+from partool.cost.time import adapter, attention, experts, layer_products
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.elementwise import elementwise_s, gap_s
 from partool.cost.time.gemm import in_tiles, products_s
@@ -27,15 +27,18 @@ class Layer:
     recompute: LayerPass
 
 
-def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -> Layer:
+def layer(
+    job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0, trained: float = 1.0
+) -> Layer:
     """Return the passes of one layer of ``kind``.
 
-    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before.
+    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. ``trained`` is the
+    share of the matrices whose gradients backward passes compute.
     """
     if kind.moe and job.stack.experts is not None:
         job = replace(job, stack=job.stack.experts)
     sent = tensor_time.layer_seconds(job, layouts, kind)
-    forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
+    forward, backward = (_pass(job, layouts, kind, sent, backward=which, trained=trained) for which in (False, True))
     tiled = in_tiles(job, layouts)
     # The weighted sum of experts, and tiles, read the results of their last products.
     kept = (
@@ -52,7 +55,7 @@ def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0) -
         )
     if perturbed:
         sent = tensor_time.layer_seconds(job, layouts, kind, weights=False)
-        inputs = _pass(job, layouts, kind, sent, backward=True, weights=False)
+        inputs = _pass(job, layouts, kind, sent, backward=True, trained=0.0)
         more = ((forward, forward), (backward, inputs), (recompute, recompute))
         return Layer(*(one.plus(other, perturbed) for one, other in more))
     return Layer(forward, backward, recompute)
@@ -65,9 +68,9 @@ def _pass(
     sent: tensor_time.TensorSeconds,
     *,
     backward: bool,
-    weights: bool = True,
+    trained: float = 1.0,
 ) -> LayerPass:
-    """Return one pass of a layer; without ``weights``, a backward pass that computes no gradients of weights."""
+    """Return one pass of a layer; a backward pass computes gradients of the share ``trained`` of the matrices."""
     stack = job.stack
     operators: Column = stack.operators_backward if backward else stack.operators_forward
     passes = 2.0 if backward else 1.0
@@ -81,7 +84,7 @@ def _pass(
     slower = derate * (stack.fp8_product if job.precision == "fp8" and not quantises(job) else 1.0)
     if backward:
         inputs, others, first = (slower * each for each in layer_products.backward_s(job, layouts, kind))
-        others, first = (others, first) if weights else (0.0 * others, 0.0 * first)
+        others, first = trained * others, trained * first
         matmul, first = inputs + others, np.where(np.asarray(layouts.tensor_inner) > 1, others, first)
         tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
     else:
@@ -89,12 +92,16 @@ def _pass(
         # With two dimensions, the results of all products are summed over ranks.
         second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
+    adapted = adapter.added(job, layouts, kind.moe, backward=backward)
+    operators = operators + adapted.operators
     shared = exchange(job, layouts, kind, backward=backward)
     operators = operators + shared.operators
     layer_pass = LayerPass(
-        matmul_s=matmul,
+        matmul_s=matmul + derate * adapted.matmul_s,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
-        elementwise_s=derate * (elementwise_s(job, layouts, kind, backward=backward) + shared.merges)
+        elementwise_s=derate * (
+            elementwise_s(job, layouts, kind, backward=backward) + shared.merges + adapted.elementwise_s
+        )
         + operators * gap_s(job),
         tensor_s=tensor.total,
         sequence_s=shared.total,

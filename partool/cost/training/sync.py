@@ -13,6 +13,7 @@ from partool.cost.collective import RankGroup
 from partool.cost.time.tensor import tensor_group
 from partool.cost.training.gathers import kept_elements, messages_of_unit
 from partool.cost.training.one_bit import message_bytes
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.training.traffic import trained_share
 from partool.work.training import OneBitUpdates, TrainingWork
 
@@ -76,7 +77,11 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     everyone = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
-    reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
+    trained = trained_share(job.model, job.frozen)
+    reduce_bytes = reduce_bytes * trained
+    if memory_stack(stack.name).narrow_frozen and job.backward:
+        # Below ZeRO-3, frozen parameters are whole on each rank.
+        gather_bytes = gather_bytes * np.where((np.asarray(zero) == 3) | np.asarray(layouts.ring), 1.0, trained)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.scatter_s, parameters, reduce_bytes, (shards, owners))
     gather = _gather_s(job, parameters, gather_bytes, zero, (shards, owners))
