@@ -34,7 +34,14 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, data: DataSpe
     if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
         written = saved_bytes * layout.mesh.world_size
     elif problem.job.backward:
-        written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment, frozen_bytes=COMPUTE_BYTES[training.precision])
+        written = checkpoint_bytes(
+            problem.model,
+            spec.optimizer.name,
+            frozen,
+            weight_bytes=master,
+            moment_bytes=moment,
+            frozen_bytes=COMPUTE_BYTES[training.precision],
+        )
     figures = Totals(
         trained_tokens=trained,
         data_tokens=data_tokens,

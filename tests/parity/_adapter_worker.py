@@ -21,9 +21,7 @@ from partool_runtime.weights.draw import BlockSource, init_source
 filling: Any = importlib.import_module("partool_runtime.weights.fill")  # the package has its function by this name
 UNCHANGED = "frozen-{}.json"
 """Name of a rank's file: names of frozen parameters, and whether the rank's parts of them have their first bits."""
-_SIZED = ModelConfig(
-    layers=1, hidden=8, ffn_hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=8, init_std=0.3
-)
+_SIZED = ModelConfig(layers=1, hidden=8, ffn_hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=8, init_std=0.3)
 
 
 def noise(seed: int) -> BlockSource:

@@ -23,12 +23,16 @@ from torch.nn.utils import clip_grad_norm_
 
 from partool.layout.adapters import frozen_beside, is_adapter
 from partool.layout.parameters import parameters
-from partool.plan.learning_rate import lr_factor
 from partool.plan.layout import Mesh
+from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool.spec.adapter import AdapterSpec
+from partool.spec.model import Weights
 from partool.spec.training import CheckpointSpec, OptimizerGroup
+from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
 from partool_runtime.data import open_data
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.merge import merged_weights
 from partool_runtime.model import Decoder
 from partool_runtime.weights import fill_from
 from partool_runtime.weights.draw import init_source
@@ -36,8 +40,10 @@ from partool_runtime.weights.draw import init_source
 STEPS, STOP = 10, 4
 TOLERANCE = 1e-8
 """Ten steps of AdamW multiply rounding by up to 1e6; a missing term of a gradient is seen in the third digit."""
+EXPERTS = SHORT | {"moe": SHORT["moe"] | {"aux_loss": 0.0, "z_loss": 0.0}}
+"""Without losses of routers, which are no part of the decoder's loss."""
 MODELS: dict[str, dict[str, Any]] = {
-    "five": FIVE, "tied": TIED, "shared": SHARED, "latent": LATENT, "experts": SHORT
+    "five": FIVE, "tied": TIED, "shared": SHARED, "latent": LATENT, "experts": EXPERTS
 }  # fmt: skip
 ADAPTERS: dict[str, AdapterSpec] = {
     "five": AdapterSpec(rank=3, alpha=5.0, train=["head", "norms"], lr_ratio=4.0),
@@ -149,11 +155,10 @@ def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
     patterns = frozen_beside(list(shapes), adapter.train)
     trained = {n: p for n, p in weights.items() if not any(torch_matches(n, each) for each in patterns)}
     spec = plan.optimizer
+    decays = {n: spec.weight_decay * (p.ndim > 1) for n, p in trained.items()}
+    factors = {n: adapter.lr_ratio ** n.endswith("lora_b") for n in trained}
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p], "weight_decay": spec.weight_decay * (p.ndim > 1), "factor": adapter.lr_ratio ** n.endswith("lora_b")}
-            for n, p in trained.items()
-        ],
+        [{"params": [p], "weight_decay": decays[n], "factor": factors[n]} for n, p in trained.items()],
         betas=(spec.betas[0], spec.betas[1]), eps=spec.eps, foreach=False,
     )  # fmt: skip
     data = open_data(plan, dp_rank=0, dp_size=1, barrier=lambda: None)
@@ -191,7 +196,9 @@ def test_one_process_follows_summed_matrices(ran: Ran, model: str) -> None:
     expected = by_torch(plan, ADAPTERS[model])
     assert {key.removeprefix("model.") for key in state if key.startswith("model.")} == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(state[f"model.{name}"], value, rtol=TOLERANCE, atol=TOLERANCE, msg=partial("{}: {}".format, name))
+        torch.testing.assert_close(
+            state[f"model.{name}"], value, rtol=TOLERANCE, atol=TOLERANCE, msg=partial("{}: {}".format, name)
+        )
 
 
 @pytest.mark.timeout(200)
@@ -204,3 +211,37 @@ def test_training_equals_one_process(ran: Ran, name: str) -> None:
         unchanged = json.loads((ran.jobs.folder / run / UNCHANGED.format(rank)).read_text())
         assert [each for each, same in unchanged.items() if not same] == []
         assert any(each.endswith(".weight") for each in unchanged)
+
+
+@pytest.mark.timeout(200)
+def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
+    """The adapter comes from the checkpoint, the frozen weights from the seed; other frozen weights are refused."""
+    sharded, cut = adapter_plan(ran.text, Mesh(dp_shard=2), 3), adapter_plan(ran.text, Mesh(tp=2), 0)
+    ran.jobs.train("stopped", sharded, run="broken", stop_at=STOP)
+    assert ran.jobs.ended("stopped", rank=1) == f"Preempted: stopped by SIGTERM after step {STOP}"
+    ran.jobs.train("other", cut.model_copy(update={"weights": Weights(source="dummy")}), run="broken", resume=True)
+    assert "trained beside other frozen weights" in ran.jobs.ended("other")
+    ran.jobs.train("rest", cut, run="broken", resume=True)
+    assert ran.jobs.ended("rest") == "done"
+    assert_same_state(ran.jobs, "broken", ran.reference("five"), at=STEPS, of=STEPS, tolerance=TOLERANCE)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("model", often(MODELS, ["five"]))
+def test_merged_weights_compute_what_the_adapter_does(ran: Ran, model: str) -> None:
+    plan = adapter_plan(ran.text, ONE, 0, model)
+    checkpoint = step_folder(ran.jobs.folder / ran.reference(model) / "checkpoints", STEPS)
+    apart, plain = (Decoder(each).double() for each in (plan.model, plan.model.model_copy(update={"adapter": None})))
+    plain.load_state_dict(merged_weights(plan, checkpoint, torch.float64))
+    fill_from(apart, init_source(plan.model, plan.training.seed))
+    tokens, kept = torch.arange(14).view(2, 7), tensor_shapes(checkpoint)
+    with torch.no_grad():
+        before = apart.logits(tokens)
+        trained = {f"model.{n}": p.detach() for n, p in apart.named_parameters() if f"model.{n}" in kept}
+        load_folder(checkpoint, trained)
+        expected, got = apart.logits(tokens), plain.logits(tokens)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert float((got - before).abs().max()) > 1e-3
+    with pytest.raises(ConfigurationError, match="other weights") as error:
+        merged_weights(plan.model_copy(update={"weights": Weights(source="dummy")}), checkpoint, torch.float64)
+    assert error.value.code == "PT618"

@@ -117,7 +117,8 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
         MemoryStack(
-            "partool", narrow_frozen=True, copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, narrow_beside_host=True,
+            "partool", narrow_frozen=True, copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False,
+            narrow_beside_host=True,
             buckets_to_host=True, counted_host_memory=True, copies_shards_ahead=True, counted_groups=True,
             traced_moments=True, one_device_evidence=True,
         ),

@@ -39,7 +39,7 @@ class _Target(NamedTuple):
     """True if tensor ranks hold parts of the columns, False if of the rows."""
     share: float
     """Products per token: 1, or of an expert its share of the tokens times the number of experts."""
-    count: float
+    present: float
     """Share of the layers that have it."""
 
 
@@ -66,9 +66,9 @@ def added(job: Workload, layouts: Layouts, moe: bool, *, backward: bool) -> Adde
             )
         width = into if backward else out
         dropout = 2.0 * into if adapter.dropout else 0.0
-        matmul = matmul + target.count * products
-        moved = moved + target.count * rows * (3.0 * width + dropout + 2.0 * rank)
-        operators = operators + target.count * (_BACKWARD if backward else _FORWARD)
+        matmul = matmul + target.present * products
+        moved = moved + target.present * rows * (3.0 * width + dropout + 2.0 * rank)
+        operators = operators + target.present * (_BACKWARD if backward else _FORWARD)
     bytes_moved = moved * job.compute_bytes
     return Added(matmul, bytes_moved / stream_bytes_per_s(job), operators + 0.0 * np.asarray(layouts.tp))
 
@@ -88,7 +88,7 @@ def saved_per_token(job: Workload, layouts: Layouts, moe: bool, *, products: boo
         dropped = into * (job.compute_bytes + 1) if adapter.dropout else 0.0
         out = target.rows if target.cut else tensor_shares.width(target.rows, ranks)
         kept = (adapter.rank + (out if products else 0.0)) * job.compute_bytes
-        total = total + target.count * target.share * (kept + (0.0 if products else dropped))
+        total = total + target.present * target.share * (kept + (0.0 if products else dropped))
     return total
 
 
@@ -100,7 +100,7 @@ def _targets(model: ModelConfig, moe: bool) -> tuple[_Target, ...]:
     for layer in layers:
         for target in _of_layer(model, layer):
             counts[target] = counts.get(target, 0) + 1
-    return tuple(target._replace(count=count / len(layers)) for target, count in counts.items())
+    return tuple(target._replace(present=count / len(layers)) for target, count in counts.items())
 
 
 def _of_layer(model: ModelConfig, layer: int) -> Iterator[_Target]:
@@ -113,5 +113,5 @@ def _of_layer(model: ModelConfig, layer: int) -> Iterator[_Target]:
         experts = moe.experts if info.kind == "expert" and moe is not None else 1
         share = float(moe.top_k) if info.kind == "expert" and moe is not None else 1.0
         cut = name.rpartition(".")[2] in ("o", "down")
-        # ``count`` tells targets of equal sizes apart until they are counted.
+        # ``present`` tells targets of equal sizes apart until they are counted.
         yield _Target(info.shape[0] // experts, info.shape[1], cut, share, float(number))

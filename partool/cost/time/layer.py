@@ -27,9 +27,7 @@ class Layer:
     recompute: LayerPass
 
 
-def layer(
-    job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0, trained: float = 1.0
-) -> Layer:
+def layer(job: Workload, layouts: Layouts, kind: Kind, perturbed: float = 0.0, trained: float = 1.0) -> Layer:
     """Return the passes of one layer of ``kind``.
 
     In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. ``trained`` is the
@@ -99,9 +97,8 @@ def _pass(
     layer_pass = LayerPass(
         matmul_s=matmul + derate * adapted.matmul_s,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
-        elementwise_s=derate * (
-            elementwise_s(job, layouts, kind, backward=backward) + shared.merges + adapted.elementwise_s
-        )
+        elementwise_s=derate
+        * (elementwise_s(job, layouts, kind, backward=backward) + shared.merges + adapted.elementwise_s)
         + operators * gap_s(job),
         tensor_s=tensor.total,
         sequence_s=shared.total,

@@ -259,7 +259,7 @@ class _Pass:
     def _places(self) -> tuple[_Place, ...]:
         """Return the layers with experts of which one may have the fullest moment."""
         step, passes, layer = self.step, self.step.passes, self.step.moe
-        first, everything = self._input_elements, step.state.gathered / step.small
+        everything = step.state.gathered / step.small
         saved, dense, ahead = self.saved - passes.of_norm, step.state.dense_first, step.ahead_of(self.step.moe)
         earlier, none = step.rest(layer), UnitElements(0.0)
         before = step.dense.where(dense > 0, self._inputs)
@@ -328,10 +328,10 @@ class _Pass:
             communication=step.reduction(step.rest(step.layer(0))),
         ).only(has_embedding)  # fmt: skip
         ended, unreduced, _, reduction = self._reduced(step.root, passes.loss_beside_layers)
+        left = step.inputs.plus(step.root.times(np.where(ended, 0.0, 1.0))).times(missing)
         yield step.moment(
             "head, reduced", gathered=step.gathered(first, still_gathered=first), loss=unreduced,
-            gradients=self._gradients(step.inputs.plus(step.root.times(np.where(ended, 0.0, 1.0))).times(missing)), working=rows,
-            activations=self._others + rows, communication=reduction,
+            gradients=self._gradients(left), working=rows, activations=self._others + rows, communication=reduction,
         )  # fmt: skip
         ended, unreduced, _, reduction = self._reduced(step.inputs, rows)
         yield step.moment(

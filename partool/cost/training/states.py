@@ -117,8 +117,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     sizes = element_counts(job, layouts, load)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
-    zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
-    shards = state_shards(layouts)
+    zero, on_host, shards = layouts.zero, 1.0 - layouts.gpu_fraction, state_shards(layouts)
     if stack.pipeline_keeps_whole:
         layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
@@ -127,26 +126,21 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
         common, expert = of
         return np.ceil(common / cut) + np.ceil(expert / _expert_shards(layouts, cut, zero >= stage))
 
-    everything = sizes.common + sizes.expert
     everywhere, trained = sharded(1), sharded(1, (sizes.trained, sizes.trained_expert))
     kept_wide = master * everywhere * (1 - on_host)
     parameters: Column
     optimizer: Column
-    narrow = stack.narrow_frozen and bool(job.frozen) and bool(job.backward)
-    frozen = (sizes.common - sizes.trained, sizes.expert - sizes.trained_expert)
-    if narrow:
+    if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
     elif stack.narrow_beside_host:
         # With the optimizer in host memory, all masters count as optimizer state, also masters that stay on the device.
         parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
         parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
-    if narrow:
-        # Masters of what is trained; the rest is whole below ZeRO-3, unless it is gathered from host memory.
-        gathers = (np.asarray(zero) == 3) | (np.asarray(layouts.offload_parameters) == 1)
-        of_frozen = small * np.where(gathers, sharded(1, frozen), frozen[0] + frozen[1])
-        of_trained = np.where(on_host > 0, small, master) * trained
-        parameters = np.where(np.asarray(layouts.ring), parameters, of_frozen + of_trained)
+    if narrow := stack.narrow_frozen and bool(job.frozen) and bool(job.backward):
+        frozen = sharded(1, (sizes.common - sizes.trained, sizes.expert - sizes.trained_expert))
+        narrow_parameters = _narrow_parameters(job, layouts, sizes, frozen, trained)
+        parameters = np.where(np.asarray(layouts.ring), parameters, narrow_parameters)
     stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
     away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
@@ -156,10 +150,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     if job.matrices is not None:
         matrices = sharded(1, (sizes.matrices, sizes.matrices_expert))
         moments = moments - (job.moments - job.matrices.moments) * master * matrices
-    managed = everything
-    if narrow:
-        whole = (np.asarray(zero) == 3) | np.asarray(layouts.ring)
-        managed = np.where(whole, everything, sizes.trained + sizes.trained_expert)
+    managed = _managed(layouts, sizes) if narrow else sizes.common + sizes.expert
     gathered = _gathered(job, layouts, stack, sizes, managed)
     if stack.counted_host_memory:
         terms = host_terms(job, layouts, on_host * trained)
@@ -181,7 +172,29 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     )
 
 
-def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, load: RankLoad, *, narrow: bool) -> dict[str, Any]:
+def _narrow_parameters(
+    job: TrainingWork, layouts: Layouts, sizes: ElementCounts, frozen: Column, trained: Column
+) -> Column:
+    """Return the bytes of masters of what is trained, and of the rest in the compute type.
+
+    ``frozen`` and ``trained`` are shards of elements. Frozen parameters are whole below ZeRO-3, unless they are
+    gathered from host memory.
+    """
+    small, narrow = job.compute_bytes, layouts.gpu_fraction < 1
+    gathers = (np.asarray(layouts.zero) == 3) | (np.asarray(layouts.offload_parameters) == 1)
+    whole = sizes.common - sizes.trained + sizes.expert - sizes.trained_expert
+    return small * np.where(gathers, frozen, whole) + np.where(narrow, small, job.master_bytes) * trained
+
+
+def _managed(layouts: Layouts, sizes: ElementCounts) -> Column:
+    """Return the number of elements that are gathered where frozen parameters are whole below ZeRO-3."""
+    gathers = (np.asarray(layouts.zero) == 3) | np.asarray(layouts.ring)
+    return np.where(gathers, sizes.common + sizes.expert, sizes.trained + sizes.trained_expert)
+
+
+def _units(
+    job: TrainingWork, layouts: Layouts, sizes: ElementCounts, load: RankLoad, *, narrow: bool
+) -> dict[str, Any]:
     """Return the fields of :class:`States` that say what is gathered and reduced at once.
 
     ``narrow`` means that frozen parameters are not gathered below ZeRO-3.
@@ -373,9 +386,7 @@ def _gradients(
     return ended * on_device, before * on_device, stepping
 
 
-def _buffers(
-    job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, *, narrow: bool
-) -> Column:
+def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, *, narrow: bool) -> Column:
     """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
 
     A sequential gather writes directly into the parameters and needs no message. Ranks that pass weights on have other

@@ -10,10 +10,10 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import Column, Layouts
 from partool.cost.collective import RankGroup
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.time.tensor import tensor_group
 from partool.cost.training.gathers import kept_elements, messages_of_unit
 from partool.cost.training.one_bit import message_bytes
-from partool.cost.memory.stacks import memory_stack
 from partool.cost.training.traffic import trained_share
 from partool.work.training import OneBitUpdates, TrainingWork
 
@@ -77,11 +77,8 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     everyone = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
-    trained = trained_share(job.model, job.frozen)
-    reduce_bytes = reduce_bytes * trained
-    if memory_stack(stack.name).narrow_frozen and job.backward:
-        # Below ZeRO-3, frozen parameters are whole on each rank.
-        gather_bytes = gather_bytes * np.where((np.asarray(zero) == 3) | np.asarray(layouts.ring), 1.0, trained)
+    reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
+    gather_bytes = gather_bytes * _gathered_share(job, layouts, zero)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.scatter_s, parameters, reduce_bytes, (shards, owners))
     gather = _gather_s(job, parameters, gather_bytes, zero, (shards, owners))
@@ -123,6 +120,14 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     slowdown = np.maximum(hidden, 0.0) * (stack.contention - 1.0)
     return Sync(gradient, exposed, gathered, shown, slowdown, refresh)
+
+
+def _gathered_share(job: TrainingWork, layouts: Layouts, zero: Column) -> Column:
+    """Return the share of the parameters that is gathered: without frozen ones, if these are whole on each rank."""
+    if not job.backward or not memory_stack(job.stack.name).narrow_frozen:
+        return 1.0
+    everything = (np.asarray(zero) == 3) | np.asarray(layouts.ring)
+    return np.where(everything, 1.0, trained_share(job.model, job.frozen))
 
 
 def _one_bit(

@@ -56,7 +56,9 @@ def task(problem: Problem) -> Task:
 
 def task_of(plan: Plan, devices: Devices) -> Task:
     """Return the requirements on the runtime that a plan on ``devices`` has, except those of the plan's layout."""
-    return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), not plan.own_decoder, plan.optimizer.name)
+    return Task(
+        plan.model, devices, plan.training.precision, bool(plan.frozen), not plan.own_decoder, plan.optimizer.name
+    )
 
 
 def of_task(asked: Task) -> Iterator[str]:

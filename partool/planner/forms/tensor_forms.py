@@ -136,8 +136,9 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
     """Return, for each group, how collectives overlap with computation, as an index of :data:`OVERLAPS`.
 
     The spec sets the overlap. For ``auto``, it is ``backward`` if the device gains from overlap and backward passes are
-    neither compiled nor split; products with an adapter's sum are not overlapped. Fused kernels over symmetric memory are used only if the spec asks for them, because
-    their gain depends on links that the hardware tables do not describe.
+    neither compiled nor split; products with an adapter's sum are not overlapped. Fused kernels over symmetric memory
+    are used only if the spec asks for them, because their gain depends on links that the hardware tables do not
+    describe.
     """
     pinned = problem.spec.parallel.tensor.overlap
     many = np.asarray(groups.tp) > 1

@@ -51,7 +51,10 @@ def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: t
         why, near = "matches no parameter", get_close_matches(pattern, sorted({*map(collapsed_name, names)}), 2, 0.5)
         help = f"nearest: {' or '.join(near)}" if near else f"names are {', '.join(names[:4])}, …"
     elif all(is_frozen(name, frozen) for name in matched):
-        why, help = "matches only parameters that model.frozen or an adapter keeps as they are", "drop it, or train some of them"
+        why, help = (
+            "matches only parameters that model.frozen or an adapter keeps as they are",
+            "drop it, or train some of them",
+        )
     else:
         why, help = "matches no parameter that an earlier pattern does not", "move it up: the first that matches counts"
     message = f"optimizer.groups: {pattern!r} {why}"

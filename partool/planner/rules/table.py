@@ -132,8 +132,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
-    check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, optimizer.check, _recompute, offload.check,
-    _position, _mesh, gathers.check, tiles.check, adversarial.check,
+    check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, optimizer.check, _recompute,
+    offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -110,7 +110,11 @@ def _blocks(
     empty_a = some_a.new_zeros(rank, some_a.shape[1])
     rows = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     pairs = [parts.get(part, (empty_a, some_b.new_zeros(rows[part] * config.head_dim, rank))) for part in _PARTS]
-    return torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
+    joined_b, first = some_b.new_zeros(sum(len(b) for _, b in pairs), len(_PARTS) * rank), 0
+    for number, (_, b) in enumerate(pairs):
+        joined_b[first : first + len(b), number * rank : (number + 1) * rank] = b
+        first += len(b)
+    return torch.cat([a for a, _ in pairs]), joined_b
 
 
 def _settings(
@@ -240,7 +244,9 @@ def _check_settings(path: Path, settings: Mapping[str, Any], adapter: LowRank) -
     }  # fmt: skip
     absent = {"use_rslora": False, "use_dora": False, "bias": "none"}
     saved = {name: settings.get(name, absent.get(name)) for name in wanted}
-    problems = [f"{name} is {saved[name]} there and {value} here" for name, value in wanted.items() if saved[name] != value]
+    problems = [
+        f"{name} is {saved[name]} there and {value} here" for name, value in wanted.items() if saved[name] != value
+    ]
     if settings.get("modules_to_save"):
         problems.append(f"it holds whole matrices of {', '.join(settings['modules_to_save'])}, which are not read")
     if problems:

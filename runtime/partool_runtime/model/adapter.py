@@ -84,10 +84,11 @@ def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
             for leaf, stacked in module.stacked():
                 if is_target(adapter, f"{prefix}.{name}.{leaf}"):
                     stacked.__class__ = AdaptedStack
+                    assert isinstance(stacked, AdaptedStack)
                     _add(stacked, adapter, module.number, *stacked.weight.shape)
 
 
-def _add(module: nn.Module, adapter: LowRank, matrices: int, rows: int, columns: int) -> None:
+def _add(module: Adapted | AdaptedStack, adapter: LowRank, matrices: int, rows: int, columns: int) -> None:
     module.register_parameter(A, nn.Parameter(torch.empty(matrices * adapter.rank, columns)))
     module.register_parameter(B, nn.Parameter(torch.zeros(rows, adapter.rank)))
     bound = columns**-0.5

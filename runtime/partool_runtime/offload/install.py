@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
 from partool.strategies.optimizers import OPTIMIZERS
 from partool_runtime.hf.model import HfDecoder

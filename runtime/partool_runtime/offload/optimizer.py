@@ -216,8 +216,6 @@ class HostOptimizer(CountsUpdates):
         self._store.written()
         self._engine.rebuild()
         with torch.no_grad():
-            for name, kept in self._kept.items():
-                local(self._frozen[name]).copy_(kept)
         self._written()
 
     def held_bytes(self) -> dict[str, int]:

@@ -80,6 +80,6 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def _divided(sums: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
     """Return sums divided by numbers of copies, modulo the prime."""
     factors = torch.zeros_like(copies)
-    for count in copies.unique().tolist():
+    for count in sorted(set(copies.tolist())):
         factors[copies == count] = pow(count, -1, _PRIME) if count else 0
     return (sums % _PRIME) * factors % _PRIME

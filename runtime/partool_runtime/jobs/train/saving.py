@@ -40,7 +40,7 @@ class Saver:
         arena: Arena | None = None,
         base: str = "",
     ) -> None:
-        """``base`` is the checksum of the weights that an adapter leaves as they are; empty without an adapter."""
+        """Take the run's parts; ``base`` is the checksum of the weights beside an adapter, empty without one."""
         self.notes: list[str] = []
         """What the user must learn about the checkpoint that :meth:`resume` has chosen."""
         # Taken before the first forward pass, after which modules may hold gathered parameters.
@@ -158,8 +158,9 @@ class Saver:
             **self._optimizer.numbers(),
             "scaler": self._scaler.state(),
             "nonfinite_in_row": self._stepper.nonfinite_in_row,
-            **({"base": self._base} if self._base else {}),
         }
+        if self._base:
+            extra["base"] = self._base
         with torch.no_grad():
             self._optimizer.settle()
             skipping = self._stepper.nonfinite_in_row > 0

@@ -19,6 +19,7 @@ from partool_runtime.jobs.process import configure_process, watch_compiler
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.model import AnyDecoder
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
