@@ -37,7 +37,7 @@ from partool_runtime.model import Decoder
 from partool_runtime.weights import fill_from
 from partool_runtime.weights.draw import init_source
 
-STEPS, STOP = 10, 4
+STEPS, STOP = 10, 5
 TOLERANCE = 1e-8
 """Ten steps of AdamW multiply rounding by up to 1e6; a missing term of a gradient is seen in the third digit."""
 EXPERTS = SHORT | {"moe": SHORT["moe"] | {"aux_loss": 0.0, "z_loss": 0.0}}

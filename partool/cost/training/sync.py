@@ -76,11 +76,11 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
     everyone = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
-    reduce_bytes, gather_bytes = _wire_bytes(job)
+    reduce_bytes, whole_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
-    gather_bytes = gather_bytes * _gathered_share(job, layouts, zero)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.scatter_s, parameters, reduce_bytes, (shards, owners))
+    gather_bytes = whole_bytes * _gathered_share(job, layouts, zero)
     gather = _gather_s(job, parameters, gather_bytes, zero, (shards, owners))
     each = reduce_bytes / shards.size
     least = None if parameters.least is None else parameters.least.dense * each
@@ -218,7 +218,7 @@ def _groups_s(
 
 
 def _gather_s(
-    job: TrainingWork, parameters: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
+    job: TrainingWork, parameters: RankParameters, each_bytes: Column, zero: Column, ranks: tuple[RankGroup, RankGroup]
 ) -> Column:
     """Return the seconds of gathering all parameters once, except those that stay gathered with ZeRO-3."""
     controls = job.controls
@@ -242,7 +242,7 @@ def _in_messages(parameters: RankParameters, each: int) -> RankParameters:
 
 
 def _refresh_s(
-    job: TrainingWork, parameters: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup
+    job: TrainingWork, parameters: RankParameters, each_bytes: Column, zero: Column, ranks: RankGroup
 ) -> Column:
     """Return the seconds of the message that updates the parameters that stay gathered; it is sent once a step."""
     if not job.controls.persistent_elements:

@@ -215,7 +215,6 @@ class HostOptimizer(CountsUpdates):
         """See ``Optimizer``."""
         self._store.written()
         self._engine.rebuild()
-        with torch.no_grad():
         self._written()
 
     def held_bytes(self) -> dict[str, int]:

@@ -155,12 +155,11 @@ class Saver:
             "model": self._plan.model.model_dump(mode="json"),
             "data": self._fingerprint,
             "optimizer": self._plan.optimizer.name,
+            "base": self._base,
             **self._optimizer.numbers(),
             "scaler": self._scaler.state(),
             "nonfinite_in_row": self._stepper.nonfinite_in_row,
         }
-        if self._base:
-            extra["base"] = self._base
         with torch.no_grad():
             self._optimizer.settle()
             skipping = self._stepper.nonfinite_in_row > 0
