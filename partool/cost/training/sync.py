@@ -200,7 +200,7 @@ def _groups_s(
     job: TrainingWork,
     cost: Callable[[TrainingWork, Column, RankGroup, Column | None], Column],
     parameters: RankParameters,
-    each_bytes: float,
+    each_bytes: Column,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
     """Return the total seconds of collectives, one per group of parameters; experts have a separate rank group."""
