@@ -31,6 +31,9 @@ def command(
         typer.Option("--dtype", help="Type of the weights; default the run's precision."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with an adapter: write the whole model with the adapter's sum.")
+    ] = False,
 ) -> None:
     """Write the weights of a run as a folder that other tools load."""
     stored = find_run_or_exit(run)
@@ -46,6 +49,7 @@ def command(
     line += ["--step", str(step)] * (step is not None)
     line += ["--dtype", str(dtype)] * (dtype is not None)
     line += ["--force"] * force
+    line += ["--merge"] * merge
     code = subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode
     if code:
         raise typer.Exit(1 if code in (1, _CONFIGURATION) else _ENVIRONMENT)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from partool.layout.grid import Axis, turns
+from partool.layout.parameters import is_frozen, layer_parameters, projection_of
 from partool.spec.model import ModelConfig
 
 
@@ -47,3 +48,17 @@ def axis_of(model: ModelConfig, layer: int) -> Axis | None:
     """Return the axis of the model's grid along which a layer attends; None means the whole sequence."""
     kind = model.attention_kind(layer)
     return kind if kind in ("row", "column") else None
+
+
+@lru_cache(maxsize=64)
+def trained_matrices(model: ModelConfig, frozen: tuple[str, ...], *, moe: bool) -> float:
+    """Return the share of the elements of matrices that is trained in layers with experts, or in the others.
+
+    Matrices that an adapter adds are left out.
+    """
+    if not frozen:
+        return 1.0
+    layers = [layer for layer in range(model.layers) if model.is_moe_layer(layer) == moe]
+    infos = [info for layer in layers for info in layer_parameters(model, layer) if projection_of(info) is not None]
+    elements = sum(info.elements for info in infos)
+    return sum(info.elements for info in infos if not is_frozen(info.name, frozen)) / max(elements, 1)

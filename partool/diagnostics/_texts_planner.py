@@ -453,6 +453,38 @@ RULES: tuple[Rule, ...] = (
         _EXPERTS + _TWO_GPUS + "training: {precision: bf16}\n",
     ),
     Rule(
+        "PT406",
+        "Adapters cannot be combined with this",
+        "Adapters run with all ZeRO stages, tensor ranks in one dimension, pipelines of activations, sequence methods "
+        "and expert ranks, and with optimizers that update each element by itself. The plan can be read; launch "
+        "refuses it.",
+        _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: muon}\n",
+        _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: adamw}\n",
+    ),
+    Rule(
+        "PT292",
+        "An adapter of a model that other code builds",
+        "The adapter's sum is a term of partool's own projections. partool's decoder reads folders of the model types "
+        "that docs/guide/huggingface.md lists.",
+        "model: {hf: Llama-3.2-1B}\nadapter: lora   # transformers builds the model",
+        "model: {config: Llama-3.2-1B, weights: {source: hf, path: Llama-3.2-1B}}\nadapter: lora",
+        "command",
+    ),
+    Rule(
+        "PT293",
+        "A pattern of the adapter that matches nothing",
+        "A pattern that matches no matrix or no parameter is misspelt: it would train less than the spec says.",
+        _MODEL + _TWO_GPUS + "adapter: {targets: [q, k, queries]}\n",
+        _MODEL + _TWO_GPUS + "adapter: {targets: [q, k, layers.*.ffn.up]}\n",
+    ),
+    Rule(
+        "PT294",
+        "Dropout on adapters of experts",
+        "Experts get few rows each, and PEFT refuses dropout there, too.",
+        _EXPERTS + _TWO_GPUS + "adapter: {dropout: 0.1}\n",
+        _EXPERTS + _TWO_GPUS + "adapter: {dropout: 0.1, targets: [q, k, v, o]}\n",
+    ),
+    Rule(
         "PT340",
         "A stop has less time than a step and its checkpoint may take",
         "A request to stop takes effect as a step ends, and the checkpoint that follows has to be complete before the "

@@ -282,6 +282,14 @@ RULES: tuple[Rule, ...] = (
         "partool launch --resume last",
     ),
     command_rule(
+        "PT618",
+        "The adapter was trained beside other frozen weights",
+        "A checkpoint of an adapter holds the trained parameters and a checksum of the others: an adapter means "
+        "something only beside the weights that it was trained with.",
+        "partool launch --resume last --set model.weights.path=other",
+        "partool launch --resume last",
+    ),
+    command_rule(
         "PT679",
         "The checkpoint is of a run with another optimizer",
         "One optimizer's state beside the weights means nothing to another one. Learning rate, groups and other "

@@ -1,4 +1,4 @@
-"""Recognises runs that do not train all weights, or train them for another task: partool prices neither."""
+"""Recognises runs that do not train all weights, or train them for another task: an import prices neither."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STAGES = {
 _PROGRAM = re.compile(rf"(?:^|[/_-])({'|'.join(sorted(_STAGES, key=len, reverse=True))})(?:_trainer|_training)?\.py$")
 _OF_FREEZING = "freeze_trainable_"
 """Beginning of LLaMA-Factory's settings that only count with ``finetuning_type: freeze``."""
-_NO_ADAPTERS = "partool has no adapters: each weight has its gradient and its moments"
+_NO_ADAPTERS = "an import prices the training of all weights"
 
 
 def named(settings: Mapping[str, Setting], *, ignored: Collection[str] = ()) -> list[str]:
@@ -84,7 +84,7 @@ def _judged(name: str, value: Any, *, off: bool) -> tuple[str, str] | None:
         return f"{name} keeps a part of the weights as it is, which is not imported", fix
     if off and not _SWITCHES.search(name):
         return None
-    fix = f"remove {name} and its kin to price full fine-tuning"
+    fix = f"remove {name} and its kin to price full fine-tuning, and write adapter: in the spec that it gives"
     return f"{name} asks for adapters, and {_NO_ADAPTERS}", fix
 
 

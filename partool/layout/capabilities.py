@@ -87,6 +87,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     *(Capability(name, "tests/parity/test_zero_controls_ranks.py::test_equals_one_process") for name in GATHERS),
     Capability("accumulation", _STAGES),
     Capability("frozen parameters", f"{_ZERO}::test_frozen_parameters_stay_and_have_no_moments"),
+    Capability("adapter", "tests/parity/test_adapters.py::test_training_equals_one_process"),
     Capability("tied embeddings", f"{_ZERO}::test_tied_embeddings"),
     Capability("precision fp64", _STAGES),
     Capability("precision fp32", "tests/parity/test_trainer.py::test_low_precision_stays_near_fp32"),
@@ -144,7 +145,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
 )
 
-_PRECISION = ("training", "precision")
+_PRECISION, _OPTIMIZER = ("training", "precision"), ("optimizer", "name")
 
 GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
@@ -158,6 +159,17 @@ GAPS: dict[str, Gap] = {
         "a model's graph on tensor ranks, in stages, compiled, in tiles, in fp8 or with leaves",
         ("parallel", "sequence", "method"),
     ),
+    "adapter in fp8": Gap("PT406", "adapters beside products in fp8", _PRECISION),
+    "adapter with an optimizer of whole matrices": Gap("PT406", "adapters with muon", _OPTIMIZER),
+    "adapter with exchanges of one bit": Gap("PT406", "adapters with exchanges of one bit", _OPTIMIZER),
+    "adapter with weights that travel": Gap("PT406", "adapters with WeiPipe's weights", ("parallel", "pipeline")),
+    "adapter on tensor ranks in two dimensions": Gap(
+        "PT406", "adapters on two-dimensional tensor ranks", ("parallel", "tensor", "shape")
+    ),
+    "adapter on parts of experts": Gap(
+        "PT406", "adapters of experts whose widths ranks share", ("parallel", "expert_tensor")
+    ),
+    "dropout of an adapter in tiles": Gap("PT406", "dropout of adapters in tiles", ("parallel", "tiles", "mlp")),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from partool.layout.matrices import matrix_stacks
-from partool.layout.parameters import is_frozen, parameters
+from partool.layout.parameters import is_frozen, is_selection_bias, parameters
 from partool.spec.model import ModelConfig
 from partool.strategies.optimizers import OPTIMIZERS
 
@@ -21,12 +21,16 @@ def checkpoint_shapes(
 ) -> dict[str, Shape]:
     """Return name → shape of each tensor in a checkpoint.
 
+    With an adapter it holds the trained parameters only.
     ``shapes`` are the names and shapes of the model's parameters; None for those of partool's own decoder.
     """
     shapes = {each.name: each.shape for each in parameters(model)} if shapes is None else shapes
     record, frozen = OPTIMIZERS[optimizer], tuple(frozen)
     matrix_names = {stack.name for stack in matrix_stacks(model)} if record.rest else set()
-    tensors = {WEIGHTS + name: shape for name, shape in shapes.items()}
+    trained_only = model.adapter is not None
+    tensors = {
+        WEIGHTS + name: shape for name, shape in shapes.items() if not (trained_only and is_frozen(name, frozen))
+    }
     for name, shape in shapes.items():
         if not is_frozen(name, frozen):
             rest = record.rest and name not in matrix_names
@@ -36,13 +40,25 @@ def checkpoint_shapes(
 
 
 def checkpoint_bytes(
-    model: ModelConfig, optimizer: str, frozen: Iterable[str] = (), *, weight_bytes: int, moment_bytes: int
+    model: ModelConfig,
+    optimizer: str,
+    frozen: Iterable[str] = (),
+    *,
+    weight_bytes: int,
+    moment_bytes: int,
+    frozen_bytes: int,
 ) -> int:
     """Return the bytes of one checkpoint, over all ranks; each tensor is written once.
 
-    ``weight_bytes`` and ``moment_bytes`` are the bytes of one element of master weights and of moments.
+    ``weight_bytes``, ``moment_bytes`` and ``frozen_bytes`` are the bytes of one element of master weights, of moments
+    and of weights that are not trained.
     """
-    shapes = checkpoint_shapes(model, optimizer, frozen)
-    return sum(
-        (weight_bytes if name.startswith(WEIGHTS) else moment_bytes) * prod(shape) for name, shape in shapes.items()
-    )
+    frozen = tuple(frozen)
+
+    def element_bytes(name: str) -> int:
+        if not name.startswith(WEIGHTS):
+            return moment_bytes
+        stays = is_frozen(name.removeprefix(WEIGHTS), frozen)
+        return frozen_bytes if stays and not is_selection_bias(name) else weight_bytes
+
+    return sum(element_bytes(name) * prod(shape) for name, shape in checkpoint_shapes(model, optimizer, frozen).items())

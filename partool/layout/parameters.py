@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
+from partool.layout.adapters import added, is_target
+from partool.spec.adapter import LowRank
 from partool.spec.model import ModelConfig
 
 ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "router", "expert", "head"]
@@ -52,12 +54,34 @@ def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
     prefix = f"layers.{layer}"
     attention = _latent_attention if config.mla else _attention
     network = _experts if config.is_moe_layer(layer) else _ffn
-    return [
+    infos = [
         *_norm(f"{prefix}.attention_norm", config, layer),
         *attention(f"{prefix}.attention", config, layer),
         *_norm(f"{prefix}.ffn_norm", config, layer),
         *network(prefix, config, layer),
     ]
+    return infos if config.adapter is None else list(_with_adapter(infos, config, config.adapter))
+
+
+def _with_adapter(infos: Sequence[ParameterInfo], config: ModelConfig, adapter: LowRank) -> Iterator[ParameterInfo]:
+    """Yield the parameters of a layer, and behind those of each projection the matrices that an adapter adds."""
+    matrices = {name: info for info in infos if (name := projection_of(info)) is not None and is_target(adapter, name)}
+    names = {info.name for info in infos}
+    for info in infos:
+        yield info
+        projection, _, ending = info.name.rpartition(".")
+        if projection not in matrices or (ending == "weight" and f"{projection}.bias" in names):
+            continue
+        weight = matrices[projection]
+        experts = config.moe.experts if weight.kind == "expert" and config.moe is not None else 1
+        for name, shape in added(adapter, projection, (weight.shape[0], weight.shape[1]), experts):
+            yield _info(name, shape, weight.layer, weight.kind)
+
+
+def projection_of(info: ParameterInfo) -> str | None:
+    """Return the name of the projection whose matrix a parameter is; None for any other parameter."""
+    of_projection = info.kind in ("attention", "ffn", "expert") and info.name.endswith(".weight")
+    return info.name.removesuffix(".weight") if of_projection else None
 
 
 def groups(config: ModelConfig) -> list[list[ParameterInfo]]:

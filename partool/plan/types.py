@@ -26,6 +26,7 @@ from partool.plan.stopping import Stopping
 from partool.plan.totals import Totals
 from partool.plan.verification import Verification
 from partool.spec._base import OneOf
+from partool.spec.adapter import AdapterSpec
 from partool.spec.data import DataSpec
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
@@ -290,6 +291,9 @@ class Plan(Record):
     """Settings for generating text, from the folder of ``model.config``; None if there are none."""
     weights: Weights
     frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained, with an adapter all that it leaves."""
+    adapter: AdapterSpec | None = None
+    """The adapter whose matrices are trained; ``weights`` is absolute."""
     devices: Devices
     layout: Layout
     partition: tuple[Partition, ...] = ()

@@ -24,6 +24,7 @@ from partool.planner.resolve import Resolved, resolve
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
 from partool.planner.rules.tensor_cuts import partition
+from partool.spec.adapter import AdapterSpec
 from partool.spec.checks import check as check_spec
 from partool.spec.model import Weights
 from partool.spec.parallel import Compile
@@ -151,12 +152,13 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         module=module_record(spec, problem.described, base_dir),
         generation=resolved.generation,
         weights=_weights(spec, base_dir),
-        frozen=tuple(spec.model.frozen),
+        frozen=problem.frozen,
+        adapter=_adapter(spec, base_dir),
         devices=problem.devices,
         layout=sealed(best.layout),
         partition=cut.rows,
         training=problem.spec.training,
-        optimizer=problem.spec.optimizer,
+        optimizer=problem.optimizer,
         data=resolved.data,
         kernels=_kernels(spec, base_dir),
         checkpoint=_checkpoint(spec, base_dir),
@@ -263,6 +265,13 @@ def _weights(spec: Spec, base_dir: Path) -> Weights:
     if weights.source == "hf" and weights.path is None and spec.model.hf is not None:
         weights = weights.model_copy(update={"path": spec.model.hf})
     return weights.model_copy(update={"path": str(base_dir / weights.path)}) if weights.path else weights
+
+
+def _adapter(spec: Spec, base_dir: Path) -> AdapterSpec | None:
+    adapter = spec.adapter
+    if adapter is None or adapter.weights is None:
+        return adapter
+    return adapter.model_copy(update={"weights": str(base_dir / adapter.weights)})
 
 
 def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:

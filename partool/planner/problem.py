@@ -14,6 +14,7 @@ from partool.cost.case import EAGER, SCHEDULES, Column, Mask
 from partool.cost.kinds import Kind, kinds
 from partool.cost.training.gathers import controls_of
 from partool.cost.training.micro import layer_elements
+from partool.layout.adapters import B, frozen_beside
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
@@ -23,6 +24,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
+from partool.spec.training import OptimizerGroup, OptimizerSpec
 from partool.spec.watched import note_read
 from partool.strategies.engines import ENGINES, EngineRecord
 from partool.strategies.jobs import JOBS, JobRecord
@@ -244,10 +246,26 @@ class Problem:
         return count(parameters(self.model))
 
     @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters that are not trained: those of the spec, and all beside an adapter."""
+        adapter, given = self.spec.adapter, tuple(self.spec.model.frozen)
+        if adapter is None:
+            return given
+        return (*given, *frozen_beside([info.name for info in parameters(self.model)], adapter.train))
+
+    @cached_property
+    def optimizer(self) -> OptimizerSpec:
+        """The spec's optimizer, with a group for an adapter's B where its learning rate differs from that of A."""
+        optimizer, adapter = self.spec.optimizer, self.spec.adapter
+        if adapter is None or adapter.lr_ratio == 1.0:
+            return optimizer
+        groups = optimizer.groups | {f"*.{B}": OptimizerGroup(lr_factor=adapter.lr_ratio)}
+        return optimizer.model_copy(update={"groups": groups})
+
+    @cached_property
     def trained(self) -> int:
         """Number of the model's parameters that are not frozen."""
-        frozen = self.spec.model.frozen
-        return count(info for info in parameters(self.model) if not is_frozen(info.name, frozen))
+        return count(info for info in parameters(self.model) if not is_frozen(info.name, self.frozen))
 
     @property
     def host_link(self) -> bool:

@@ -114,9 +114,14 @@ def _problem(
             findings += reads.kept(left_out)
         findings += independent(unused_weights, spec, base_dir)
     resolved_spec = adversarial.whole_models(with_engine_defaults(resolved_spec))
-    config = watched(model.config, _origins_of_model(spec))
+    config = watched(_adapted(model.config, spec), _origins_of_model(spec))
     devices = watched(measured.devices, _origins_of_devices())
     return Problem(resolved_spec, config, devices, measured, lists, described, budget=budget), findings
+
+
+def _adapted(model: ModelConfig, spec: Spec) -> ModelConfig:
+    """Return the model with the matrices that the spec's adapter adds."""
+    return model if spec.adapter is None else model.model_copy(update={"adapter": spec.adapter.form})
 
 
 _BY_PRECISION = (
@@ -148,6 +153,7 @@ def _origins_of_model(spec: Spec) -> Origins:
     of_form = tuple(("model", name) for name in ModelSpec.model_fields if name not in ("weights", "frozen"))
     origins: dict[str, tuple[SpecPath, ...]] = dict.fromkeys(ModelConfig.model_fields, of_form)
     origins |= {name: (("model", name),) for name in given & origins.keys()}
+    origins["adapter"] = (("adapter",),)
     return origins | ({} if "vocab" in given else {"vocab": (*of_form, ("data",))})
 
 

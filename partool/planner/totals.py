@@ -12,6 +12,7 @@ from partool.planner.data_counts import DataCounts
 from partool.planner.problem import Problem
 from partool.spec.spec import Spec
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.base import COMPUTE_BYTES
 from partool.work.training import MASTER_BYTES
 
 
@@ -27,12 +28,19 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, counts: DataC
     master = MASTER_BYTES[training.precision]
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
     moment = 2 if in_bf16 else master
-    frozen = spec.model.frozen
+    frozen = problem.frozen
     written = 0
     if OPTIMIZERS[spec.optimizer.name].whole_steps:  # each rank writes what its own messages left out
         written = saved_bytes * layout.mesh.world_size
     elif problem.job.backward:
-        written = checkpoint_bytes(problem.model, spec.optimizer.name, frozen, weight_bytes=master, moment_bytes=moment)
+        written = checkpoint_bytes(
+            problem.model,
+            spec.optimizer.name,
+            frozen,
+            weight_bytes=master,
+            moment_bytes=moment,
+            frozen_bytes=COMPUTE_BYTES[training.precision],
+        )
     figures = Totals(
         trained_tokens=trained,
         data_tokens=counts.tokens,

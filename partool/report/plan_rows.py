@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from partool.layout.parameters import count, parameters
+from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.totals import Totals
 from partool.plan.types import Plan
 from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
 from partool.report import environment
 from partool.report.units import amount, bars, counted, gib, in_order, probability, seconds, size
+from partool.spec.adapter import AdapterSpec
 from partool.spec.numbers import duration
 from partool.strategies.jobs import JOBS
 
@@ -53,6 +54,8 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     """Yield what is trained, on what, with which data and settings."""
     training, totals = plan.training, plan.prediction.totals
     yield "Model", f"{amount(count(parameters(plan.model)))} parameters ({plan.model_source}), {training.precision}"
+    if plan.adapter is not None:
+        yield "Adapter", _adapter(plan, plan.adapter)
     yield "Machines", _machines(plan)
     tokens = training.steps * training.global_batch * training.sequence_length
     sizes = (
@@ -71,6 +74,23 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     if plan.stopping is not None:
         yield "Checkpoint", _checkpoint(plan, totals)
         yield "Stop", stop_text(plan)
+
+
+def _adapter(plan: Plan, adapter: AdapterSpec) -> str:
+    """Return what is trained, and how much of the model."""
+    infos = parameters(plan.model)
+    trained = [info for info in infos if not is_frozen(info.name, plan.frozen)]
+    beside = f" and {', '.join(adapter.train)}" if adapter.train else ""
+    share = count(trained) / count(infos)
+    where = "all projections" if adapter.targets == "all-linear" else ", ".join(adapter.targets)
+    return (
+        f"{adapter.kind}, rank {adapter.rank}, scale {adapter.scale:g}, on {where}{beside}: "
+        f"{amount(count(trained))} parameters trained ({100 * share:.2g}%), the others frozen in {_stored_as(plan)}"
+    )
+
+
+def _stored_as(plan: Plan) -> str:
+    return "bf16" if plan.training.precision == "fp8" else plan.training.precision
 
 
 def _machines(plan: Plan) -> str:

@@ -104,6 +104,14 @@ ALIASES = {
     "norm_topk_prob": "model.moe.normalise",
     "routed_scaling_factor": "model.moe.scaling_factor",
     "first_k_dense_replace": "model.moe.first_dense_layers",
+    **dict.fromkeys(("lora_r", "lora_rank"), "adapter.rank"),
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    **dict.fromkeys(("target_modules", "lora_target_modules", "lora_target"), "adapter.targets"),
+    **dict.fromkeys(("modules_to_save", "lora_modules_to_save"), "adapter.train"),
+    **dict.fromkeys(("use_rslora", "peft_use_rslora"), "adapter.rslora"),
+    "loraplus_lr_ratio": "adapter.lr_ratio",
+    "lora_model_dir": "adapter.weights",
     "kv_lora_rank": "model.mla.kv_rank",
     "q_lora_rank": "model.mla.q_rank",
 }  # fmt: skip
@@ -167,8 +175,12 @@ NOTES = {
     "resume_from_checkpoint": "partool launch SPEC --resume RUN continues a run",
     "drop_tokens": "set `model.moe.capacity` to drop tokens beyond it; without it no token is dropped",
     **dict.fromkeys(
-        ("lora", "peft", "adapter"),
-        "there are no adapters; `model.frozen` names parameters that are not trained",
+        ("lora", "peft", "peft_config", "lora_config"),
+        "write `adapter: {rank: 16, alpha: 32, targets: all-linear}`: docs/guide/adapters.md",
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
+        "frozen weights beside an adapter are stored in the type of computation; there are no bases of 4 or 8 bits",
     ),
 }
 """Name of a setting in other tools that no single setting of a spec matches → what to do."""

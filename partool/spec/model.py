@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Section
+from partool.spec.adapter import LowRank
 from partool.spec.numbers import (
     Coefficient,
     Experts,
@@ -284,13 +285,16 @@ class ModelConfig(Section):
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: Factor = 0.02
+    adapter: LowRank | None = None
+    """Matrices that are trained beside those of the model."""
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize the model without those fields that are None and that earlier versions of partool did not know."""
         fields: dict[str, Any] = dump(self)
-        if self.padding_token is None:
-            fields.pop("padding_token", None)
+        for name in ("padding_token", "adapter"):
+            if fields.get(name) is None:
+                fields.pop(name, None)
         return fields
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from partool.spec._base import OneOf, Section, shorthand
+from partool.spec.adapter import AdapterSpec
 from partool.spec.data import DataSpec
 from partool.spec.hardware import HardwareSpec, LimitsSpec
 from partool.spec.launch import LaunchSpec
@@ -31,6 +32,7 @@ class Spec(Section):
     name: RunName | None = None
     """Name of the run; default: the file's name."""
     model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]
+    adapter: Annotated[AdapterSpec | None, BeforeValidator(shorthand("kind"))] = None
     hardware: Annotated[HardwareSpec, BeforeValidator(shorthand("accelerator"))] = HardwareSpec()
     parallel: ParallelSpec = ParallelSpec()
     training: TrainingSpec = TrainingSpec()

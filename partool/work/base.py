@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from partool.layout.parameters import is_frozen
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -39,6 +40,8 @@ class Workload:
     """Bytes that the code base's blocks save for the backward pass."""
     backward: bool = True
     """False for a job that computes no gradients; its passes only go forward and save nothing."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained."""
     padded_vocab: int | None = None
     """Number of embedding rows after padding by the code base; None means the model's number of rows."""
     time_scalar: float = 1.0
@@ -62,6 +65,11 @@ class Workload:
     passes; layers are priced with equal parts of them."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Prices of this workload that repeat (:mod:`partool.cost.repeats`), by the name of what is priced."""
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head's matrix has a gradient."""
+        return not is_frozen("embed.weight" if self.model.tied_embeddings else "head.weight", self.frozen)
 
     @property
     def load(self) -> float:

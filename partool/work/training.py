@@ -50,8 +50,6 @@ class TrainingWork(Workload):
 
     global_batch: int
     """Sequences per optimizer step, over all ranks."""
-    frozen: tuple[str, ...] = ()
-    """Patterns of the names of parameters that are not trained."""
     recompute: tuple[str, ...] | None = None
     """Recompute policy of each layer, if the spec lists policies by layer."""
     controls: Controls = COALESCED

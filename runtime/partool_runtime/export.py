@@ -17,13 +17,16 @@ from partool.plan.outline import other_version
 from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Generation, Plan
+from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
 from partool_runtime.checkpoint import CheckpointError, newest_step, step_folder
 from partool_runtime.data import open_tokenizer
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf import family_of, write_folder
 from partool_runtime.hf.folder import write_model_folder
+from partool_runtime.hf.peft import write_adapter
 from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
+from partool_runtime.merge import merged_weights, trained_weights
 from partool_runtime.weights import check_finite, whole_shapes
 from partool_runtime.weights.from_checkpoint import load_whole
 
@@ -49,13 +52,20 @@ TOKENIZER_FILES = (
 
 
 def export(
-    run_dir: Path, out: Path, *, step: int | None = None, dtype: Precision | None = None, force: bool = False
+    run_dir: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: Precision | None = None,
+    force: bool = False,
+    merge: bool = False,
 ) -> str:
     """Write the model of a run's checkpoint into ``out`` and return a short message for the user.
 
     ``step`` None selects the newest checkpoint, ``dtype`` None selects the run's precision. ``out`` is created
-    atomically. Raises ConfigurationError PT620, PT621 (no usable checkpoint), PT624 (no Hugging Face model type fits),
-    PT625 (``out`` is in use).
+    atomically. Of a run with an adapter, the folder has the adapter in PEFT's format, or with ``merge`` the whole model
+    with the adapter's sum. Raises ConfigurationError PT620, PT621 (no usable checkpoint), PT624 (no Hugging Face model
+    type fits, or nothing to merge), PT625 (``out`` is in use).
     """
     plan = _read_plan(run_dir)
     folder = Path(plan.checkpoint.dir) / run_dir.name if plan.checkpoint.dir else run_dir / "checkpoints"
@@ -63,8 +73,7 @@ def export(
     model_type = _model_type(plan)
     _check_out(out, force)
     precision = dtype or plan.training.precision
-    # A model that other code builds has the names of the checkpoint, so its shapes are not checked.
-    state = load_whole(checkpoint, DTYPES[precision], whole_shapes(plan.model) if plan.own_decoder else None)
+    state = _state(plan, checkpoint, DTYPES[precision], merge=merge)
     check_finite(state)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -73,8 +82,10 @@ def export(
             write_model_folder(state, plan.hf, temporary)
         elif plan.module is not None:
             write_tensors(state, temporary, SHARD_BYTES)
+        elif plan.adapter is not None and not merge:
+            write_adapter(state, plan.model, temporary, base=plan.weights.path or "")
         else:
-            write_folder(state, plan.model, temporary, generation=plan.generation or _of_tokenizer(plan))
+            write_folder(state, _plain(plan), temporary, generation=plan.generation or _of_tokenizer(plan))
         tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
         stops = _stop_at_turn_end(plan, temporary)
         _give_usual_modes(temporary)
@@ -82,14 +93,30 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
-    return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} parameters in {precision}\n{tokenizer}{stops}"
+    what = "adapter" if plan.adapter is not None and not merge else "parameters"
+    return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} {what} in {precision}\n{tokenizer}{stops}"
+
+
+def _state(plan: Plan, checkpoint: Path, dtype: torch.dtype, *, merge: bool) -> dict[str, torch.Tensor]:
+    """Return what is written, by partool's names."""
+    if plan.adapter is not None:
+        return (merged_weights if merge else trained_weights)(plan, checkpoint, dtype)
+    if merge:
+        raise ConfigurationError("PT624", "--merge: the run has no adapter", "Export it without --merge.")
+    # A model that other code builds has the names of the checkpoint, so its shapes are not checked.
+    return load_whole(checkpoint, dtype, whole_shapes(plan.model) if plan.own_decoder else None)
+
+
+def _plain(plan: Plan) -> ModelConfig:
+    """Return the plan's model without an adapter."""
+    return plan.model.model_copy(update={"adapter": None})
 
 
 def _model_type(plan: Plan) -> str:
     """Return the Hugging Face model type of a plan's model, or the class of the user's module."""
     if plan.module is not None:
         return plan.module.module
-    return plan.hf.model_type if plan.hf is not None else family_of(plan.model).model_type
+    return plan.hf.model_type if plan.hf is not None else family_of(_plain(plan)).model_type
 
 
 def _of_tokenizer(plan: Plan) -> Generation | None:
@@ -111,7 +138,7 @@ def _stop_at_turn_end(plan: Plan, folder: Path) -> str:
 
     A model tuned on conversations ends its turn with this token, which the base model's settings may not name.
     """
-    if plan.data.records != "chat":
+    if plan.data.records != "chat" or not (folder / "config.json").is_file():  # an adapter's folder has no model
         return ""
     from partool_runtime.chat import Encoder  # jinja2 is not needed for texts
 
@@ -160,7 +187,7 @@ def _check_out(out: Path, force: bool) -> None:
         return
     if not force:
         raise ConfigurationError("PT625", f"{out} is not empty", "Choose another --out, or replace it with --force.")
-    if not (out / "config.json").exists():
+    if not any((out / name).exists() for name in ("config.json", "adapter_config.json")):
         message = f"{out} holds something other than an exported model, and is not replaced"
         raise ConfigurationError("PT625", message, "Choose another --out.")
 
@@ -210,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=list(DTYPES))
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--merge", action="store_true")
     options = parser.parse_args(arguments)
     try:
         report = export(
@@ -218,6 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
             step=options.step,
             dtype=options.dtype,
             force=options.force,
+            merge=options.merge,
         )
     except ConfigurationError as error:
         say(f"error[{error.code}]: {error.message}" + f"\n  help: {error.help}" * bool(error.help), err=True)

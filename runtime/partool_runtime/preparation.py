@@ -10,6 +10,7 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.adversarial import Perturbed, check_perturbable
@@ -121,9 +122,9 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     with ranks.tensors():
         _own_buffers(model)
+        _freeze(model, plan)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(model, plan, ranks, memory, host)
-        freeze(model, plan.frozen)
         _accumulate_in_master_dtype(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
         loads = ExpertLoads.of(model, plan, ranks)
@@ -135,6 +136,17 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     return Prepared.sharded(
         model, passes, memory, sync, grads_ready_after_passes, shards=shards, host=host, loads=loads
     )
+
+
+def _freeze(model: AnyDecoder, plan: Plan) -> None:
+    """Freeze what the plan does not train, and store it in the type of computation: without updates, it needs no more.
+
+    Selection biases of routers stay wide, since the loads of experts change them by little.
+    """
+    freeze(model, plan.frozen)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not is_selection_bias(name):
+            parameter.data = parameter.data.to(COMPUTE_DTYPE[plan.training.precision])
 
 
 def _own_buffers(model: nn.Module) -> None:
@@ -185,7 +197,10 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
         _seed(plan, ranks)
         return ModuleDecoder(plan.module, plan.model, plan.training.seed)
     if plan.hf is None:
-        return build(plan.model)
+        decoder = build(plan.model)
+        if decoder.draws:
+            _seed(plan, ranks)
+        return decoder
     model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64")
     _seed(plan, ranks)
     return model
@@ -193,7 +208,10 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
 
 def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfParts:
     if plan.hf is None:
-        return build_parts(plan.model, plan.layout.pipeline.bounds, mine)
+        decoder = build_parts(plan.model, plan.layout.pipeline.bounds, mine)
+        if decoder.draws:
+            _seed(plan, ranks)
+        return decoder
     parts = HfParts(plan.hf, plan.model, plan.layout.pipeline.bounds, mine, wide=plan.training.precision == "fp64")
     _seed(plan, ranks)
     return parts
@@ -213,9 +231,9 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     with ranks.tensors():
         _own_buffers(parts)
+        _freeze(parts, plan)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
-        freeze(parts, plan.frozen)
         _accumulate_in_master_dtype(parts, plan)
         passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
         loads = ExpertLoads.of(parts, plan, ranks)

@@ -65,7 +65,7 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     assert list(foreign.iterdir()) == []
     tensors = FileSystemReader(own / "step-00000080").read_metadata().state_dict_metadata.values()
     written = sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)  # type: ignore[union-attr]
-    assert checkpoint_bytes(plan.model, plan.optimizer.name, weight_bytes=4, moment_bytes=4) == written
+    assert checkpoint_bytes(plan.model, plan.optimizer.name, weight_bytes=4, moment_bytes=4, frozen_bytes=4) == written
     losses: dict[object, object] = {}
     for attempt in range(1, 5):
         for step in (event["data"] for event in _events(folder, attempt) if event["kind"] == "step"):

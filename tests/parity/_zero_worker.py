@@ -168,17 +168,20 @@ def build(case: Case, ranks: Ranks) -> tuple[Model, DeviceOptimizer, Stepper]:
         model = Model(tied=case.tied).to(MASTER_DTYPE[case.precision])
     plan = plan_of(case)
     parallelize(model, plan, ranks)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in case.frozen)
     sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
     model.to_empty(device="cpu")
     weights = initial_weights(case.tied)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):  # a frozen one below ZeRO-3
+                parameter.copy_(weights[name])
+                continue
             rows = weights[name].to(parameter.dtype).chunk(ranks.shard.size)
             place = ranks.shard.place
             if place < len(rows):
                 parameter.to_local().copy_(rows[place])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in case.frozen)
     optimizer = DeviceOptimizer(trained_parameters(model), OPTIMIZER)
     training = TrainingSpec(steps=STEPS, precision=case.precision, max_nonfinite_steps=2)
     scaler = LossScaler(case.precision == "fp16")

@@ -29,6 +29,7 @@ from partool.cost.case import (
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
+from partool.cost.time import adapter
 from partool.cost.time.gemm import in_tiles
 from partool.cost.traffic.tensor import keeps_gathered
 from partool.work.base import Workload
@@ -109,6 +110,15 @@ def widths(job: Workload, layouts: Layouts, kind: int) -> LayerWidths:
 
 def saved_by_layer(job: Workload, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
     """Return the bytes that a layer of ``kind`` saves per micro-batch under ``policy`` (index in :data:`RECOMPUTE`)."""
+    saved_bytes = _without_adapter(job, layouts, stack, kind, policy)
+    if job.model.adapter is None or policy in (FULL, KEEP_ATTENTION):
+        return saved_bytes
+    added = adapter.saved_per_token(job, layouts, kind == MOE, products=policy == SELECTIVE)
+    return saved_bytes + added * micro_batch_tokens(job, layouts)
+
+
+def _without_adapter(job: Workload, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
+    """Return :func:`saved_by_layer` of a model without an adapter."""
     tokens = micro_batch_tokens(job, layouts)
     if stack.traced:
         traced_bytes = _traced(job, layouts, policy, tokens, kind)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost.case import Column, Layouts
+from partool.cost.kinds import trained_matrices
 from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import attention_exchange_bytes
@@ -45,7 +46,7 @@ def dense_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> Back
     sizes, tokens = widths(job, layouts, 0), micro_batch_tokens(job, layouts)
     saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
     inner_count = inner_tensors(job, saved)
-    matrix = m.hidden * sizes.inner
+    matrix = trained_matrices(m, job.frozen, moe=False) * m.hidden * sizes.inner
     share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
     network = small * inner_count * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
     gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
@@ -58,9 +59,10 @@ def dense_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> Back
         return BackwardBytes(peak_bytes)
     # A norm of several operators has five wide tensors of the model's width at once; the wide input still exists.
     wide = max(small, 4)
-    matrices = small * m.hidden * (sizes.inner * (2 + m.gated))
+    matrices = small * (2 + m.gated) * matrix
     second = tokens * (sizes.hidden * (5 * wide - small) - np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner)
-    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - saved_bytes
+    first = tokens * sizes.hidden * (6 * wide + small) - saved_bytes
+    first = first + trained_matrices(m, job.frozen, moe=False) * small * m.hidden * sizes.attention
     norms = matrices + np.maximum(second, first)
     return BackwardBytes(np.where(layouts.compiled == 1, peak_bytes, np.maximum(peak_bytes, norms)))
 

@@ -23,6 +23,9 @@ class MemoryStack:
     resident_copy: bool = False
     """True if a copy of the weights in the compute type stays on the device (Megatron, DeepSpeed); else all-gathers
     create it."""
+    narrow_frozen: bool = False
+    """True if frozen parameters are stored in the compute type, sharded with ZeRO-3 only, and whole on each rank below
+    it; False if they are stored as trained ones are."""
     copies_alone: bool = False
     """True if weights are copied into the compute type even where no other rank shares them."""
     gradient_bytes: int | None = None
@@ -114,7 +117,8 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
         MemoryStack(
-            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, narrow_beside_host=True,
+            "partool", narrow_frozen=True, copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False,
+            narrow_beside_host=True,
             buckets_to_host=True, counted_host_memory=True, copies_shards_ahead=True, counted_groups=True,
             traced_moments=True, one_device_evidence=True,
         ),

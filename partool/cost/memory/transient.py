@@ -91,7 +91,8 @@ def _early_loss(job: Workload, layouts: Layouts) -> tuple[Column, ...]:
     vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp)
     tile = np.asarray(layouts.loss_tile_tokens)
     rows = np.where(tile > 0, np.minimum(tile, tokens), _chunk_rows(tokens, vocab, small))
-    head, state = vocab * job.model.hidden, tokens * job.model.hidden * small
+    # A frozen head has no gradient.
+    head, state = job.trains_head * vocab * job.model.hidden, tokens * job.model.hidden * small
     many = (small == 2) & (np.ceil(tokens / rows) > WIDE_ABOVE)
     kept = job.backward * (state + head * np.where(many | (job.precision == "fp16"), 4, small))
     logits = rows * vocab * small
@@ -110,7 +111,8 @@ def _deferred_loss(job: Workload, layouts: Layouts, stack: MemoryStack, in_fligh
     """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     vocab, logits, at_once = _logits(job, layouts, stack)
-    head, state = vocab * job.model.hidden, micro_batch_tokens(job, layouts) * job.model.hidden * small
+    head = job.trains_head * vocab * job.model.hidden
+    state = micro_batch_tokens(job, layouts) * job.model.hidden * small
     in_parts = at_once < logits
     fused = "loss" in job.stack.fused
     each, more = (small, 1.0) if fused else (wide, stack.logit_wide - 1.0)

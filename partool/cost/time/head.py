@@ -71,8 +71,13 @@ def computes_late(layouts: Layouts) -> Mask:
     return waits
 
 
-def embedding_s(job: Workload, layouts: Layouts, *, backward: bool) -> Column:
-    """Return the first stage's seconds of looking up embeddings, or of summing gradients, for one micro-batch."""
+def embedding_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = True) -> Column:
+    """Return the first stage's seconds of looking up embeddings, or of summing gradients, for one micro-batch.
+
+    Without ``weights`` there are no gradients to sum.
+    """
+    if backward and not weights:
+        return 0.0 * tokens(job, layouts)
     moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
     return moved / layouts.tensor_inner / stream_bytes_per_s(job)
 

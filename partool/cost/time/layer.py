@@ -13,7 +13,7 @@ from partool.cost.kinds import Kind
 from partool.cost.repeats import codes, distinct
 from partool.cost.sequence.price import exchange
 from partool.cost.silicon.products import quantises
-from partool.cost.time import attention, experts, layer_products
+from partool.cost.time import adapter, attention, experts, layer_products
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.elementwise import elementwise_s, gap_s
 from partool.cost.time.gemm import in_tiles, products_s
@@ -60,16 +60,19 @@ def layer(
     layouts: Layouts,
     kind: Kind,
     perturbed: float = 0.0,
+    trained: float = 1.0,
+    *,
     bare: BareCases | None = None,
 ) -> Layer:
     """Return the passes of one layer of ``kind``.
 
-    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. With ``bare``,
-    layouts that differ only in what they recompute share the prices of their passes.
+    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. ``trained`` is the
+    share of the matrices whose gradients backward passes compute. With ``bare``, layouts that differ only in what they
+    recompute share the prices of their passes.
     """
     if kind.moe and job.stack.experts is not None:
         job = replace(job, stack=job.stack.experts)
-    forward, backward, inputs, sent_s = _bare_passes(job, layouts, kind, perturbed > 0.0, bare)
+    forward, backward, inputs, sent_s = _bare_passes(job, layouts, kind, _Gradients(perturbed > 0.0, trained), bare)
     tiled = in_tiles(job, layouts)
     # The weighted sum of experts, and tiles, read the results of their last products.
     kept = (
@@ -90,30 +93,41 @@ def layer(
     return Layer(forward, backward, recompute)
 
 
-def _bare_passes(job: Workload, layouts: Layouts, kind: Kind, perturbed: bool, bare: BareCases | None) -> BarePasses:
+class _Gradients(NamedTuple):
+    """Which gradients of matrices backward passes compute."""
+
+    perturbed: bool
+    """Whether some passes compute none."""
+    trained: float
+    """Share of the matrices whose gradients the other passes compute."""
+
+
+def _bare_passes(
+    job: Workload, layouts: Layouts, kind: Kind, gradients: _Gradients, bare: BareCases | None
+) -> BarePasses:
     """Return the passes without what they recompute, each case priced once."""
     if bare is not None and not layouts.shape:
         case = kind, *(float(column) for column in bare.columns)
         if case not in bare.priced:
-            bare.priced[case] = _priced(job, layouts, kind, perturbed)
+            bare.priced[case] = _priced(job, layouts, kind, gradients)
         return bare.priced[case]
     if bare is None or layouts.shape[0] < _FEW:
-        return _priced(job, layouts, kind, perturbed)
+        return _priced(job, layouts, kind, gradients)
     first, where = distinct(codes(layouts.shape[0], bare.columns))
-    return _priced(job, layouts.take(first), kind, perturbed).of_rows(where)
+    return _priced(job, layouts.take(first), kind, gradients).of_rows(where)
 
 
 _FEW = 256
 """Number of layouts from which a search for equal cases saves time."""
 
 
-def _priced(job: Workload, layouts: Layouts, kind: Kind, perturbed: bool) -> BarePasses:
-    sent = tensor_time.layer_seconds(job, layouts, kind)
-    forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
+def _priced(job: Workload, layouts: Layouts, kind: Kind, gradients: _Gradients) -> BarePasses:
+    sent, trained = tensor_time.layer_seconds(job, layouts, kind), gradients.trained
+    forward, backward = (_pass(job, layouts, kind, sent, backward=which, trained=trained) for which in (False, True))
     inputs = None
-    if perturbed:
+    if gradients.perturbed:
         fewer = tensor_time.layer_seconds(job, layouts, kind, weights=False)
-        inputs = _pass(job, layouts, kind, fewer, backward=True, weights=False)
+        inputs = _pass(job, layouts, kind, fewer, backward=True, trained=0.0)
     return BarePasses(forward, backward, inputs, sent.recompute_s)
 
 
@@ -124,9 +138,9 @@ def _pass(
     sent: tensor_time.TensorSeconds,
     *,
     backward: bool,
-    weights: bool = True,
+    trained: float = 1.0,
 ) -> LayerPass:
-    """Return one pass of a layer; without ``weights``, a backward pass that computes no gradients of weights."""
+    """Return one pass of a layer; a backward pass computes gradients of the share ``trained`` of the matrices."""
     stack = job.stack
     operators: Column = stack.operators_backward if backward else stack.operators_forward
     passes = 2.0 if backward else 1.0
@@ -140,7 +154,7 @@ def _pass(
     slower = derate * (stack.fp8_product if job.precision == "fp8" and not quantises(job) else 1.0)
     if backward:
         inputs, others, first = (slower * each for each in layer_products.backward_s(job, layouts, kind))
-        others, first = (others, first) if weights else (0.0 * others, 0.0 * first)
+        others, first = trained * others, trained * first
         matmul, first = inputs + others, np.where(np.asarray(layouts.tensor_inner) > 1, others, first)
         tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
     else:
@@ -148,12 +162,15 @@ def _pass(
         # With two dimensions, the results of all products are summed over ranks.
         second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
+    adapted = adapter.added(job, layouts, kind.moe, backward=backward)
+    operators = operators + adapted.operators
     shared = exchange(job, layouts, kind, backward=backward)
     operators = operators + shared.operators
     layer_pass = LayerPass(
-        matmul_s=matmul,
+        matmul_s=matmul + derate * adapted.matmul_s,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
-        elementwise_s=derate * (elementwise_s(job, layouts, kind, backward=backward) + shared.merges)
+        elementwise_s=derate
+        * (elementwise_s(job, layouts, kind, backward=backward) + shared.merges + adapted.elementwise_s)
         + operators * gap_s(job),
         tensor_s=tensor.total,
         sequence_s=shared.total,

@@ -108,11 +108,10 @@ def undo_bytes(job: TrainingWork, layouts: Layouts, elements: Column) -> Column:
     return np.maximum(np.maximum(MIB, UNDO_SHARE * all_state_bytes), bucket)
 
 
-def host_terms(job: TrainingWork, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
+def host_terms(job: TrainingWork, layouts: Layouts, trained: Column) -> dict[str, Column]:
     """Return the host bytes of an offloaded optimizer, by key of ``plan.terms.HOST_TERMS``.
 
-    ``frozen`` is the number of parameters that have masters only; ``trained`` is the number of parameters that have
-    masters, moments and gradients.
+    ``trained`` is the number of parameters that have masters, moments and gradients; frozen ones have none of them.
     """
     bucket = bucket_elements(job, layouts, trained)
     trains = np.asarray(trained) > 0
@@ -123,8 +122,6 @@ def host_terms(job: TrainingWork, layouts: Layouts, frozen: Column, trained: Col
             np.minimum(masters, buffers(job) * bucket * job.master_bytes),
             np.minimum(moments, buffers(job) * bucket * moment_bytes(job)),
         )
-    # Frozen parameters' masters are in no bucket, and so stay in memory even where the other masters are in files.
-    masters = masters + job.master_bytes * frozen
     wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + SPARE * bucket)
     return {
         "masters": masters,

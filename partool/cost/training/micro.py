@@ -12,7 +12,7 @@ import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts
-from partool.cost.kinds import Kind, kinds
+from partool.cost.kinds import Kind, kinds, trained_matrices
 from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
@@ -20,7 +20,7 @@ from partool.cost.time.head import computes_late, embedding_s, head_s, perturbat
 from partool.cost.time.layer import BareCases, BarePasses, Layer, layer
 from partool.cost.time.layer_pass import LayerPass
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
-from partool.layout.parameters import layer_parameters
+from partool.layout.parameters import is_frozen, layer_parameters
 from partool.spec.model import ModelConfig
 from partool.work.training import TrainingWork
 
@@ -172,7 +172,8 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
 
 def _micro(job: TrainingWork, layouts: Layouts, priced: dict[Any, BarePasses]) -> Micro:
     counts, bare = Counter(kinds(job.model)), BareCases(_case(job, layouts, _BARE_CASE), priced)
-    passes = {kind: layer(job, layouts, kind, job.perturbed, bare) for kind in counts}
+    shares = {kind: trained_matrices(job.model, job.frozen, moe=kind.moe) for kind in counts}
+    passes = {kind: layer(job, layouts, kind, job.perturbed, shares[kind], bare=bare) for kind in counts}
     if not job.backward:
         no_pass = LayerPass(exposed=dict.fromkeys(COMMUNICATION, 0.0))
         passes = {kind: Layer(costs.forward, no_pass, no_pass) for kind, costs in passes.items()}
@@ -204,8 +205,12 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
 
 def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
+    trains = not is_frozen("embed.weight", job.frozen)
     shares = share_columns(job, layouts)
-    unit = replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=job.backward * shares.summed[0])
+    unit = replace(
+        _end(job, layouts, embedding_s, sent, shares.embedding, weights=trains),
+        summed=job.backward * shares.summed[0],
+    )
     # Embeddings are looked up again, but the pass that finds perturbations has no gradients of them.
     return (
         _with_ascent(unit, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed)
@@ -222,7 +227,9 @@ def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
         head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
         elements = elements + np.where(layouts.pp > 1, head, 0)
     sent = tensor_time.head_seconds(job, layouts)
-    unit = replace(_end(job, layouts, head_s, sent, elements), summed=job.backward * shares.summed[2])
+    unit = replace(
+        _end(job, layouts, head_s, sent, elements, weights=job.trains_head), summed=job.backward * shares.summed[2]
+    )
     if not job.perturbed:
         return unit
     backward = head_s(job, layouts, backward=True, weights=False) + sent.backward.total
@@ -251,15 +258,20 @@ def _end(
     seconds: Callable[..., Column],
     sent: tensor_time.TensorSeconds,
     elements: Column,
+    *,
+    weights: bool,
 ) -> UnitSeconds:
-    """Return the cost of the embedding or the head, whose communication is all exposed."""
+    """Return the cost of the embedding or the head, whose communication is all exposed.
+
+    Without ``weights`` its matrix is frozen.
+    """
     forward, shown = seconds(job, layouts, backward=False), sent.forward.total
     if not job.backward:
         exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": shown}
         return UnitSeconds(forward + shown, 0.0, 0.0, exposed, shown, elements, 0.0)
-    backward = seconds(job, layouts, backward=True)
+    backward = seconds(job, layouts, backward=True, weights=weights)
     exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": shown + sent.backward.total}
-    weight = 0.5 * backward if seconds is head_s else 0.0
+    weight = 0.5 * backward if seconds is head_s and weights else 0.0
     return UnitSeconds(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
 
 

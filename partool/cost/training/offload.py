@@ -9,6 +9,7 @@ import numpy as np
 from partool.cost.case import Column, Layouts
 from partool.cost.training.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
 from partool.cost.training.optimizer import device_update_s
+from partool.cost.training.traffic import trained_share
 from partool.work.training import TrainingWork
 
 _LINK_SHARE = 0.8
@@ -78,13 +79,14 @@ def offload(
     link = link_rate(job)
     # Passes that find perturbations use parameters and activations, too, but have no gradients for the host.
     turns, last_s = layouts.accumulation * (1.0 + job.perturbed), last_s / (1.0 + job.perturbed)
-    weights = layouts.offload_parameters * 2.0 * turns * elements * job.compute_bytes
+    stored = _stored(job, elements)
+    weights = layouts.offload_parameters * 2.0 * turns * stored * job.compute_bytes
     activations = layouts.offload_activations * turns * 2.0 * saved_bytes / link
     early = weights / link + activations
     if not job.stack.staged_offload:
         return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)
     # Parameters in files are read for each pass and written once.
-    written = layouts.offload_parameters * elements * job.compute_bytes
+    written = layouts.offload_parameters * stored * job.compute_bytes
     from_disk = (weights + written) / disk_rate(job) if job.offload.parameters == "nvme" else nothing
     early = np.maximum(early, from_disk)
     share = 1.0 - layouts.gpu_fraction
@@ -107,6 +109,11 @@ def offload(
         slowdown = np.maximum(slowdown, share * device_update_s(job, elements))
     transfers = down + share * stages.early_down_s + up + early
     return OffloadTime(transfers, adam + share * stages.early_s, np.maximum(waits, 0.0), slowdown, disk)
+
+
+def _stored(job: TrainingWork, elements: Column) -> Column:
+    """Return the number of a rank's parameters, frozen ones included, of which ``elements`` are trained."""
+    return elements / max(trained_share(job.model, job.frozen), 1e-12)
 
 
 def chain(job: TrainingWork, layouts: Layouts, elements: Column) -> Chain:
@@ -177,7 +184,7 @@ def _in_turns(job: TrainingWork, layouts: Layouts, elements: Column) -> OffloadT
     wire, small = wire_bytes(job, layouts), job.compute_bytes
     sends = np.where(accumulates(layouts), layouts.accumulation, 1)
     copies = share * elements * (2.0 * sends * wire + 2.0 * small) / rate
-    copies = copies + layouts.offload_parameters * 4.0 * layouts.accumulation * elements * small / rate
+    copies = copies + layouts.offload_parameters * 4.0 * layouts.accumulation * _stored(job, elements) * small / rate
     adam = share * elements * (wire + 2.0 * state_bytes(job) + small) / rate
     disk = nothing
     if job.offload.optimizer == "nvme":

@@ -28,7 +28,7 @@ from partool.cost.training.slowest import RankWork, slowest
 from partool.cost.training.step import StepParts, step
 from partool.cost.training.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.cost.training.traffic import exchanges, traffic_bytes
-from partool.layout.parameters import parameters
+from partool.layout.parameters import is_frozen, parameters
 from partool.plan.layout import Layout
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import TimePrediction
@@ -40,10 +40,16 @@ from partool.work.training import TrainingWork
 
 
 @lru_cache(maxsize=16)
-def matmul_flops_per_token(model: ModelConfig) -> float:
-    """Return the forward FLOPs of matrix products per token: 2 per weight, without embeddings and inactive experts."""
-    total = 2.0 * model.vocab * model.hidden if model.tied_embeddings else 0.0
+def matmul_flops_per_token(model: ModelConfig, frozen: tuple[str, ...] | None = None) -> float:
+    """Return the forward FLOPs of matrix products per token: 2 per weight, without embeddings and inactive experts.
+
+    With ``frozen``, return those of the matrices that these patterns match.
+    """
+    tied = model.tied_embeddings and (frozen is None or is_frozen("embed.weight", frozen))
+    total = 2.0 * model.vocab * model.hidden if tied else 0.0
     for info in parameters(model):
+        if frozen is not None and not is_frozen(info.name, frozen):
+            continue
         if info.kind in ("embedding", "position", "norm") or len(info.shape) < 2:
             continue
         share = model.moe.top_k / model.moe.experts if info.kind == "expert" and model.moe is not None else 1.0
@@ -68,10 +74,17 @@ def _keys(model: ModelConfig, sequence_length: int, kind: Kind) -> float:
 
 
 def model_flops(job: TrainingWork) -> float:
-    """Return the FLOPs of one step over all ranks, without recomputation; backward passes have twice the forward's."""
+    """Return the FLOPs of one step over all ranks, without recomputation.
+
+    Backward passes have those of gradients of inputs, as many as the forward pass, and those of trained matrices.
+    """
     tokens = job.global_batch * job.sequence_length
-    per_token = matmul_flops_per_token(job.model) + attention_flops_per_token(job.model, job.sequence_length)
-    return (3.0 if job.backward else 1.0) * tokens * per_token
+    products = matmul_flops_per_token(job.model)
+    attention = attention_flops_per_token(job.model, job.sequence_length)
+    if not job.backward:
+        return tokens * (products + attention)
+    frozen = matmul_flops_per_token(job.model, job.frozen) if job.frozen else 0.0
+    return tokens * (3.0 * (products + attention) - frozen)
 
 
 CPU_ERROR = 0.3

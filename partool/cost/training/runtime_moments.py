@@ -113,13 +113,18 @@ class _Pass:
     @property
     def _input_elements(self) -> Column:
         """Elements of the embedding, if the stage begins with it."""
-        return np.where(self.of_first_stage, self.step.state.input_elements, 0.0)
+        return self._inputs.common
+
+    @cached_property
+    def _inputs(self) -> UnitElements:
+        """The embedding, if the stage begins with it."""
+        return self.step.inputs.where(self.of_first_stage, UnitElements(0.0))
 
     @cached_property
     def _prefetched(self) -> UnitElements:
         """Parameters that are gathered during the last layer's backward pass."""
         step = self.step
-        return step.ahead_of(step.last).where(step.passes.of_stage > 1, UnitElements(self._input_elements))
+        return step.ahead_of(step.last).where(step.passes.of_stage > 1, self._inputs)
 
     def _gradients(self, missing: UnitElements) -> Column:
         """Return the bytes of gradients while those of the unit ``missing`` have not been computed."""
@@ -178,8 +183,8 @@ class _Pass:
         # Where gradients accumulate, a unit's sums exist together with what is added to them.
         rest = saved - passes.of_layer
         experts = step.reduced(step.last._replace(common=0.0))
-        first_sum = np.where(step.reduces, experts, step.wide * layer) if self.first else 0.0
-        _, unreduced, result, reduction = self._reduced(unit, step.small * unit.common)
+        first_sum = np.where(step.reduces, experts, step.wide * step.last.trained.elements) if self.first else 0.0
+        _, unreduced, result, reduction = self._reduced(unit, step.small * unit.trained.common)
         unreduced = unreduced + passes.stream
         yield step.moment(
             "last layer, reduced", step.message(self._prefetched), working=unreduced, activations=rest + unreduced,
@@ -249,15 +254,15 @@ class _Pass:
 
     def _unless_ended(self, unit: UnitElements) -> UnitElements:
         """Return a unit together with those whose gradients come after all layers'."""
-        return UnitElements(unit.common + self._input_elements + self.step.state.root_elements, unit.expert)
+        return unit.plus(self._inputs).plus(self.step.root)
 
     def _places(self) -> tuple[_Place, ...]:
         """Return the layers with experts of which one may have the fullest moment."""
         step, passes, layer = self.step, self.step.passes, self.step.moe
-        first, everything = self._input_elements, step.state.gathered / step.small
+        everything = step.state.gathered / step.small
         saved, dense, ahead = self.saved - passes.of_norm, step.state.dense_first, step.ahead_of(self.step.moe)
         earlier, none = step.rest(layer), UnitElements(0.0)
-        before = UnitElements(step.dense.common).where(dense > 0, UnitElements(first))
+        before = step.dense.where(dense > 0, self._inputs)
         one, two = (self._unless_ended(step.dense.times(dense).plus(layer.times(count))) for count in (1, 2))
         return (
             _Place("last layer", self._prefetched, everything, self.before, saved, none, passes.of_stage > 0),
@@ -273,7 +278,7 @@ class _Pass:
         """FSDP2 reduces the gradients of experts that ranks share before the rest of their layer follows."""
         step, passes, experts = self.step, self.step.passes, self.step.moe._replace(common=0.0)
         common = step.state.root_elements + step.moe.common
-        _, unreduced, result, reduction = self._reduced(experts, step.small * experts.expert)
+        _, unreduced, result, reduction = self._reduced(experts, step.small * experts.trained.expert)
         sums = step.sums(experts) if self.first else 0.0
         with_result = result + np.where(step.reduces, 0.0, sums)
         for place in self._places():
@@ -311,25 +316,26 @@ class _Pass:
         """FSDP2 reduces the root's gradients first, then those of the embedding, whose inputs have no gradients."""
         step, passes, state = self.step, self.step.passes, self.step.state
         first, root = state.input_elements, state.root_elements
-        rows, has_embedding = step.small * first, first + state.tied_elements > 0
+        # A frozen matrix has no gradient, and may not be gathered.
+        rows, has_embedding = step.small * step.inputs.trained.common, first + state.tied_elements > 0
         missing = np.where(step.reduces, 1.0, 0.0)
         # Of a tied matrix there are both gradients and their sum; the head's counts as the loss's.
         working = rows + np.maximum(passes.stream, step.small * state.tied_elements) + step.small * state.tied_elements
         yield step.moment(
             "embedding", gathered=step.gathered(root + first, still_gathered=root + first),
             loss=passes.loss_beside_layers, working=working,
-            gradients=self._gradients(UnitElements(first + root)), activations=self._others + working,
+            gradients=self._gradients(step.inputs.plus(step.root)), activations=self._others + working,
             communication=step.reduction(step.rest(step.layer(0))),
         ).only(has_embedding)  # fmt: skip
-        ended, unreduced, _, reduction = self._reduced(UnitElements(root), passes.loss_beside_layers)
+        ended, unreduced, _, reduction = self._reduced(step.root, passes.loss_beside_layers)
+        left = step.inputs.plus(step.root.times(np.where(ended, 0.0, 1.0))).times(missing)
         yield step.moment(
             "head, reduced", gathered=step.gathered(first, still_gathered=first), loss=unreduced,
-            gradients=self._gradients(UnitElements(missing * (first + np.where(ended, 0.0, root)))), working=rows,
-            activations=self._others + rows, communication=reduction,
+            gradients=self._gradients(left), working=rows, activations=self._others + rows, communication=reduction,
         )  # fmt: skip
-        ended, unreduced, _, reduction = self._reduced(UnitElements(first), rows)
+        ended, unreduced, _, reduction = self._reduced(step.inputs, rows)
         yield step.moment(
             "embedding, reduced", gathered=step.gathered(0.0, still_gathered=0.0),
             activations=self._others + unreduced, working=unreduced,
-            gradients=self._gradients(UnitElements(missing * np.where(ended, 0.0, first))), communication=reduction,
+            gradients=self._gradients(step.inputs.times(missing * np.where(ended, 0.0, 1.0))), communication=reduction,
         ).only(first > 0)  # fmt: skip

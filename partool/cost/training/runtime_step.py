@@ -27,6 +27,16 @@ class UnitElements(NamedTuple):
     """Elements outside of experts, and of experts that are sharded as their layer is."""
     expert: Column = 0.0
     """Elements of experts that ranks share."""
+    frozen: Column = 0.0
+    """Part of ``common`` that has no gradients."""
+    frozen_expert: Column = 0.0
+
+    @property
+    def trained(self) -> UnitElements:
+        """Elements that have gradients."""
+        return UnitElements(
+            np.maximum(self.common - self.frozen, 0.0), np.maximum(self.expert - self.frozen_expert, 0.0)
+        )
 
     @property
     def elements(self) -> Column:
@@ -35,11 +45,11 @@ class UnitElements(NamedTuple):
 
     def plus(self, other: UnitElements) -> UnitElements:
         """Return the elements of two units together."""
-        return UnitElements(self.common + other.common, self.expert + other.expert)
+        return UnitElements(*(one + another for one, another in zip(self, other, strict=True)))
 
     def times(self, count: Column) -> UnitElements:
         """Return the elements of several such units."""
-        return UnitElements(count * self.common, count * self.expert)
+        return UnitElements(*(count * each for each in self))
 
     def where(self, mask: Mask, other: UnitElements) -> UnitElements:
         """Return this unit where ``mask`` is true, and ``other`` elsewhere."""
@@ -116,12 +126,25 @@ class Step:
     @cached_property
     def dense(self) -> UnitElements:
         """A dense layer."""
-        return UnitElements(self.state.dense_elements)
+        return UnitElements(self.state.dense_elements, frozen=self.state.frozen_dense)
 
     @cached_property
     def moe(self) -> UnitElements:
         """A layer with experts."""
-        return UnitElements(self.state.moe_elements, self.state.expert_elements if self.split else 0.0)
+        if not self.split:
+            return UnitElements(self.state.moe_elements, frozen=self.state.frozen_moe)
+        state = self.state
+        return UnitElements(state.moe_elements, state.expert_elements, state.frozen_moe, state.frozen_expert)
+
+    @cached_property
+    def inputs(self) -> UnitElements:
+        """The embedding."""
+        return UnitElements(self.state.input_elements, frozen=self.state.frozen_input)
+
+    @cached_property
+    def root(self) -> UnitElements:
+        """The final norm with the head."""
+        return UnitElements(self.state.root_elements, frozen=self.state.frozen_root)
 
     @cached_property
     def last(self) -> UnitElements:
@@ -139,8 +162,9 @@ class Step:
         """Return the unit of a layer that is reduced last: the layer without experts that ranks share."""
         if not self.mixed:
             return layer
-        larger = np.maximum(self.state.dense_elements, self.state.moe_elements)
-        return UnitElements(np.where(self.state.dense_first > 0, layer.common, larger))
+        larger = self.dense.where(self.state.dense_elements >= self.state.moe_elements, self.moe)
+        rest = layer.where(self.state.dense_first > 0, larger)
+        return UnitElements(rest.common, frozen=rest.frozen)
 
     def ahead_of(self, layer: UnitElements) -> UnitElements:
         """Return what is gathered of a layer while the layer that follows it has its backward pass."""
@@ -200,28 +224,29 @@ class Step:
 
     def sums(self, unit: UnitElements) -> Column:
         """Return the bytes of a unit's gradients when its backward pass has ended: reduced, or summed unsharded."""
-        return np.where(self.reduces, self.reduced(unit), self.wide * unit.elements)
+        return np.where(self.reduces, self.reduced(unit), self.wide * unit.trained.elements)
 
     def reduction(self, unit: UnitElements) -> Column:
         """Return the bytes of the buffer in which a unit's gradients are reduced (``reduce_scatter_input``).
 
         It lasts until the next unit's gradients are reduced (``reduce_scatter_states``).
         """
-        return np.where(self.reduces, self.wide * unit.elements, 0.0)
+        return np.where(self.reduces, self.wide * unit.trained.elements, 0.0)
 
     def reduced(self, unit: UnitElements) -> Column:
         """Return the bytes of a unit's reduced gradients; all its gradients have been freed when these are allocated.
 
         Those of later micro-batches are added to earlier ones at once.
         """
-        each = unit.common / self.shards
+        trained = unit.trained
+        each = trained.common / self.shards
         if self.split:
-            each = each + unit.expert / self.state.expert_shards
+            each = each + trained.expert / self.state.expert_shards
         return np.where(self.reduces, self.wide * each, 0.0)
 
     def divided(self, unit: UnitElements) -> Column:
         """Return the bytes of the copy of a unit's gradients that is made when these are divided."""
-        return np.where(self.reduces, self._weighted(self.copied, unit), 0.0)
+        return np.where(self.reduces, self._weighted(self.copied, unit.trained), 0.0)
 
     def moment(self, name: str, message: Column = 0.0, **parts: Column) -> Moment:
         """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""

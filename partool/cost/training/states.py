@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,16 @@ allocator's rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zer
 _UNITS_OFFLOADING = 3
 """Number of groups of parameters whose gradients may be in transfer to the host: two that wait and one that is
 copied."""
+
+
+class _Units(NamedTuple):
+    """Elements of a rank's units; each field is a column."""
+
+    dense: Column = 0.0
+    moe: Column = 0.0
+    expert: Column = 0.0
+    input: Column = 0.0
+    root: Column = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,12 @@ class States:
     """Number of ranks that share one copy of an expert's state."""
     dense_first: Column
     """Number of dense layers that come before all of the rank's layers with experts."""
+    frozen_dense: Column
+    """Part of ``dense_elements`` that has no gradients; so are the next four."""
+    frozen_moe: Column
+    frozen_expert: Column
+    frozen_input: Column
+    frozen_root: Column
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
@@ -98,6 +114,8 @@ class ElementCounts:
     input: Column
     largest: Column
     """Number of elements of the largest group."""
+    largest_trained: Column
+    """Number of trained elements of the group that has most of them."""
 
 
 def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad) -> States:
@@ -105,8 +123,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     sizes = element_counts(job, layouts, load)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
-    zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
-    shards = state_shards(layouts)
+    zero, on_host, shards = layouts.zero, 1.0 - layouts.gpu_fraction, state_shards(layouts)
     if stack.pipeline_keeps_whole:
         layouts = layouts.with_columns(zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
@@ -115,7 +132,6 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
         common, expert = of
         return np.ceil(common / cut) + np.ceil(expert / _expert_shards(layouts, cut, zero >= stage))
 
-    everything = sizes.common + sizes.expert
     everywhere, trained = sharded(1), sharded(1, (sizes.trained, sizes.trained_expert))
     kept_wide = master * everywhere * (1 - on_host)
     parameters: Column
@@ -127,6 +143,10 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
         parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
         parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
+    if narrow := stack.narrow_frozen and bool(job.frozen) and bool(job.backward):
+        frozen = sharded(1, (sizes.common - sizes.trained, sizes.expert - sizes.trained_expert))
+        narrow_parameters = _narrow_parameters(job, layouts, sizes, frozen, trained)
+        parameters = np.where(np.asarray(layouts.ring), parameters, narrow_parameters)
     stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
     away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
@@ -136,42 +156,80 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     if job.matrices is not None:
         matrices = sharded(1, (sizes.matrices, sizes.matrices_expert))
         moments = moments - (job.moments - job.matrices.moments) * master * matrices
-    gathered = _gathered(job, layouts, stack, sizes, everything)
+    managed = _managed(layouts, sizes) if narrow else sizes.common + sizes.expert
+    gathered = _gathered(job, layouts, stack, sizes, managed)
     if stack.counted_host_memory:
-        frozen = np.where(on_host > 0, everywhere - trained, 0.0)
-        terms = host_terms(job, layouts, frozen, on_host * trained)
+        terms = host_terms(job, layouts, on_host * trained)
         optimizer = np.where(on_host > 0, state_bytes(job) * trained, moments) * (1 - on_host)
     else:
         optimizer = moments * (1 - on_host)
         state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
         terms = {"masters": HOST_FACTOR * state}
     terms["parameters"] = _stored(job, layouts, stack, away, sizes)
-    buffers = _buffers(job, layouts, stack, sizes)
+    buffers = _buffers(job, layouts, stack, sizes, narrow=narrow)
     # Shards that are being copied to the device exist in addition to the gathered parameters.
     kept = small * kept_elements(job.model, job.controls.persistent_elements) + 0.0 * sizes.root
     if stack.copies_shards_ahead:
         copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
         gathered, kept = gathered + copied, kept + copied
-    units = _units(job, layouts, sizes, load)
+    units = _units(job, layouts, sizes, load, narrow=narrow)
     return States(
         parameters - away, gathered, *gradients, optimizer, buffers, grads_offloading, kept, **units, host=terms
     )
 
 
-def _units(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, load: RankLoad) -> dict[str, Column]:
-    """Return the fields of :class:`States` that say what is gathered and reduced at once."""
+def _narrow_parameters(
+    job: TrainingWork, layouts: Layouts, sizes: ElementCounts, frozen: Column, trained: Column
+) -> Column:
+    """Return the bytes of masters of what is trained, and of the rest in the compute type.
+
+    ``frozen`` and ``trained`` are shards of elements. Frozen parameters are whole below ZeRO-3, unless they are
+    gathered from host memory.
+    """
+    small, narrow = job.compute_bytes, layouts.gpu_fraction < 1
+    gathers = (np.asarray(layouts.zero) == 3) | (np.asarray(layouts.offload_parameters) == 1)
+    whole = sizes.common - sizes.trained + sizes.expert - sizes.trained_expert
+    return small * np.where(gathers, frozen, whole) + np.where(narrow, small, job.master_bytes) * trained
+
+
+def _managed(layouts: Layouts, sizes: ElementCounts) -> Column:
+    """Return the number of elements that are gathered where frozen parameters are whole below ZeRO-3."""
+    gathers = (np.asarray(layouts.zero) == 3) | np.asarray(layouts.ring)
+    return np.where(gathers, sizes.common + sizes.expert, sizes.trained + sizes.trained_expert)
+
+
+def _units(
+    job: TrainingWork, layouts: Layouts, sizes: ElementCounts, load: RankLoad, *, narrow: bool
+) -> dict[str, Any]:
+    """Return the fields of :class:`States` that say what is gathered and reduced at once.
+
+    ``narrow`` means that frozen parameters are not gathered below ZeRO-3.
+    """
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
     tied = sizes.input * load.last if job.model.tied_embeddings else 0.0
     mixed = _dense_first(job.model) & (load.layers[MOE] > 0)
+    units = _Units(sizes.dense, sizes.moe, sizes.parallel, sizes.input - tied, sizes.root + tied)
+    frozen = _Units()
+    if narrow:
+        groups = _groups(job)
+        dense, moe = groups.trained_layers
+        ends = groups.trained_embedding, np.where(np.asarray(tied) > 0, groups.trained_embedding, groups.trained_head)
+        shares = _Units(dense, moe, moe, *ends)
+        trained = _Units(*(share * unit for share, unit in zip(shares, units, strict=True)))
+        ring = np.asarray(layouts.ring)
+        gathers = (np.asarray(layouts.zero) == 3) & ~ring
+        frozen = _Units(*(np.where(gathers, u - t, 0.0) for u, t in zip(units, trained, strict=True)))
+        units = _Units(*(np.where(gathers | ring, u, t) for u, t in zip(units, trained, strict=True)))
     return {
-        "dense_elements": sizes.dense,
-        "moe_elements": sizes.moe,
-        "expert_elements": sizes.parallel,
-        "input_elements": sizes.input - tied,
-        "root_elements": sizes.root + tied,
-        "tied_elements": tied + 0.0 * sizes.root,
+        "dense_elements": units.dense,
+        "moe_elements": units.moe,
+        "expert_elements": units.expert,
+        "input_elements": units.input,
+        "root_elements": units.root,
+        "tied_elements": tied * (groups.trained_embedding if narrow else 1.0) + 0.0 * sizes.root,
         "expert_shards": _expert_shards(layouts, state_shards(layouts), layouts.zero > 0),
         "dense_first": np.where(mixed, load.layers[DENSE], 0.0),
+        **{f"frozen_{name}": column + 0.0 * sizes.root for name, column in frozen._asdict().items()},
     }
 
 
@@ -261,6 +319,14 @@ def element_counts(job: TrainingWork, layouts: Layouts, load: RankLoad) -> Eleme
         parallel=parallel,
         input=input_group,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),
+        largest_trained=np.maximum.reduce(
+            np.broadcast_arrays(
+                groups.trained_layers[DENSE] * layers[DENSE],
+                groups.trained_layers[MOE] * layers[MOE],
+                groups.trained_embedding * input_group,
+                groups.trained_head * root,
+            )
+        ),
     )
 
 
@@ -326,7 +392,7 @@ def _gradients(
     return ended * on_device, before * on_device, stepping
 
 
-def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts, *, narrow: bool) -> Column:
     """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
 
     A sequential gather writes directly into the parameters and needs no message. Ranks that pass weights on have other
@@ -344,4 +410,6 @@ def _buffers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: Ele
     grouped = grouped & ~np.asarray(layouts.ring)
     whole_message = np.where((layouts.zero > 0) & (job.controls.gather == "sequential"), 0, small)
     buckets = job.backward * (small + master)
-    return np.where(grouped, sizes.largest * (whole_message + buckets), 0.0)
+    trained = sizes.largest_trained if narrow else sizes.largest
+    messages = np.where(np.asarray(layouts.zero) == 3, sizes.largest, trained) * whole_message
+    return np.where(grouped, messages + trained * buckets, 0.0)

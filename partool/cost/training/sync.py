@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import Column, Layouts
 from partool.cost.collective import RankGroup
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.time.tensor import tensor_group
 from partool.cost.training.gathers import kept_elements, messages_of_unit
 from partool.cost.training.one_bit import message_bytes
@@ -75,10 +76,11 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
     everyone = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
-    reduce_bytes, gather_bytes = _wire_bytes(job)
+    reduce_bytes, whole_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.scatter_s, parameters, reduce_bytes, (shards, owners))
+    gather_bytes = whole_bytes * _gathered_share(job, layouts, zero)
     gather = _gather_s(job, parameters, gather_bytes, zero, (shards, owners))
     each = reduce_bytes / shards.size
     least = None if parameters.least is None else parameters.least.dense * each
@@ -118,6 +120,14 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     slowdown = np.maximum(hidden, 0.0) * (stack.contention - 1.0)
     return Sync(gradient, exposed, gathered, shown, slowdown, refresh)
+
+
+def _gathered_share(job: TrainingWork, layouts: Layouts, zero: Column) -> Column:
+    """Return the share of the parameters that is gathered: without frozen ones, if these are whole on each rank."""
+    if not job.backward or not memory_stack(job.stack.name).narrow_frozen:
+        return 1.0
+    everything = (np.asarray(zero) == 3) | np.asarray(layouts.ring)
+    return np.where(everything, 1.0, trained_share(job.model, job.frozen))
 
 
 def _one_bit(
@@ -190,7 +200,7 @@ def _groups_s(
     job: TrainingWork,
     cost: Callable[[TrainingWork, Column, RankGroup, Column | None], Column],
     parameters: RankParameters,
-    each_bytes: float,
+    each_bytes: Column,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
     """Return the total seconds of collectives, one per group of parameters; experts have a separate rank group."""
@@ -208,7 +218,7 @@ def _groups_s(
 
 
 def _gather_s(
-    job: TrainingWork, parameters: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
+    job: TrainingWork, parameters: RankParameters, each_bytes: Column, zero: Column, ranks: tuple[RankGroup, RankGroup]
 ) -> Column:
     """Return the seconds of gathering all parameters once, except those that stay gathered with ZeRO-3."""
     controls = job.controls
@@ -232,7 +242,7 @@ def _in_messages(parameters: RankParameters, each: int) -> RankParameters:
 
 
 def _refresh_s(
-    job: TrainingWork, parameters: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup
+    job: TrainingWork, parameters: RankParameters, each_bytes: Column, zero: Column, ranks: RankGroup
 ) -> Column:
     """Return the seconds of the message that updates the parameters that stay gathered; it is sent once a step."""
     if not job.controls.persistent_elements:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.cost.codec import encode
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.traffic.expert import expert_bytes
@@ -15,7 +16,7 @@ from partool.cost.training.gathers import controls_of_layout, kept_elements, mes
 from partool.cost.training.one_bit import exchange_bytes
 from partool.cost.training.optimizer import matrix_bytes, norm_bytes
 from partool.cost.training.tensor_sums import tensor_bytes
-from partool.layout.parameters import count, is_frozen, parameters
+from partool.layout.parameters import count, groups, is_frozen, parameters
 from partool.plan.layout import Layout
 from partool.plan.types import ExchangePart
 from partool.spec.model import ModelConfig
@@ -84,13 +85,18 @@ def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTr
     replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
     elements = sum(on_rank)
     trained = elements * trained_share(job.model, job.frozen)
+    # Below ZeRO-3, frozen parameters are whole on each rank; a group without others is neither gathered nor reduced.
+    narrow = bool(job.frozen) and bool(job.backward) and memory_stack(job.stack.name).narrow_frozen
+    narrow = narrow and not moves_weights(layout)
+    with_gradients = sum(_trains(job, layout, stages)) if narrow else len(on_rank)
+    gathered, gather_groups = (trained, with_gradients) if narrow and zero < 3 else (elements, len(on_rank))
     ring = (shards - 1) / shards
     turns = k * (1.0 + job.perturbed)
     # A pass leaves the last group gathered: the backward pass, or the next forward pass, finds it there.
     by_zero3 = turns * (2.0 - on_rank[-1] / elements) if job.backward else turns - (turns - 1) * on_rank[-1] / elements
     gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else by_zero3
     both = turns * (2 * len(on_rank) - 1) if job.backward else turns * len(on_rank) - (turns - 1)
-    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else round(both)
+    calls = 0 if zero == 0 or shards == 1 else gather_groups if zero < 3 else round(both)
     controls = controls_of_layout(layout.data)
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0
@@ -103,8 +109,8 @@ def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTr
     experts = _of_experts(job, layout, stages) if layout.expert > 1 else _NOTHING
     return ZeroTraffic(
         gather_calls=calls + experts.gather_calls,
-        reduce_calls=len(on_rank) * (reductions + (job.backward and replicas > 1)) + experts.reduce_calls,
-        gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes + experts.gather_bytes,
+        reduce_calls=with_gradients * (reductions + (job.backward and replicas > 1)) + experts.reduce_calls,
+        gather_bytes=(gathers * (gathered - kept) + kept) * ring * job.compute_bytes + experts.gather_bytes,
         scatter_bytes=reductions * ring * trained * job.master_bytes + experts.scatter_bytes,
         replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout) + experts.replica_bytes,
     )
@@ -159,13 +165,27 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
 def _rank_groups(job: TrainingWork, layout: Layout, stages: Iterable[int]) -> list[int]:
     """Return the number of elements in each group of parameters that a pipeline rank with ``stages`` all-gathers."""
     first, *layers, last = _group_elements(job, layout)
-    groups: list[int] = []
+    sizes: list[int] = []
     everywhere = moves_weights(layout)
     for index in stages:
         start, stop = layout.pipeline.bounds[index]
         begins, ends = index == 0 and not everywhere, index == len(layout.pipeline.bounds) - 1 and not everywhere
-        groups += [first] * begins + layers[start:stop] + [last] * ends
-    return [first, *groups, last] if everywhere else groups
+        sizes += [first] * begins + layers[start:stop] + [last] * ends
+    return [first, *sizes, last] if everywhere else sizes
+
+
+def _trains(job: TrainingWork, layout: Layout, stages: Iterable[int]) -> list[bool]:
+    """Return whether each group of :func:`_rank_groups` has parameters that are trained."""
+    first, *layers, last = (
+        any(not is_frozen(info.name, job.frozen) for info in group if layout.expert == 1 or info.kind != "expert")
+        for group in groups(job.model)
+    )
+    trains: list[bool] = []
+    for index in stages:
+        start, stop = layout.pipeline.bounds[index]
+        ends = index == len(layout.pipeline.bounds) - 1
+        trains += [first] * (index == 0) + layers[start:stop] + [last] * ends
+    return trains
 
 
 def _group_elements(job: TrainingWork, layout: Layout) -> list[int]:

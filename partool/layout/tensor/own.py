@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.parameters import ParameterInfo, parameters
+from partool.layout.adapters import A, is_adapter
+from partool.layout.parameters import ParameterInfo, layer_parameters, parameters
 from partool.layout.tensor.cutting import HeadRanges, along, collapse, collapsed_name, cut, even, head_ranges
 from partool.layout.tensor.patterns import PATH, Patterns, matching, unmatched
 from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
@@ -138,9 +139,36 @@ def _row(info: ParameterInfo, decision: _Decision) -> Partition:
 
 def _decide(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     """Return the decision about one parameter."""
+    if is_adapter(info.name):
+        return _adapter(info, ranks)
     if info.kind == "attention" and info.name.split(".")[-2] not in ("q_a", "kv_a"):
         return _attention(info, ranks)
     return _BY_KIND[info.kind](info, ranks)
+
+
+def _adapter(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    """Return the decision for A or B of an adapter, which are cut as the inputs and outputs of their matrix W are.
+
+    With rows of W on each rank, A x is the same on all ranks, and each has a part of A's gradient from its rows of B.
+    With columns of W, each rank has a term of A x, hence of the gradient of B.
+    """
+    projection, _, ending = info.name.rpartition(".")
+    of_matrix = _decide(replace(info, name=f"{projection}.weight", shape=_shape_of_matrix(info, ranks.config)), ranks)
+    dim = 1 if ending == A else 0
+    cuts = tuple(one for one in of_matrix.cuts if one.dim == dim)
+    if cuts:
+        return _Decision(of_matrix.style, cuts, of_matrix.gradients, "as its matrix")
+    if not of_matrix.cuts:
+        return _Decision("replicated", (), of_matrix.gradients, of_matrix.why)
+    return _Decision("replicated", (), "summed", "each rank has a part of its gradient, from its part of the matrix")
+
+
+def _shape_of_matrix(info: ParameterInfo, config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of the matrix beside which A or B of an adapter lies."""
+    projection = info.name.rpartition(".")[0]
+    assert info.layer is not None, "an adapter outside of the layers"
+    infos = layer_parameters(config, info.layer)
+    return next(each.shape for each in infos if each.name == f"{projection}.weight")
 
 
 def _embedding(info: ParameterInfo, ranks: _Ranks) -> _Decision:

@@ -125,8 +125,7 @@ def _shard_bytes(problem: Problem, priced: Priced) -> float:
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Yield a finding if host buffers can hold the whole optimizer state; files are then useless."""
     layout, state_bytes = priced.layout, _state_bytes(problem, priced)
-    frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
-    buffered_bytes = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
+    buffered_bytes = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments"))
     asked = problem.spec.parallel.offload
     if buffered_bytes >= 0.99 * state_bytes:
         message = f"{layout.offload.buffers} buckets of {layout.offload.bucket_mib:.3g} MiB hold all of the state"

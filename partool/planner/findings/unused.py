@@ -29,6 +29,15 @@ def gathers(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
 
 
 def tensor(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """If the planner chose one tensor rank, yield a warning for each setting that needs several tensor ranks."""
+    """Yield a warning for each setting of tensor ranks that has no effect.
+
+    The planner may have chosen one rank, and projections with an adapter are not overlapped with exchanges.
+    """
     if problem.tensor_degree == "auto" and layout.mesh.tp == 1:
         yield from unused_settings(problem, "the plan has one")
+        return
+    tensor = problem.spec.parallel.tensor
+    for name, none in (("overlap", ("auto", "none")), ("chunks", ("auto", 1))):
+        if problem.model.adapter is not None and layout.mesh.tp > 1 and (value := getattr(tensor, name)) not in none:
+            message = f"{name}: {value} overlaps an exchange with one product, and an adapter adds others to it"
+            yield Diagnostic("PT446", message, "warning", ("parallel", "tensor", name), help="drop it")

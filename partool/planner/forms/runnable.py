@@ -23,6 +23,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
 from partool.strategies.engines import ENGINES, EngineRecord
+from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.sequence import BY_GRAPH, ON_GRIDS
 from partool_kernels.registry import ARCHITECTURES
@@ -38,6 +39,7 @@ class Task:
     frozen: bool = False
     hf: bool = False
     """True if transformers or the user's code builds the model, False if partool does."""
+    optimizer: str = "adamw"
 
 
 def of_engine(engine: str) -> tuple[Gap, ...]:
@@ -49,12 +51,14 @@ def task(problem: Problem) -> Task:
     """Return the requirements on the runtime that all layouts of a problem share."""
     spec = problem.spec
     hf = problem.described is not None
-    return Task(problem.model, problem.devices, spec.training.precision, bool(spec.model.frozen), hf)
+    return Task(problem.model, problem.devices, spec.training.precision, bool(problem.frozen), hf, spec.optimizer.name)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
     """Return the requirements on the runtime that a plan on ``devices`` has, except those of the plan's layout."""
-    return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), not plan.own_decoder)
+    return Task(
+        plan.model, devices, plan.training.precision, bool(plan.frozen), not plan.own_decoder, plan.optimizer.name
+    )
 
 
 def of_task(asked: Task) -> Iterator[str]:
@@ -65,9 +69,23 @@ def of_task(asked: Task) -> Iterator[str]:
     if asked.frozen:
         yield "frozen parameters"
     yield from ["model of transformers"] if asked.hf else of_model(asked.model)
+    if asked.model.adapter is not None:
+        yield from _of_adapter(asked)
     record = ARCHITECTURES.get(asked.devices.architecture)
     if asked.precision == "fp8" and asked.devices.architecture and (record is None or record.fp8 is None):
         yield "fp8 on other architectures"
+
+
+def _of_adapter(asked: Task) -> Iterator[str]:
+    """Yield the aspects of a model with an adapter that all layouts of a task need."""
+    yield "adapter"
+    if asked.precision == "fp8":
+        yield "adapter in fp8"
+    record = OPTIMIZERS[asked.optimizer]
+    if record.rest:
+        yield "adapter with an optimizer of whole matrices"
+    if record.whole_steps:
+        yield "adapter with exchanges of one bit"
 
 
 def _with_value(name: str, index: int, ranks: str = "") -> Callable[[Layouts], Mask]:
@@ -120,6 +138,23 @@ _OF_COLUMNS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
 """Aspects that follow from columns of layouts, each with the rows that need it."""
 
 
+_MOVING = [SCHEDULES.index(name) for name in MOVING_WEIGHTS]
+_OF_ADAPTERS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
+    ("adapter with weights that travel", lambda rows: (rows.pp > 1) & np.isin(rows.schedule, _MOVING)),
+    ("adapter on tensor ranks in two dimensions", lambda rows: rows.tensor_inner > 1),
+    ("adapter on parts of experts", lambda rows: rows.etp > 1),
+    ("dropout of an adapter in tiles", lambda rows: rows.mlp_tile_tokens > 0),
+)
+"""Aspects that follow from columns of layouts of a model with an adapter; the last one only with dropout."""
+
+
+def of_adapter_columns(model: ModelConfig, rows: Layouts) -> Iterator[tuple[str, Mask]]:
+    """Yield each aspect of a model's adapter that follows from columns of ``rows``, with the rows that need it."""
+    if model.adapter is not None:
+        aspects = _OF_ADAPTERS if model.adapter.dropout else _OF_ADAPTERS[:-1]
+        yield from ((aspect, needing(rows)) for aspect, needing in aspects)
+
+
 def of_columns(rows: Layouts, wanted: Callable[[str], bool] = lambda aspect: True) -> Iterator[tuple[str, Mask]]:
     """Yield each aspect that follows from columns of ``rows``, with a mask of the rows that need the aspect.
 
@@ -132,6 +167,7 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     """Yield all aspects that a layout needs."""
     yield from of_task(asked)
     yield from (aspect for aspect, applies in of_columns(encode(layout)) if applies)
+    yield from (aspect for aspect, applies in of_adapter_columns(asked.model, encode(layout)) if applies)
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
     yield from of_lists(layout)
     if asked.hf and layout.sequence.degree > 1:
@@ -192,9 +228,12 @@ def nothing_runs(problem: Problem) -> bool:
     return not all(runs(aspect) for aspect in of_task(task(problem)))
 
 
-def able(rows: Layouts) -> NDArray[np.bool_]:
-    """Return a mask of rows for which the runtime supports all aspects."""
-    return _without(rows, lambda aspect: not runs(aspect))
+def able(rows: Layouts, model: ModelConfig | None = None) -> NDArray[np.bool_]:
+    """Return a mask of rows for which the runtime supports all aspects, also those of the model's adapter."""
+    mask = _without(rows, lambda aspect: not runs(aspect))
+    for _, asked in () if model is None else of_adapter_columns(model, rows):
+        mask &= np.logical_not(asked)
+    return mask
 
 
 def within(engine: EngineRecord, rows: Layouts) -> NDArray[np.bool_]:

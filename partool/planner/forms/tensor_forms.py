@@ -136,14 +136,15 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
     """Return, for each group, how collectives overlap with computation, as an index of :data:`OVERLAPS`.
 
     The spec sets the overlap. For ``auto``, it is ``backward`` if the device gains from overlap and backward passes are
-    neither compiled nor split. Fused kernels over symmetric memory are used only if the spec asks for them, because
-    their gain depends on links that the hardware tables do not describe.
+    neither compiled nor split; products with an adapter's sum are not overlapped. Fused kernels over symmetric memory
+    are used only if the spec asks for them, because their gain depends on links that the hardware tables do not
+    describe.
     """
     pinned = problem.spec.parallel.tensor.overlap
     many = np.asarray(groups.tp) > 1
     if pinned != "auto":
         return np.where(many, OVERLAPS.index(pinned), 0)
-    gains = cost_job(problem).stack.overlap_products > 0
+    gains = cost_job(problem).stack.overlap_products > 0 and problem.model.adapter is None
     able = many & (np.asarray(groups.compiled) == 0) & (halves_passes(cost_job(problem), groups) == 0)
     return np.where(able & gains, OVERLAPS.index("backward"), 0)
 
@@ -154,7 +155,8 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
     many = np.asarray(groups.tp) > 1
     many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")
     fused = problem.spec.parallel.tensor.overlap == "symmetric"
-    if pinned != "auto" or fused or cost_job(problem).stack.overlap_products == 0 or not np.any(many):
+    alone = fused or problem.model.adapter is not None
+    if pinned != "auto" or alone or cost_job(problem).stack.overlap_products == 0 or not np.any(many):
         return np.where(many, 1 if pinned == "auto" else pinned, 1)
     columns = [groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp]
     first, where = distinct(codes(len(many), columns))

@@ -24,11 +24,11 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     if not groups:
         return
     names = parameter_names(problem)
-    unmatched = {name for name in names if not is_frozen(name, problem.spec.model.frozen)}
+    unmatched = {name for name in names if not is_frozen(name, problem.frozen)}
     for pattern in groups:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched & unmatched:
-            yield _tied(problem, pattern) or _without_effect(pattern, matched, names, problem.spec.model.frozen)
+            yield _tied(problem, pattern) or _without_effect(pattern, matched, names, problem.frozen)
         unmatched -= matched
 
 
@@ -46,12 +46,15 @@ def _tied(problem: Problem, pattern: str) -> Diagnostic | None:
     return Diagnostic("PT225", message, path=path, help=f"name {tied[second]}: a tied matrix has one set of states")
 
 
-def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: list[str]) -> Diagnostic:
+def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: tuple[str, ...]) -> Diagnostic:
     if not matched:
         why, near = "matches no parameter", get_close_matches(pattern, sorted({*map(collapsed_name, names)}), 2, 0.5)
         help = f"nearest: {' or '.join(near)}" if near else f"names are {', '.join(names[:4])}, …"
     elif all(is_frozen(name, frozen) for name in matched):
-        why, help = "matches only parameters that model.frozen keeps as they are", "drop it, or train some of them"
+        why, help = (
+            "matches only parameters that model.frozen or an adapter keeps as they are",
+            "drop it, or train some of them",
+        )
     else:
         why, help = "matches no parameter that an earlier pattern does not", "move it up: the first that matches counts"
     message = f"optimizer.groups: {pattern!r} {why}"

@@ -33,6 +33,8 @@ class CheckpointExtra(OptimizerNumbers):
     """See :meth:`partool_runtime.precision.LossScaler.state`."""
     nonfinite_in_row: int
     """Steps in a row, up to this one, whose gradients were not finite."""
+    base: NotRequired[str]
+    """Checksum of the frozen weights beside an adapter, which the checkpoint does not hold."""
 
 
 @dataclass(frozen=True, slots=True)

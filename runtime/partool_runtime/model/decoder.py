@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.model.adapter import add_adapters
 from partool_runtime.model.around import Around
 from partool_runtime.model.attention import Context, Tokens
 from partool_runtime.model.embedding import Embedding
@@ -55,6 +56,8 @@ class Block(nn.Module):
             self.moe = MixtureOfExperts(config)
         else:
             self.ffn = FeedForward(config)
+        if config.adapter is not None:
+            add_adapters(self, config.adapter, f"layers.{layer}")
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
         """Function that computes a sum and its ``ffn_norm`` in one kernel; None means that torch computes them."""
         self.around: Around | None = None
@@ -243,6 +246,7 @@ class Decoder(StagedDecoder):
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = Embedding(config.max_position, config.hidden) if config.position == "learned" else None
+        self.draws = config.adapter is not None and config.adapter.dropout > 0
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)

@@ -27,6 +27,16 @@ class Stacked(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts * rows, columns))
         nn.init.normal_(self.weight, std=std)
 
+    def matrices(self, stacked: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return stacked matrices ``[E · O, I]`` as ``[E, I, O]``, of the experts that ``ends_E`` counts."""
+        # view(experts, -1, columns) could not tell the number of rows of a rank that has no columns.
+        experts, (rows, columns) = len(ends_E), stacked.shape
+        return stacked.view(experts, rows // experts, columns).mT
+
+    def product(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return the product ``[R, O]`` of each row, sorted by expert, with its expert's matrix."""
+        return grouped_gemm(rows_RI, self.matrices(self.weight, ends_E), ends_E)
+
 
 class Experts(nn.Module):
     """The experts that a rank holds: networks without biases whose products are grouped.
@@ -38,7 +48,7 @@ class Experts(nn.Module):
         super().__init__()
         moe = config.moe
         assert moe is not None, "experts of a dense model"
-        self.hidden = config.hidden
+        self.number = moe.experts
         self.activation = ACTIVATIONS[config.activation]
         self.gated = config.gated
         self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -55,16 +65,12 @@ class Experts(nn.Module):
 
     def forward(self, rows_RH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Map rows ``[R, H]``, sorted by expert, to ``[R, H]``; ``ends_E`` is the index after each expert's rows."""
-        experts = len(ends_E)
-        width = self.down.weight.shape[1]
-        up_EHF = self.up.weight.view(experts, width, self.hidden).mT
-        down_EFH = self.down.weight.view(experts, self.hidden, width).mT
+        up_RF = self.up.product(rows_RH, ends_E)
         if not self.gated:
-            return grouped_gemm(self.activation(grouped_gemm(rows_RH, up_EHF, ends_E)), down_EFH, ends_E)
-        gate_EHF = self.gate.weight.view(experts, width, self.hidden).mT
-        gate_RF, up_RF = grouped_gemm(rows_RH, gate_EHF, ends_E), grouped_gemm(rows_RH, up_EHF, ends_E)
+            return self.down.product(self.activation(up_RF), ends_E)
+        gate_RF = self.gate.product(rows_RH, ends_E)
         inner_RF = self.activation(gate_RF) * up_RF if self.combine is None else self.combine(gate_RF, up_RF)
-        return grouped_gemm(inner_RF, down_EFH, ends_E)
+        return self.down.product(inner_RF, ends_E)
 
 
 class Division(Protocol):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
 from partool.strategies.optimizers import OPTIMIZERS
 from partool_runtime.hf.model import HfDecoder
@@ -83,9 +82,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
         worker=host.worker,
         state_file=host.state_file,
     )
-    # Selection biases are no copies of anything on the host: steps change them on the device, in full precision.
-    frozen = {name: p for name, p in model.named_parameters() if name not in trained and not is_selection_bias(name)}
-    optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting, frozen)
+    optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting)
     optimizer.notes += note
     for name, parameter in trained.items():
         if name not in after_passes:

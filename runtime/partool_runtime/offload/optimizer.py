@@ -76,7 +76,7 @@ class HostOptimizer(CountsUpdates):
     """Updates states in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
 
     ``parameters`` are sharded, have the type of computation, and are in the order in which their gradients are
-    expected. ``frozen`` parameters have masters, too, so that checkpoints keep the full precision of the parameters.
+    expected.
     ``copies`` names parameters whose gradients another rank counts in the norm.
     """
 
@@ -89,14 +89,11 @@ class HostOptimizer(CountsUpdates):
         spec: OptimizerSpec,
         copies: Collection[str],
         setting: HostSetting,
-        frozen: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self._parameters, self._copies = dict(parameters), frozenset(copies)
         self._device, self._shards = setting.device, setting.shards
         self._setting = setting
         self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
-        self._frozen = dict(frozen or {})
-        self._kept = {name: torch.zeros(local(p).shape, dtype=setting.master) for name, p in self._frozen.items()}
         shards = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
         staying = tail(shards, setting.work.gpu_fraction)
         buckets = fill_buckets((shard for shard in shards if shard[0] not in staying), setting.bucket_elements)
@@ -196,8 +193,7 @@ class HostOptimizer(CountsUpdates):
 
     def masters(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""
-        masters = {name: self._placed(name, 0) for name in self._parameters}
-        return masters | {name: placed_like(self._frozen[name], kept) for name, kept in self._kept.items()}
+        return {name: self._placed(name, 0) for name in self._parameters}
 
     def _placed(self, name: str, place: int) -> torch.Tensor:
         """Return a parameter's master or moment, at index ``place`` of its state, with the parameter's placement."""
@@ -219,9 +215,6 @@ class HostOptimizer(CountsUpdates):
         """See ``Optimizer``."""
         self._store.written()
         self._engine.rebuild()
-        with torch.no_grad():
-            for name, kept in self._kept.items():
-                local(self._frozen[name]).copy_(kept)
         self._written()
 
     def held_bytes(self) -> dict[str, int]:
@@ -232,7 +225,7 @@ class HostOptimizer(CountsUpdates):
         if setting.work.optimizer == "nvme":
             here = min(here, setting.work.buffers * max(sizes, default=0))
         by_term = {
-            "masters": here * master + sum(tensor.nbytes for tensor in self._kept.values()),
+            "masters": here * master,
             "moments": here * sum(moments),
             "totals": sum(sizes) * master if setting.accumulates else 0,
             "copies": min(setting.work.undo_bytes, state) if setting.work.speculate == "undo" else 0,

@@ -15,16 +15,19 @@ from partool_runtime.building import (
     whole_shapes,
 )
 from partool_runtime.weights.blocks import fill_from
+from partool_runtime.weights.checksum import checksum, frozen_of
 from partool_runtime.weights.fill import fill
 
 __all__ = [
     "build",
     "build_parts",
     "check_finite",
+    "checksum",
     "fill",
     "fill_from",
     "freeze",
     "frozen_names",
+    "frozen_of",
     "materialise",
     "poison",
     "post_load",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,9 +16,19 @@ _COPY_ELEMENTS = 2**20
 
 
 @torch.no_grad()
-def fill_from(model: AnyDecoder, source: BlockSource, masters: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Copy this rank's blocks of all parameters from ``source``, cast to the type of the parameter or its master."""
+def fill_from(
+    model: AnyDecoder,
+    source: BlockSource,
+    masters: Mapping[str, torch.Tensor] | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Copy this rank's blocks of the ``wanted`` parameters from ``source``.
+
+    Values are cast to the type of the parameter or its master.
+    """
     for name, parameter in targets(model, masters).items():
+        if not wanted(name):
+            continue
         placement = model.placements.get(name)
         shape = tuple(parameter.shape) if placement is None else placement.shape
         for piece in pieces(parameter, placement):

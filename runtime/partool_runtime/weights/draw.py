@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from partool.layout.adapters import B
 from partool.spec.model import ModelConfig
 
 Shape = tuple[int, ...]
@@ -33,6 +34,21 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
     section 2.3). Norms are one, biases zero.
     """
     return partial(_block, config=config, values=partial(_normal, seed=seed))
+
+
+def adapter_source(seed: int) -> BlockSource:
+    """Return the source of fresh adapters, in float32: A is uniform within ±1/√columns, B is zero.
+
+    The bound is that of Kaiming's uniform distribution with a = √5, which PEFT draws A from.
+    """
+
+    def block(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        if name.endswith(f".{B}"):
+            return torch.zeros(sizes)
+        uniform = _drawn(torch.rand, name, shape, offsets, sizes, seed=seed)
+        return uniform.mul_(2.0).sub_(1.0).mul_(shape[1] ** -0.5)
+
+    return block
 
 
 def dummy_source(config: ModelConfig) -> BlockSource:
@@ -66,7 +82,14 @@ def _block(
 
 
 def _normal(name: str, shape: Shape, offsets: Shape, sizes: Shape, *, seed: int) -> torch.Tensor:
-    """Return a block of a parameter from the standard normal distribution, drawn in whole rows."""
+    """Return a block of a parameter from the standard normal distribution."""
+    return _drawn(torch.randn, name, shape, offsets, sizes, seed=seed)
+
+
+def _drawn(
+    draw: Callable[..., torch.Tensor], name: str, shape: Shape, offsets: Shape, sizes: Shape, *, seed: int
+) -> torch.Tensor:
+    """Return a block of a parameter whose elements ``draw`` draws, in whole rows."""
     start, stop = offsets[0], offsets[0] + sizes[0]
     columns = tuple(slice(at, at + size) for at, size in zip(offsets[1:], sizes[1:], strict=True))
     each = block_rows(shape)
@@ -74,7 +97,7 @@ def _normal(name: str, shape: Shape, offsets: Shape, sizes: Shape, *, seed: int)
     for block in range(start // each, -(-stop // each)):
         first = block * each
         generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
-        rows = torch.randn((min(each, shape[0] - first), *shape[1:]), generator=generator, dtype=torch.float32)
+        rows = draw((min(each, shape[0] - first), *shape[1:]), generator=generator, dtype=torch.float32)
         drawn.append(rows[(slice(max(start - first, 0), stop - first), *columns)])
     return torch.cat(drawn) if drawn else torch.empty(sizes)
 
@@ -94,11 +117,11 @@ def _noise(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tenso
     for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
         salt = int.from_bytes(digest[4 * dim : 4 * dim + 4], "little", signed=True)
         index = torch.arange(first, first + size, dtype=torch.int32)
-        keys = keys ^ _mixed(index ^ salt).view(-1, *(1,) * (len(shape) - dim - 1))
-    return _mixed(keys).to(torch.float32).mul_(math.sqrt(3.0) / 2**31)
+        keys = keys ^ mixed(index ^ salt).view(-1, *(1,) * (len(shape) - dim - 1))
+    return mixed(keys).to(torch.float32).mul_(math.sqrt(3.0) / 2**31)
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: torch.Tensor) -> torch.Tensor:
     """Replace 32-bit integers by their hashes, in place, and return them.
 
     The hash is lowbias32 of C. Wellons, https://nullprogram.com/blog/2018/07/31/.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from partool.layout.adapters import is_adapter
 from partool.layout.parameters import is_selection_bias
 from partool_runtime.checkpoint import VerifiedFolder, load_folder, newest_step, step_folder, tensor_shapes
 from partool_runtime.checkpoint._agreement import SavingRanks
@@ -30,10 +31,11 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
     where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
-    _check(folder, model.whole_shapes())
+    _check(folder, {name: shape for name, shape in model.whole_shapes().items() if not is_adapter(name)})
     state = {
         _MODEL + name: placed(tensor.detach(), model.placements.get(name))
         for name, tensor in targets(model, masters).items()
+        if not is_adapter(name)
     }
     with _all_ranks() as ranks:
         load_folder(folder, state, ranks, cast=True)
@@ -47,7 +49,7 @@ def load_upcycled(
     _check(folder, dense_shapes(model.config))
     with _all_ranks() as ranks:
         source = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
-    fill_from(model, upcycled(model.config, source.block, seed), masters)
+    fill_from(model, upcycled(model.config, source.block, seed), masters, lambda name: not is_adapter(name))
 
 
 @contextmanager

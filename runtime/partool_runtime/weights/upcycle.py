@@ -15,7 +15,7 @@ _EXPERTS = ".moe.experts."
 
 def dense(config: ModelConfig) -> ModelConfig:
     """Return the model without experts, whose weights are those of the source."""
-    return config.model_copy(update={"moe": None})
+    return config.model_copy(update={"moe": None, "adapter": None})
 
 
 def dense_shapes(config: ModelConfig) -> dict[str, Shape]:

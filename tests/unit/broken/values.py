@@ -98,7 +98,7 @@ ALMOST: list[tuple[str, str, str]] = [
     ("parallel: {offload: {gpu_fraction: 50}}", "PT105", "it is a fraction of 1"),
     ("checkpoint: {save_steps: 500}", "PT101", "`checkpoint.every`"),
     ("checkpoint: {resume_from_checkpoint: true}", "PT101", "--resume RUN"),
-    ("lora: {r: 8}", "PT101", "`model.frozen`"),
+    ("lora: {r: 8}", "PT101", "adapter: {rank"),
     ("optimizer: {momentum: 90%}", "PT102", "write 0.9"),
 ]
 """Lines that are almost right: the line, the code, and the help."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from layouts import new_layout
+from layouts import laid, new_layout
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
@@ -72,7 +72,11 @@ def test_frozen_parameters_have_no_moments_gradients_or_updates() -> None:
     less, more = predict_time(frozen, chosen, 1), predict_time(whole, chosen, 1)
     assert less.terms_s["optimizer"] < 0.5 * more.terms_s["optimizer"]
     assert less.traffic_bytes["gradient_sync"] < 0.2 * more.traffic_bytes["gradient_sync"]
-    assert traffic(frozen, chosen).gather_bytes == traffic(whole, chosen).gather_bytes
+    # Below ZeRO-3 frozen parameters are whole on each rank; with ZeRO-3 they are gathered as all others.
+    assert traffic(frozen, chosen).gather_bytes < 0.2 * traffic(whole, chosen).gather_bytes
+    assert (traffic(frozen, chosen).gather_calls, traffic(frozen, chosen).reduce_calls) == (1, 1)
+    gathered = laid(chosen, zero=3)
+    assert traffic(frozen, gathered).gather_bytes == traffic(whole, gathered).gather_bytes
 
 
 @pytest.mark.parametrize("pp", [2, 3, 6])

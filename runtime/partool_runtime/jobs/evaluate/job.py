@@ -78,7 +78,8 @@ def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Pre
     for root in prepared.model.roots():
         root.requires_grad_(False)
     pulse.enter("loading")
-    for note in fill(prepared.model, plan.weights, seed=plan.training.seed):
+    folder = None if plan.adapter is None else plan.adapter.weights
+    for note in fill(prepared.model, plan.weights, seed=plan.training.seed, adapter=folder):
         recorder.warning(note)
     post_load(prepared.model)
     on_device = (p for p in prepared.model.parameters() if local(p).device == ranks.device)

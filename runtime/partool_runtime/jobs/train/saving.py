@@ -38,7 +38,9 @@ class Saver:
         stepper: Stepper,
         fingerprint: str,
         arena: Arena | None = None,
+        base: str = "",
     ) -> None:
+        """Take the run's parts; ``base`` is the checksum of the weights beside an adapter, empty without one."""
         self.notes: list[str] = []
         """What the user must learn about the checkpoint that :meth:`resume` has chosen."""
         # Taken before the first forward pass, after which modules may hold gathered parameters.
@@ -49,6 +51,7 @@ class Saver:
         self._scaler = scaler
         self._stepper = stepper
         self._fingerprint = fingerprint
+        self._base = base
         spec = plan.checkpoint
         self._every_steps = spec.every if isinstance(spec.every, int) else 0
         self._every_s = duration_s(spec.every) or 0.0 if isinstance(spec.every, str) else 0.0
@@ -100,7 +103,7 @@ class Saver:
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
 
     def _accept(self, step: int, extra: CheckpointExtra) -> None:
-        """Refuse moments that another optimizer saved, since the name of a moment may have another meaning there."""
+        """Refuse moments of another optimizer, whose names may have other meanings, and adapters of another base."""
         name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # older checkpoints name none
         if saved != name:
             message = f"the checkpoint of step {step} was trained with {saved}, and optimizer.name is {name}"
@@ -108,6 +111,9 @@ class Saver:
                 f"{_same_help('optimizer')}; a new run can have its weights: model: {{weights: {{source: checkpoint}}}}"
             )
             raise ConfigurationError("PT679", message, help)
+        if extra.get("base", "") != self._base:
+            message = f"the adapter of step {step} was trained beside other frozen weights, or in another precision"
+            raise ConfigurationError("PT618", message, _same_help("model.weights and training.precision"))
 
     def flags(self) -> list[float]:
         """Return 1 on rank 0 if the time between checkpoints has passed, else 0; nothing if steps are counted instead.
@@ -149,6 +155,7 @@ class Saver:
             "model": self._plan.model.model_dump(mode="json"),
             "data": self._fingerprint,
             "optimizer": self._plan.optimizer.name,
+            "base": self._base,
             **self._optimizer.numbers(),
             "scaler": self._scaler.state(),
             "nonfinite_in_row": self._stepper.nonfinite_in_row,
@@ -175,9 +182,17 @@ class Saver:
 
 
 def state_of(model: AnyDecoder, optimizer: Optimizer) -> dict[str, Value]:
-    """Return weights and moments by name, each with its place in the whole tensor."""
+    """Return weights and moments by name, each with its place in the whole tensor.
+
+    With an adapter the weights are the trained ones: a checksum stands for the others.
+    """
     masters = optimizer.masters()
-    tensors = {f"model.{name}": masters.get(name, p).detach() for name, p in model.named_parameters()}
+    trained_only = model.config.adapter is not None
+    tensors = {
+        f"model.{name}": masters.get(name, p).detach()
+        for name, p in model.named_parameters()
+        if p.requires_grad or not trained_only
+    }
     tensors |= optimizer.state()
     values = {key: placed(tensor, model.placements.get(key.partition(".")[2])) for key, tensor in tensors.items()}
     return values | optimizer.placed_state()

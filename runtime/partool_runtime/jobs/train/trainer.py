@@ -19,6 +19,7 @@ from partool_runtime.jobs.process import configure_process, watch_compiler
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.model import AnyDecoder
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
@@ -30,7 +31,7 @@ from partool_runtime.resuming import falls_back
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals.tensors import local, local_bytes
-from partool_runtime.weights import fill, post_load
+from partool_runtime.weights import checksum, fill, frozen_of, post_load
 
 _UNIFORM, _STILL = 0.005, 1e-6
 """A model ignores its input if its first loss divided by ln V differs from 1 by less than ``_UNIFORM`` and its gradient
@@ -218,6 +219,11 @@ def _open(
         kernels=plan.kernels.mode,
         loads=prepared.loads,
     )
+    notes: tuple[str, ...] = ()
+    if plan.adapter is not None:  # checkpoints hold no frozen weights
+        notes, base = _fill(plan, model, optimizer), checksum(model, frozen_of(model, plan.frozen), ranks.world)
+    else:
+        base = ""
     saver = Saver(
         plan,
         run_dir,
@@ -228,18 +234,23 @@ def _open(
         stepper=stepper,
         fingerprint=fingerprint,
         arena=arena,
+        base=base,
     )
     pulse.enter("loading")
     fallback = falls_back(plan.resume.fallback, plan.launch.target, os.environ)
     first = saver.resume(fallback=fallback) if resume else 0
-    for note in saver.notes:
+    if first == 0 and plan.adapter is None:  # a resumed run does not need its initial weights
+        notes = _fill(plan, model, optimizer)
+    for note in (*saver.notes, *notes):
         recorder.warning(note)
-    if first == 0:  # a resumed run does not need its initial weights
-        for note in fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters()):
-            recorder.warning(note)
     optimizer.loaded()
     post_load(model)
     return stepper, saver, first
+
+
+def _fill(plan: Plan, model: AnyDecoder, optimizer: Optimizer) -> tuple[str, ...]:
+    folder = None if plan.adapter is None else plan.adapter.weights
+    return fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters(), adapter=folder)
 
 
 def _room_bytes(plan: Plan) -> int | None:

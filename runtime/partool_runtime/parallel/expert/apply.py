@@ -66,13 +66,14 @@ def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, ax
     """Give the experts' matrices this rank's experts, or its part of their widths, and record their places."""
     placements = dict(model.placements)
     for leaf, stacked in layer.experts.stacked():
-        shape, experts = stacked.weight.shape, layer.number
-        placement = expert_placement(leaf, (shape[0], shape[1]), experts, (axis.place, axis.size), parts)
-        part = torch.empty(placement.local_shape, dtype=stacked.weight.dtype, device=stacked.weight.device)
-        stacked.weight = nn.Parameter(part, requires_grad=stacked.weight.requires_grad)
-        full = f"{name}.experts.{leaf}.weight"
-        placements[full] = placement
-        model.copies -= {full}
+        for ending, whole in list(stacked.named_parameters(recurse=False)):
+            shape = whole.shape
+            placement = expert_placement(leaf, (shape[0], shape[1]), layer.number, (axis.place, axis.size), parts)
+            part = torch.empty(placement.local_shape, dtype=whole.dtype, device=whole.device)
+            setattr(stacked, ending, nn.Parameter(part, requires_grad=whole.requires_grad))
+            full = f"{name}.experts.{leaf}.{ending}"
+            placements[full] = placement
+            model.copies -= {full}
     model.placements = MappingProxyType(placements)
 
 

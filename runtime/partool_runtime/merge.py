@@ -1,0 +1,67 @@
+"""Weights of a run with an adapter: the trained ones of a checkpoint, or the whole model with the adapter's sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from partool.layout.adapters import A, B, is_adapter
+from partool.layout.parameters import is_frozen, is_selection_bias, parameters
+from partool.plan.types import Plan
+from partool.spec.model import ModelConfig
+from partool_runtime.checkpoint import load_folder
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
+from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise
+from partool_runtime.weights.from_checkpoint import load_whole
+
+
+def trained_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the parameters that were trained, whole and cast to ``dtype``, by name.
+
+    Raises ConfigurationError PT621 where the checkpoint holds others.
+    """
+    infos = parameters(plan.model)
+    shapes = {info.name: info.shape for info in infos if not is_frozen(info.name, plan.frozen)}
+    return load_whole(checkpoint, dtype, shapes)
+
+
+@torch.no_grad()
+def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the model's parameters with the adapter's sum, whole and cast to ``dtype``, by name.
+
+    The base is read from the plan's source of weights, in the type in which the run stored it; sums are computed in
+    float32 or wider. Raises ConfigurationError PT618 if the base is not the one that the run had.
+    """
+    precision = plan.training.precision
+    model = build(plan.model).to(MASTER_DTYPE[precision])
+    freeze(model, plan.frozen)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not is_selection_bias(name):
+            parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
+    materialise(model, "cpu")
+    fill(model, plan.weights, seed=plan.training.seed)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    trained = {f"model.{name}": state[name] for name, p in model.named_parameters() if p.requires_grad}
+    extra = load_folder(checkpoint, trained)
+    if extra.get("base") != checksum(model, frozen_of(model, plan.frozen), None):
+        message = "model.weights gives other weights than those beside which the adapter was trained"
+        raise ConfigurationError("PT618", message, "Restore the folder that the run started from.")
+    return {
+        name: _merged(state, name, plan.model).to(dtype)
+        for name in state
+        if not is_adapter(name)
+    }  # fmt: skip
+
+
+def _merged(state: dict[str, torch.Tensor], name: str, config: ModelConfig) -> torch.Tensor:
+    """Return a parameter plus the product of its adapter's matrices, if it has any."""
+    projection, weight = name.removesuffix(".weight"), state[name]
+    a, b = (state.get(f"{projection}.{each}") for each in (A, B))
+    if a is None or b is None or config.adapter is None:
+        return weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    count = len(a) // config.adapter.rank  # experts have one each
+    pairs = zip(a.to(wide).chunk(count), b.to(wide).chunk(count), strict=True)
+    return weight.to(wide) + config.adapter.scale * torch.cat([low_b @ low_a for low_a, low_b in pairs])
