@@ -21,6 +21,7 @@ MODULES = {
     "megatron": "megatron/core",
     "accelerate": "accelerate",
     "torchtitan": "torchtitan/config",
+    "peft": "peft",
 }
 
 
