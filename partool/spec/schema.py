@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from partool.spec._base import ONE_KEY
+from partool.spec._base import ONE_KEY, Section
 from partool.spec.spec import Spec
 
 SCHEMA_ID = "urn:partool:spec:1"
@@ -76,13 +76,14 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return field name → docstring for a section.
+    """Return field name → docstring for a section, those of the sections that it extends included.
 
     pydantic can collect docstrings as it builds the models, but would then parse the source at every start of partool.
     """
+    bases = [base for base in model.__bases__ if issubclass(base, Section) and base is not Section]
+    docstrings = {name: text for base in bases for name, text in _descriptions(base).items()}
     tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
-    docstrings = {}
     for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             docstrings[field.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))

@@ -93,7 +93,7 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
-    what = "adapter" if plan.adapter is not None and not merge else "parameters"
+    what = "trained parameters beside the base model" if plan.adapter is not None and not merge else "parameters"
     return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} {what} in {precision}\n{tokenizer}{stops}"
 
 

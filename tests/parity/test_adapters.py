@@ -6,6 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -225,7 +226,9 @@ def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
     sharded, cut = adapter_plan(ran.text, Mesh(dp_shard=2), 3), adapter_plan(ran.text, Mesh(tp=2), 0)
     ran.jobs.train("stopped", sharded, run="broken", stop_at=STOP)
     assert ran.jobs.ended("stopped", rank=1) == f"Preempted: stopped by SIGTERM after step {STOP}"
-    ran.jobs.train("other", cut.model_copy(update={"weights": Weights(source="dummy")}), run="broken", resume=True)
+    # A run that ends with an error keeps its folder until its process ends.
+    copytree(ran.jobs.folder / "broken" / "checkpoints", ran.jobs.folder / "other" / "checkpoints")
+    ran.jobs.train("other", cut.model_copy(update={"weights": Weights(source="dummy")}), run="other", resume=True)
     assert "trained beside other frozen weights" in ran.jobs.ended("other")
     ran.jobs.train("rest", cut, run="broken", resume=True)
     assert ran.jobs.ended("rest") == "done"

@@ -22,6 +22,7 @@ MODULES = {
     "accelerate": "accelerate",
     "torchtitan": "torchtitan/config",
     "trl": "trl/chat_templates",
+    "peft": "peft",
 }
 
 

@@ -38,7 +38,7 @@ RUNTIME_LAYERS = [
     ["checkpoint"],
     ["weights", "host", "resuming"],
     ["adversarial"],
-    ["preparation"],
+    ["preparation", "merge"],
     ["agent"],
     ["worker", "tune", "trace", "export", "calibrate"],
     ["jobs"],

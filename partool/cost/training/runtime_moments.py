@@ -328,10 +328,11 @@ class _Pass:
             communication=step.reduction(step.rest(step.layer(0))),
         ).only(has_embedding)  # fmt: skip
         ended, unreduced, _, reduction = self._reduced(step.root, passes.loss_beside_layers)
-        left = step.inputs.plus(step.root.times(np.where(ended, 0.0, 1.0))).times(missing)
+        missing_units = step.inputs.plus(step.root.times(np.where(ended, 0.0, 1.0))).times(missing)
         yield step.moment(
             "head, reduced", gathered=step.gathered(first, still_gathered=first), loss=unreduced,
-            gradients=self._gradients(left), working=rows, activations=self._others + rows, communication=reduction,
+            gradients=self._gradients(missing_units), working=rows, activations=self._others + rows,
+            communication=reduction,
         )  # fmt: skip
         ended, unreduced, _, reduction = self._reduced(step.inputs, rows)
         yield step.moment(

@@ -188,8 +188,8 @@ def _narrow_parameters(
     """
     small, narrow = job.compute_bytes, layouts.gpu_fraction < 1
     gathers = (np.asarray(layouts.zero) == 3) | (np.asarray(layouts.offload_parameters) == 1)
-    whole = sizes.common - sizes.trained + sizes.expert - sizes.trained_expert
-    return small * np.where(gathers, frozen, whole) + np.where(narrow, small, job.master_bytes) * trained
+    unsharded = sizes.common - sizes.trained + sizes.expert - sizes.trained_expert
+    return small * np.where(gathers, frozen, unsharded) + np.where(narrow, small, job.master_bytes) * trained
 
 
 def _managed(layouts: Layouts, sizes: ElementCounts) -> Column:

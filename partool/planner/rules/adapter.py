@@ -22,7 +22,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         return
     if problem.described is not None:
         message = "an adapter is a part of partool's own decoder, and other code builds this model"
-        help = "write model: {config: FOLDER, weights: {source: hf, path: FOLDER}} for a folder of a known model type"
+        help = "write model: {config: FOLDER, weights: {source: hf, path: FOLDER}} for a type that partool reads"
         yield Diagnostic("PT292", message, path=(_PATH,), help=help)
         return
     infos = [info for info in parameters(problem.model) if not is_adapter(info.name)]
@@ -52,11 +52,11 @@ def _train(problem: Problem, names: list[str]) -> Iterator[Diagnostic]:
     assert adapter is not None, "no adapter"
     for index, (entry, patterns) in enumerate(train_patterns(adapter.train)):
         if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
-            known = {"embed", "head", "norms"} | {collapsed_name(name) for name in names}
-            yield _unmatched("train", index, entry, "parameter", known)
+            names_of_kind = {"embed", "head", "norms"} | {collapsed_name(name) for name in names}
+            yield _unmatched("train", index, entry, "parameter", names_of_kind)
 
 
-def _unmatched(field: str, index: int, pattern: str, what: str, known: set[str]) -> Diagnostic:
-    near = get_close_matches(pattern, sorted(known), 3, 0.5) or sorted(known)[:6]
+def _unmatched(field: str, index: int, pattern: str, what: str, names_of_kind: set[str]) -> Diagnostic:
+    near = get_close_matches(pattern, sorted(names_of_kind), 3, 0.5) or sorted(names_of_kind)[:6]
     message = f"adapter.{field}: {pattern!r} matches no {what} of the model"
     return Diagnostic("PT293", message, path=(_PATH, field, index), help=f"names are {', '.join(near)}")

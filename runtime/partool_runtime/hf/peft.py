@@ -193,20 +193,20 @@ class PeftFolder:
     ) -> torch.Tensor:
         """Return the block at ``offsets`` of A or B."""
         stored = _stored(self._family, name)
-        whole: torch.Tensor = self._handle.get_tensor(f"{_PREFIX}{stored.module}.{stored.ending}")
+        stored_values: torch.Tensor = self._handle.get_tensor(f"{_PREFIX}{stored.module}.{stored.ending}")
         if stored.place.part:
-            whole = self._part(whole, stored)
+            stored_values = self._part(stored_values, stored)
         elif stored.ending == _ENDINGS[B] and stored.place.rotated and self._config.mla is not None:
-            whole = whole[row_order(self._config.mla, stored.place.rotated, shape[0])]
-        return whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+            stored_values = stored_values[row_order(self._config.mla, stored.place.rotated, shape[0])]
+        return stored_values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
-    def _part(self, whole: torch.Tensor, stored: _Stored) -> torch.Tensor:
+    def _part(self, stored_values: torch.Tensor, stored: _Stored) -> torch.Tensor:
         """Return A or B of one of joined matrices, which share A unless B has blocks."""
         low = _PARTS.index(stored.place.part) * self._rank
         if stored.ending == _ENDINGS[A]:
-            return whole if len(whole) == self._rank else whole[low : low + self._rank]
+            return stored_values if len(stored_values) == self._rank else stored_values[low : low + self._rank]
         first, count = self._rows[stored.place.part]
-        rows = whole[first : first + count]
+        rows = stored_values[first : first + count]
         return rows if rows.shape[1] == self._rank else rows[:, low : low + self._rank]
 
 

@@ -81,9 +81,9 @@ def shard(model: WholeModel, *, layout: Layout, precision: Precision, ranks: Ran
     leaves = _leaves(model, layout, everywhere=True)
     every = model.groups()
     groups, shared = _separate_groups(every), _shared_parameters(every)
-    whole = frozen_whole(model, layout)
-    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared, whole)
-    layers = [sharding.layer(group) for group in groups if _parameters(group) - shared - sharding.whole]
+    frozen = frozen_whole(model, layout)
+    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared, frozen)
+    layers = [sharding.layer(group) for group in groups if _parameters(group) - shared - sharding.frozen]
     # The root holds the modules that run last, whose parameters the backward pass needs at once.
     root = sharding.root(model, layers)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -106,11 +106,11 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     leaves = _leaves(parts, layout, everywhere=False)
     # FSDP2 itself sums over replicas here, because a pipeline delays that sum by ``set_requires_all_reduce``.
     sums = _host_sums(layout, ranks) if layout.data.zero or ranks.exchanges is not None else None
-    whole = frozen_whole(parts, layout)
-    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums, _expert_mesh(ranks), whole=whole)
+    frozen = frozen_whole(parts, layout)
+    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums, _expert_mesh(ranks), frozen=frozen)
     units = []
     for number, stage in parts.stages.items():
-        layers = [sharding.layer(group) for group in stage.groups() if _parameters(group) - whole]
+        layers = [sharding.layer(group) for group in stage.groups() if _parameters(group) - frozen]
         root = sharding.root(stage, layers)
         units.append(Unit(root, frozenset({number}), sharding.tune(layers, root, in_turns=True)))
     if parts.shared is not None:
@@ -135,7 +135,7 @@ class _Sharding:
     shared: frozenset[nn.Parameter] = frozenset()
     """Parameters that several groups have in common. They belong to the root, which stays gathered while all of these
     groups run: a parameter is managed by one unit, which is released after its own forward pass."""
-    whole: frozenset[nn.Parameter] = frozenset()
+    frozen: frozenset[nn.Parameter] = frozenset()
     """Frozen parameters that stay whole on each rank (:func:`frozen_whole`)."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
@@ -149,7 +149,7 @@ class _Sharding:
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         shared_in_units = _parameters(cast("list[nn.Module]", units)) & self.shared
         # All ranks need the same order, which sets do not have.
-        shared_in_units -= self.whole
+        shared_in_units -= self.frozen
         with _among_own(module, [parameter for parameter in module.parameters() if parameter in shared_in_units]):
             root = self._unit([module], release=False)
         for each in module.modules():
@@ -212,7 +212,7 @@ class _Sharding:
         return [
             self._unit([module], release=self.layout.data.zero == 3, apart=self.shared)
             for module in within
-            if id(module) in leaves and not isinstance(module, FSDPModule) and _parameters([module]) - self.whole
+            if id(module) in leaves and not isinstance(module, FSDPModule) and _parameters([module]) - self.frozen
         ]
 
     def _mesh_of(self, module: object) -> DeviceMesh:
@@ -229,7 +229,7 @@ class _Sharding:
         empty = {p for module in group for p in module.parameters() if p.numel() == 0}
         # Selection biases stay in float32 on all ranks, which change them alike.
         routers = [each for module in group for each in module.modules() if isinstance(each, Router)]
-        ignored = apart | empty | self.whole | {router.bias for router in routers if router.bias is not None}
+        ignored = apart | empty | self.frozen | {router.bias for router in routers if router.bias is not None}
         unit = fully_shard(
             list(group),
             mesh=self._mesh_of(group[0]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from partool.cost.case import Layouts
 from partool.layout.capabilities import CAPABILITIES, GAPS
 from partool.plan.layout import Layout, Mesh
 from partool.planner.forms.runnable import Task, able, aspects, gaps, of_columns
+from partool.spec.adapter import LowRank
 from partool.spec.hardware import Devices
 from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
 from partool.spec.parallel import Compile, Recompute, ZeroStage
@@ -58,6 +60,23 @@ def test_parity_test_exists(capability: Any) -> None:
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def of_adapters(piped: dict[str, Any]) -> list[Asked]:
+    """Return tasks and layouts of models with an adapter."""
+    model = MODEL.model_copy(update={"adapter": LowRank()})
+    dropping = MODEL.model_copy(update={"adapter": LowRank(dropout=0.1)})
+    others = [
+        needs(model=model, precision="fp8"), needs(model=model, schedule="weipipe", **piped),
+        needs(model=model, mesh=CUT, tensor_inner=2), needs(model=model, expert=2, expert_tensor=2),
+        needs(model=dropping, mlp_tile_tokens=4),
+    ]  # fmt: skip
+    return [*others, *((of_optimizer(model, name)) for name in ("adamw", "muon", "zero_one_adam"))]
+
+
+def of_optimizer(model: ModelConfig, name: str) -> Asked:
+    task, layout = needs(model=model)
+    return replace(task, optimizer=name), layout
+
+
 def every_kind() -> list[Asked]:
     """Return tasks and layouts that together have every aspect a spec can ask for."""
     backends = get_args(Devices.model_fields["backend"].annotation)
@@ -92,6 +111,7 @@ def every_kind() -> list[Asked]:
         needs(model=MODEL.model_copy(update={"moe": MIXED}), mesh=SHARED, sequence_method="dsp"),
         needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
+        *of_adapters(piped),
     ]  # fmt: skip
 
 
@@ -116,6 +136,18 @@ def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:
     for architecture in ("sm_80", "sm_89", "sm_103", "gfx90a"):
         assert [gap.code for gap in gaps(*needs(precision="fp8", architecture=architecture))] == ["PT489"]
         assert gaps(*needs(precision="bf16", architecture=architecture)) == ()
+
+
+def test_adapters_run_where_their_sum_is_computed() -> None:
+    piped: dict[str, Any] = {"mesh": PIPED, "stages": HALVES}
+    model = MODEL.model_copy(update={"adapter": LowRank()})
+    for fields in ({"mesh": CUT, "zero": 3}, {"mlp_tile_tokens": 4}, {"schedule": "zb-v", **piped}, {"expert": 2}):
+        assert gaps(*needs(model=model, **fields)) == ()
+    codes = [{gap.code for gap in gaps(*asked)} for asked in of_adapters(piped)]
+    assert codes == [{"PT406"}] * 5 + [set(), {"PT406"}, {"PT406"}]
+    rows = Layouts(tensor_inner=np.array([1, 2]), tp=np.array([4, 4]))
+    assert able(rows).tolist() == [True, True]
+    assert able(rows, model).tolist() == [True, False]
 
 
 def test_columns_ask_for_as_much_as_layouts_do() -> None:

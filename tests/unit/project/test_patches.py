@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "runtime/partool_runtime"
 MATHEMATICS = {"hf/patches.py": 1}
 """Where a model's mathematics is changed by replacing a method: modules that are not partool's."""
-CONVERSIONS = {"model/norm.py": 1, "model/projection.py": 1, "fp8.py": 1}
-"""Where a module becomes one of a subclass: torch's linear layers and norms those of partool, and of 8 bits."""
+CONVERSIONS = {"model/norm.py": 1, "model/projection.py": 1, "model/adapter.py": 2, "fp8.py": 1}
+"""Where a module becomes one of a subclass: torch's linear layers and norms those of partool, with adapters, and of 8
+bits."""
 SAME_MATHEMATICS = {
     "parallel/apply.py": 1,  # torch.compile
     "trace.py": 1,  # torch.compile
@@ -35,6 +36,7 @@ DATA = {
     "preparation.py": 1,  # buffers
     "offload/parameters.py": 1,  # parameters
     "parallel/tensor/apply.py": 1,  # parameters
+    "parallel/expert/apply.py": 1,  # parameters
     "parallel/tensor/hf_heads.py": 1,  # numbers of heads
     "dry/layer_passes.py": 1,  # a record's field of the name forward
     "dry/layer_steps.py": 1,  # the same

@@ -66,11 +66,11 @@ def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, ax
     """Give the experts' matrices this rank's experts, or its part of their widths, and record their places."""
     placements = dict(model.placements)
     for leaf, stacked in layer.experts.stacked():
-        for ending, whole in list(stacked.named_parameters(recurse=False)):
-            shape = whole.shape
+        for ending, parameter in list(stacked.named_parameters(recurse=False)):
+            shape = parameter.shape
             placement = expert_placement(leaf, (shape[0], shape[1]), layer.number, (axis.place, axis.size), parts)
-            part = torch.empty(placement.local_shape, dtype=whole.dtype, device=whole.device)
-            setattr(stacked, ending, nn.Parameter(part, requires_grad=whole.requires_grad))
+            part = torch.empty(placement.local_shape, dtype=parameter.dtype, device=parameter.device)
+            setattr(stacked, ending, nn.Parameter(part, requires_grad=parameter.requires_grad))
             full = f"{name}.experts.{leaf}.{ending}"
             placements[full] = placement
             model.copies -= {full}

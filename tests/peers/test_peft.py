@@ -1,0 +1,77 @@
+"""PEFT loads what partool exports of an adapter, and computes the same; partool reads what PEFT saves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _peers import environment, needed
+
+from partool.layout.adapters import is_adapter
+from partool.layout.parameters import parameters
+from partool.spec.adapter import LowRank
+from partool.spec.model import ModelConfig
+from partool_runtime.hf import write_folder
+from partool_runtime.hf.peft import open_adapter, write_adapter
+from partool_runtime.model import Decoder
+from partool_runtime.weights import fill_from
+from partool_runtime.weights.draw import init_source
+
+pytestmark = pytest.mark.long
+_JUDGE = Path(__file__).with_name("_judge_peft.py")
+_SIZES: dict[str, Any] = {"layers": 2, "hidden": 20, "ffn_hidden": 27, "vocab": 31, "head_dim": 4, "init_std": 0.2}
+MODELS = {
+    "llama": _SIZES | {"heads": 4, "kv_heads": 2},
+    "gpt2": _SIZES | {
+        "heads": 5, "kv_heads": 5, "norm": "layernorm", "activation": "gelu_tanh", "position": "learned",
+        "qkv_bias": True, "out_bias": True, "ffn_bias": True, "tied_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def decoder(model: ModelConfig, values: dict[str, torch.Tensor]) -> Decoder:
+    """Return a decoder with drawn weights and the values of an adapter."""
+    made = Decoder(model).double()
+    fill_from(made, init_source(model, 3))
+    made.load_state_dict({n: p.detach() for n, p in made.named_parameters()} | values)
+    return made
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_peft_computes_the_same(tmp_path: Path, name: str) -> None:
+    needed("peft")
+    adapter = LowRank(rank=3, alpha=5.0)
+    model = ModelConfig.model_validate(MODELS[name] | {"adapter": adapter})
+    shapes = {info.name: info.shape for info in parameters(model)}
+    generator = torch.Generator().manual_seed(4)
+    values = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items() if is_adapter(n)}
+    ours = decoder(model, values)
+    base, exported, saved = (tmp_path / each for each in (name, "exported", "saved"))
+    state = {n: p.detach() for n, p in ours.named_parameters()}
+    plain = model.model_copy(update={"adapter": None})
+    write_folder({n: t for n, t in state.items() if not is_adapter(n)}, plain, base)
+    write_adapter(values, model, exported, base=str(base))
+    line = [sys.executable, str(_JUDGE), str(base), str(exported), str(saved)]
+    ended = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    logits = {key: torch.tensor(each, dtype=torch.float64) for key, each in answer.items()}
+    tokens = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens), logits["exported"], rtol=1e-10, atol=1e-10)
+        targets = ("q", "k", "v", "up") if name == "gpt2" else ("q_proj", "down_proj")
+        other = LowRank(rank=3, alpha=5.0, rslora=True, targets=targets)
+        read_model = model.model_copy(update={"adapter": other})
+        shapes = {info.name: info.shape for info in parameters(read_model)}
+        with open_adapter(saved, read_model) as folder:
+            folder.check(shapes)
+            read = {n: folder.block(n, s, (0, 0), s).double() for n, s in shapes.items() if is_adapter(n)}
+        got = decoder(read_model, read).logits(tokens)
+    torch.testing.assert_close(got, logits["saved"], rtol=1e-10, atol=1e-10)
+    assert float((logits["saved"] - logits["exported"]).abs().max()) > 1e-2
