@@ -43,8 +43,9 @@ def decoder(model: ModelConfig, values: dict[str, torch.Tensor]) -> Decoder:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MODELS)
-def test_peft_computes_the_same(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "tolerance"), [("llama", 1e-5), ("gpt2", 1e-10)])
+def test_peft_computes_the_same(tmp_path: Path, name: str, tolerance: float) -> None:
+    """transformers turns queries and keys in float32 wherever there is RoPE."""
     needed("peft")
     adapter = LowRank(rank=3, alpha=5.0)
     model = ModelConfig.model_validate(MODELS[name] | {"adapter": adapter})
@@ -64,7 +65,7 @@ def test_peft_computes_the_same(tmp_path: Path, name: str) -> None:
     logits = {key: torch.tensor(each, dtype=torch.float64) for key, each in answer.items()}
     tokens = torch.arange(14).view(2, 7)
     with torch.no_grad():
-        torch.testing.assert_close(ours.logits(tokens), logits["exported"], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ours.logits(tokens), logits["exported"], rtol=tolerance, atol=tolerance)
         targets = ("q", "k", "v", "up") if name == "gpt2" else ("q_proj", "down_proj")
         other = LowRank(rank=3, alpha=5.0, rslora=True, targets=targets)
         read_model = model.model_copy(update={"adapter": other})
@@ -73,5 +74,5 @@ def test_peft_computes_the_same(tmp_path: Path, name: str) -> None:
             folder.check(shapes)
             read = {n: folder.block(n, s, (0, 0), s).double() for n, s in shapes.items() if is_adapter(n)}
         got = decoder(read_model, read).logits(tokens)
-    torch.testing.assert_close(got, logits["saved"], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, logits["saved"], rtol=tolerance, atol=tolerance)
     assert float((logits["saved"] - logits["exported"]).abs().max()) > 1e-2
