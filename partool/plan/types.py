@@ -54,8 +54,8 @@ from partool.strategies.sequence import METHODS
 PLAN_VERSION = 2
 NOT_RUN = frozenset(
     {
-        "prediction", "stopping", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs",
-        "spec", "partool_version", "generation", "verification",
+        "prediction", "stopping", "alternatives", "candidates", "search", "answers", "limit", "reasons", "findings",
+        "inputs", "spec", "partool_version", "generation", "verification",
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
@@ -191,6 +191,14 @@ class Alternative(Record):
     """YAML text of the section ``parallel`` of a spec that gives this layout on ``devices`` devices."""
 
 
+class Answer(Record):
+    """A short answer to one question of a reader of a plan."""
+
+    question: str
+    """The question in a word or two: ``Fits``, ``Why``, ``Next best``, ``Limit``, ``Sure``."""
+    text: str
+
+
 class CandidateRow(Record):
     """One priced layout, for tables and plots; the plan's own layout is among them."""
 
@@ -318,6 +326,9 @@ class Plan(Record):
     candidates: tuple[CandidateRow, ...] = ()
     """Priced layouts, fastest first, including the whole Pareto front over time, memory and devices."""
     search: SearchSummary | None = None
+    answers: tuple[Answer, ...] = ()
+    """What a reader asks first, in seven lines of a terminal at most; empty in plans that were made before the field
+    existed."""
     limit: str = ""
     """Text that names the constraint that limits the layout, and the term that would have to shrink."""
     reasons: tuple[str, ...] = ()

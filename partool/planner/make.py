@@ -198,13 +198,13 @@ def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
 def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
-    from partool.planner.explain import candidates, comparison, errors, reasons
+    from partool.planner.explain import answers, candidates, choice, comparison, errors, limits, reasons
     from partool.planner.totals import time_of_one_reading, totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
     fewer = candidates.fewer_devices(solution.problem)
-    alternatives = comparison.alternatives(solution, best, fewer)
+    others = comparison.rows(solution, best, fewer)
     predicted = best.time
     if not solution.problem.job.backward:
         predicted = time_of_one_reading(solution.problem, best.time, resolved.data)
@@ -224,14 +224,18 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
         memory_scalar=measured.memory_scalar,
         totals=totals(solution.problem, best.layout, predicted, resolved.data, saved.saved_bytes),
     )
+    table, counts = candidates.candidates(solution, best, fewer), solution.summary()
+    without, limit = tuple(choice.comparisons(solution, best)), limits.limit(solution, best)
+    compared = answers.Compared(without, others, limit)
     return {
         "prediction": prediction,
-        "alternatives": alternatives,
-        "candidates": candidates.candidates(solution, best, fewer),
-        "search": solution.summary(),
-        "limit": reasons.limit(solution, best),
+        "alternatives": comparison.alternatives(best, others),
+        "candidates": table,
+        "search": counts,
+        "answers": answers.answers(solution, best, compared, prediction),
+        "limit": limit.sentence,
         "reasons": (
-            *reasons.reasons(solution, best),
+            *reasons.reasons(solution, best, counts, without, limit),
             *errors.sentences(best, prediction),
             *reasons.details(solution, best),
             *([measured.reason] if measured.reason else []),

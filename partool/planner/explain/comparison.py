@@ -34,23 +34,27 @@ _MESHES = 16
 """Number of groups (mesh, micro-batch and so on) without pipeline that are searched per ZeRO stage for runners-up."""
 
 
-def alternatives(
+def rows(
     solution: Solution, best: Priced, fewer: Sequence[tuple[Problem, Priced]] = ()
-) -> tuple[Alternative, ...]:
-    """Return the rows: first those with a role, then the next best of other kinds, last one that does not fit.
+) -> list[tuple[str, Problem, Priced]]:
+    """Return other layouts with their roles and problems: those with a role, the next best, one that does not fit.
 
     ``fewer`` are good layouts on fewer devices. Rows with a role are left out where they are the plan's own layout.
     """
-    rows: list[tuple[str, Problem, Priced]] = []
+    others: list[tuple[str, Problem, Priced]] = []
     for role, priced in _roles(solution, best):
-        if priced is not best and all(priced is not other for _, _, other in rows):
-            rows.append((role, solution.problem, priced))
-    rows += [(f"{problem.world_size} devices", problem, priced) for problem, priced in fewer[:1]]
-    rows += [("", solution.problem, one) for one in _next(solution, best, [one for *_, one in rows])][
-        : _ROWS - len(rows)
+        if priced is not best and all(priced is not other for _, _, other in others):
+            others.append((role, solution.problem, priced))
+    others += [(f"{problem.world_size} devices", problem, priced) for problem, priced in fewer[:1]]
+    others += [("", solution.problem, one) for one in _next(solution, best, [one for *_, one in others])][
+        : _ROWS - len(others)
     ]
-    rows += [("does not fit", solution.problem, one) for one in _too_large(solution, best)]
-    return tuple(_alternative(role, problem, best, priced) for role, problem, priced in rows)
+    return [*others, *(("does not fit", solution.problem, one) for one in _too_large(solution, best))]
+
+
+def alternatives(best: Priced, others: Sequence[tuple[str, Problem, Priced]]) -> tuple[Alternative, ...]:
+    """Return the rows of a plan for other layouts, each given with its role and its problem."""
+    return tuple(_alternative(role, problem, best, priced) for role, problem, priced in others)
 
 
 def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:

@@ -46,6 +46,25 @@ def _tensor_form(layout: Layout) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
+def brief(layout: Layout, beside: Layout | None = None) -> str:
+    """Return the kinds of parallelism and offload of a layout; where ``beside`` has the same, also other settings."""
+    mesh = layout.mesh
+    degrees = (("tensor", mesh.tp), ("pipeline", mesh.pp), ("sequence", mesh.cp), ("expert", layout.expert))
+    parts = [f"ZeRO-{layout.data.zero}", *(f"{name} {degree}" for name, degree in degrees if degree > 1)]
+    if moved := _offloaded(layout):
+        parts.append(f"offload {listed([part.partition(' ')[0] for part in moved])}")
+    text = ", ".join(parts)
+    if beside is None or brief(beside) != text:
+        return text
+    if (layout.micro_batch, mesh.dp) != (beside.micro_batch, beside.mesh.dp):
+        text += f", micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
+    if layout.recompute != beside.recompute:
+        text += f", recompute {recompute(layout)}"
+    elif mesh.pp > 1 and layout.pipeline.form != beside.pipeline.form:
+        text += f", {layout.pipeline.form}"
+    return text
+
+
 def recompute(layout: Layout) -> str:
     """Return text with each recomputation policy and its number of layers; if there is one policy, only its name."""
     counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
@@ -105,9 +124,10 @@ def but(best: Priced, other: Priced) -> str:
     if other.risk > best.risk:
         here = f", those of this plan by {best.risk:.0%}" if best.risk else ""
         parts.append(f"predictions for {listed(risks(other))} err by {other.risk:.0%}{here}")
-    if other.unfit > best.unfit + _MORE_LIKELY:
+    if other.unfit > best.unfit and _likely(other) != _likely(best):
         parts.append(f"it fits with {_likely(other)} where this one does with {_likely(best)}")
-    return listed(parts) or "it fills more of the device or has more settings, which outweighs so small a gain"
+    more, here = other.factor - 1.0, best.factor - 1.0
+    return listed(parts) or f"its memory and settings are charged {more:.2%}, those of this plan {here:.2%}"
 
 
 def _likely(priced: Priced) -> str:
@@ -131,6 +151,16 @@ def _most(best: Priced, other: Priced) -> tuple[str, float]:
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])
     return name, more[name]
+
+
+def times(other: Priced, best: Priced) -> str:
+    """Return the step times of a layout and of the plan's, with as many digits as tell them apart."""
+    one, here = other.step_time_s, best.step_time_s
+    factor, unit = (1e3, "ms") if min(one, here) < 1.0 else (1.0, "s")
+    if (texts := (short_time(one), short_time(here)))[0] == texts[1]:
+        digits = next((n for n in range(4, 8) if f"{one * factor:.{n}g}" != f"{here * factor:.{n}g}"), 3)
+        texts = (f"{one * factor:.{digits}g} {unit}", f"{here * factor:.{digits}g} {unit}")
+    return f"{texts[0]} (here {texts[1]})"
 
 
 def short_time(value_s: float) -> str:

@@ -18,12 +18,12 @@ from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import SLACK, Priced, host_limit
 from partool.planner.search.prices import PRICED_AT_ONCE, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
-from partool.planner.search.score import EMPTY, KAPPA, LIKELY, ScoreWeights, fill_share
+from partool.planner.search.score import EMPTY, KAPPA, UNFIT_BELOW, ScoreWeights, fill_share
 from partool.planner.search.space import Space
 
 CROWDED = 1.5
 """Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
-_SAVED = EMPTY + KAPPA * LIKELY
+_SAVED = EMPTY + KAPPA * UNFIT_BELOW
 """Most that a layout can save in its share for filled memory beside one that surely fits."""
 _AT_FIRST, _MOST_AT_ONCE = 32, 512
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
@@ -304,7 +304,7 @@ class Search(Prices):
         # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
         fits = leaves.memory_bytes <= self.problem.capacity_bytes
         comparable = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
-        index = np.flatnonzero(queued & (leaves.probability >= 1.0 - LIKELY) & fits & comparable)
+        index = np.flatnonzero(queued & (leaves.probability >= 1.0 - UNFIT_BELOW) & fits & comparable)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
             if len(start) == 0:
                 continue

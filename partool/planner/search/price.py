@@ -20,7 +20,7 @@ from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.score import LIKELY, complexity_of, fill_share, risk_of
+from partool.planner.search.score import UNFIT_BELOW, complexity_of, fill_share, risk_of
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 from partool.work.training import TrainingWork
@@ -215,7 +215,7 @@ def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
         total,
         probability,
         host_bytes,
-        np.where(np.asarray(layouts.pp) > 1, 0.0, np.maximum(1.0 - smaller - LIKELY, 0.0)),
+        np.where(np.asarray(layouts.pp) > 1, 0.0, np.maximum(1.0 - smaller - UNFIT_BELOW, 0.0)),
     )
 
 

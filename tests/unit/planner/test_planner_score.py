@@ -15,7 +15,7 @@ from partool.cost.evidence import PAIRED_FLOOR, mechanisms, pair_error
 from partool.planner.evidence import taken_for_granted, tier_of
 from partool.planner.explain import choice, comparison
 from partool.planner.explain.candidates import fewer_devices
-from partool.planner.explain.reasons import limit
+from partool.planner.explain.limits import limit
 from partool.planner.explain.summary import short_time
 from partool.planner.queries import smallest_cluster
 from partool.planner.search.branch_and_bound import Search
@@ -305,9 +305,9 @@ def test_rows_of_fewer_devices_surely_fit() -> None:
 def test_the_limit_is_evidence_where_a_layout_that_fits_is_nearly_as_fast(both: tuple[Any, Any]) -> None:
     """The layout that is kept out is named with its gain; on paper nothing is kept out."""
     proven, paper = both[0].chosen, both[0].on_paper
-    assert limit(both[0], proven).startswith("evidence. ")
-    assert f"{1.0 - paper.step_time_s / proven.step_time_s:.1%} faster" in limit(both[0], proven)
-    assert not limit(both[1], both[1].chosen).startswith("evidence")
+    assert limit(both[0], proven).sentence.startswith("evidence. ")
+    assert f"{1.0 - paper.step_time_s / proven.step_time_s:.1%} faster" in limit(both[0], proven).sentence
+    assert limit(both[1], both[1].chosen).kind != "evidence"
 
 
 def test_the_smallest_part_of_a_node_has_its_part_of_the_host() -> None:
