@@ -105,8 +105,9 @@ def _beside(spec: Spec, findings: list[Diagnostic], base_dir: Path) -> list[Diag
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and build the plan."""
-    from partool.planner.explain import candidates, reasons
+    from partool.planner.explain import reasons
     from partool.planner.explain.batches import awkward_batch
+    from partool.planner.explain.fewer import fewer_are_as_fast
     from partool.planner.findings import saves
     from partool.planner.findings.offload_room import check_layout
     from partool.planner.findings.pod_network import check_pod_network
@@ -135,8 +136,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     if _failed(list(cut.findings)):
         return PlanResult(None, findings)
     fields = _predictions_and_reasons(solution, best, resolved)
-    error = fields["prediction"].relative_error
-    findings += candidates.fewer_are_faster(problem, best, fields["candidates"], error)
+    findings += fewer_are_as_fast(problem, best)
     findings += awkward_batch(problem, best)
     plan = Plan(
         partool_version=__version__,
@@ -199,11 +199,12 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
     from partool.planner.explain import answers, candidates, choice, comparison, errors, limits, reasons
+    from partool.planner.explain.fewer import fewer_devices
     from partool.planner.totals import time_of_one_reading, totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
-    fewer = candidates.fewer_devices(solution.problem)
+    fewer = fewer_devices(solution.problem)
     others = comparison.rows(solution, best, fewer)
     predicted = best.time
     if not solution.problem.job.backward:

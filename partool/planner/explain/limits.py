@@ -46,7 +46,7 @@ def limit(solution: Solution, best: Priced) -> Limit:
     paper_gain = 0.0 if paper is None else 1.0 - paper.step_time_s / best.step_time_s
     memory_gain = 0.0 if fastest is None or not needs_memory else 1.0 - fastest.step_time_s / best.step_time_s
     if share >= FABRIC_SHARE and share > max(paper_gain, memory_gain):
-        return Limit("network", f". {_fabric(solution.problem, share)}", f": {share:.1%} of the step waits for it")
+        return Limit("network", f": {_fabric(solution.problem, share)}", f": {share:.1%} of the step waits for it")
     if paper is not None and paper_gain > TIE and (fastest is None or 2.0 * paper_gain >= _gain(fastest, best)):
         text = f". {summary(paper.layout)} is predicted {paper_gain:.1%} faster, but {but(best, paper)}."
         risk = f"on paper, risk {paper.factor - 1.0:.1%} (here {best.factor - 1.0:.1%})"
@@ -105,10 +105,9 @@ def sentences(solution: Solution, best: Priced) -> Iterator[str]:
 
 def _fabric(problem: Problem, share: float) -> str:
     devices = problem.devices
-    rate = f"{devices.fabric_bytes_per_s / 1e9:.3g} GB/s"
-    return (
-        f"With no limit of the {rate} between nodes ({devices.fabric}), this layout would take {share:.1%} less time."
-    )
+    rate = f"{devices.fabric_bytes_per_s / 1e9:.3g} GB/s per device"
+    name = f" ({devices.fabric})" if devices.fabric else ""
+    return f"without the limit of {rate} between nodes{name}, this layout would take {share:.1%} less time."
 
 
 def batch_sentences(problem: Problem, best: Priced) -> Iterator[str]:

@@ -14,7 +14,7 @@ from planned import plan_of, problem_of, spec_of
 from partool.cost.evidence import PAIRED_FLOOR, mechanisms, pair_error
 from partool.planner.evidence import taken_for_granted, tier_of
 from partool.planner.explain import choice, comparison
-from partool.planner.explain.candidates import fewer_devices
+from partool.planner.explain.fewer import fewer_devices
 from partool.planner.explain.limits import limit
 from partool.planner.explain.summary import short_time
 from partool.planner.queries import smallest_cluster
