@@ -136,6 +136,16 @@ class TimePrediction(Record):
     """By kind, the steps of an optimizer that does not average gradients in every step; empty for other optimizers."""
 
 
+class Score(Record):
+    """The figure by which layouts are ordered."""
+
+    score_s: Rate
+    """The step time in seconds, raised by all shares."""
+    shares: dict[str, Rate]
+    """Shares of the step time that are added to it: by mechanism, what its predictions err by; the risk not to fit,
+    filled memory, and settings."""
+
+
 class Prediction(Record):
     """All predictions, with their expected errors."""
 
@@ -161,6 +171,8 @@ class Prediction(Record):
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
     """Ratio of measured to predicted memory; already contained in the memory terms."""
+    score: Score | None = None
+    """The figure by which the layout was taken; None in plans that were made before the field existed."""
     totals: Totals | None = None
     """Figures of the whole training; None in plans that were made before the field existed."""
 

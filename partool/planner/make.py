@@ -200,6 +200,7 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
     from partool.cost.training.saved import saved_state
     from partool.planner.explain import answers, candidates, choice, comparison, errors, limits, reasons
     from partool.planner.explain.fewer import fewer_devices
+    from partool.planner.explain.scored import score_of
     from partool.planner.totals import time_of_one_reading, totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
@@ -223,6 +224,7 @@ def _predictions_and_reasons(solution: Solution, best: Priced, resolved: Resolve
         memory_evidence=memory.words,
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
+        score=score_of(best),
         totals=totals(solution.problem, best.layout, predicted, resolved.data, saved.saved_bytes),
     )
     table, counts = candidates.candidates(solution, best, fewer), solution.summary()
