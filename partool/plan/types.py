@@ -196,6 +196,8 @@ class Alternative(Record):
     """Number of devices that the layout uses; 0 in plans that were made before the field existed."""
     summary: str
     step_time_s: Rate | None
+    score_s: Rate | None = None
+    """Seconds by which layouts are ordered; None in plans that were made before the field existed."""
     memory_bytes: Predicted | None
     runnable: bool
     why_not: str
@@ -216,6 +218,8 @@ class CandidateRow(Record):
 
     summary: str
     step_time_s: Rate
+    score_s: Rate | None = None
+    """Seconds by which layouts are ordered; None in plans that were made before the field existed."""
     memory_bytes: Predicted
     """Bytes of peak device memory on the fullest rank."""
     host_bytes: Predicted = 0
@@ -336,7 +340,7 @@ class Plan(Record):
     plans that were made before the field existed."""
     alternatives: tuple[Alternative, ...] = ()
     candidates: tuple[CandidateRow, ...] = ()
-    """Priced layouts, fastest first, including the whole Pareto front over time, memory and devices."""
+    """Priced layouts, best score first, including the whole Pareto front over time, memory and devices."""
     search: SearchSummary | None = None
     answers: tuple[Answer, ...] = ()
     """What a reader asks first, in seven lines of a terminal at most; empty in plans that were made before the field

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd, prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.explain.front import quickest
+from partool.planner.explain.front import least_bound
 from partool.planner.explain.summary import summary
 from partool.planner.problem import Problem, divisors
 from partool.planner.search.price import Priced
@@ -28,8 +28,8 @@ def awkward_batch(problem: Problem, best: Priced) -> Iterator[Diagnostic]:
     near = beside(batch, ranks)
     if not near or best.layout.mesh.dp < gcd(batch, ranks):  # the batch would allow more ranks than are taken
         return
-    here = quickest(problem)
-    by_batch = {other: quickest(problem.with_training(global_batch=other)) for other in near}
+    here = least_bound(problem)
+    by_batch = {other: least_bound(problem.with_training(global_batch=other)) for other in near}
     faster = {
         other: priced
         for other, priced in by_batch.items()

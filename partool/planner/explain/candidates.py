@@ -1,4 +1,4 @@
-"""Table of candidates in a plan: the fastest layout of each kind, and the Pareto front of time, memory and devices."""
+"""Table of candidates in a plan: the best layout of each kind, and the Pareto front of time, memory and devices."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from partool.planner.explain.front import front
 from partool.planner.explain.summary import summary, why_lost
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem
-from partool.planner.search.ordered import fastest_of_kinds
+from partool.planner.search.ordered import best_of_kinds
 from partool.planner.search.price import Priced
 from partool.planner.search.solve import Solution
 
 ROWS = 40
-_FASTEST = 10
+_KINDS = 10
 
 
 def candidates(solution: Solution, best: Priced, fewer: Iterable[tuple[Problem, Priced]]) -> tuple[CandidateRow, ...]:
-    """Return at most :data:`ROWS` rows of the table, fastest first; one row is the plan's layout.
+    """Return at most :data:`ROWS` rows of the table, best score first; one row is the plan's layout.
 
     ``fewer`` are good layouts on fewer devices, each with the problem that it solves.
     """
     by_id = {id(best): (solution.problem, best)}
-    for priced in [*islice(fastest_of_kinds(solution.search, kind), _FASTEST), *front(solution)]:
+    for priced in [*islice(best_of_kinds(solution.search, kind), _KINDS), *front(solution)]:
         by_id.setdefault(id(priced), (solution.problem, priced))
     for problem, priced in fewer:
         by_id[id(priced)] = (problem, priced)
-    rows = [_row(problem, priced, best) for problem, priced in list(by_id.values())[:ROWS]]
+    pairs = sorted(by_id.values(), key=lambda pair: (pair[1].score_s, summary(pair[1].layout)))
+    rows = [_row(problem, priced, best) for problem, priced in pairs[:ROWS]]
     ends = _on_front(rows)
-    marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, ends, strict=True)]
-    return tuple(sorted(marked, key=lambda row: (row.step_time_s, row.memory_bytes, row.summary)))
+    return tuple(row.model_copy(update={"pareto": on}) for row, on in zip(rows, ends, strict=True))
 
 
 def kind(priced: Priced) -> tuple[Any, ...]:
@@ -52,6 +52,7 @@ def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:
     return CandidateRow(
         summary=summary(priced.layout),
         step_time_s=priced.step_time_s,
+        score_s=priced.score_s,
         memory_bytes=priced.memory.total_bytes,
         host_bytes=priced.host_bytes,
         devices=devices,

@@ -16,7 +16,7 @@ from partool.planner.explain.candidates import kind
 from partool.planner.explain.summary import summary, why_lost
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem
-from partool.planner.search.ordered import fastest_of_kinds
+from partool.planner.search.ordered import best_of_kinds
 from partool.planner.search.price import TIE, Priced
 from partool.planner.search.prices import firsts
 from partool.planner.search.solve import Solution
@@ -76,7 +76,7 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
 
 
 def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:
-    """Return the next best layouts of other kinds that use no more mechanisms than the plan, fastest first."""
+    """Return the next best layouts of other kinds that use no more mechanisms than the plan, best score first."""
     next_best = _unsure(solution, best)[:1]
     kinds = {kind(priced) for priced in (best, *rows, *next_best)}
     able = runnable(solution.problem, best.layout)
@@ -90,10 +90,10 @@ def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Pric
 
     # A runnable plan is compared with other runnable plans first.
     for wanted in (ready, other) if able else (other,):
-        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(next_best))):
+        for priced in islice(best_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(next_best))):
             kinds.add(kind(priced))
             next_best.append(priced)
-    return sorted(next_best, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
+    return sorted(next_best, key=lambda priced: (priced.score_s, summary(priced.layout)))
 
 
 def _price_runners_up(solution: Solution) -> None:
@@ -166,6 +166,7 @@ def _alternative(role: str, problem: Problem, best: Priced, other: Priced) -> Al
         devices=problem.world_size,
         summary=summary(other.layout),
         step_time_s=other.time.step_time_s,
+        score_s=other.score_s,
         memory_bytes=other.memory.total_bytes,
         runnable=runnable(problem, other.layout),
         why_not=why_lost(best, other),

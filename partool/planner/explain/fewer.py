@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.explain.front import quickest
+from partool.planner.explain.front import least_bound
 from partool.planner.explain.summary import short_time, summary
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem
@@ -51,7 +51,7 @@ def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
         else:
             break
         smaller = simpler.on(nodes=devices.nodes, per_node=devices.per_node)
-        best = quickest(smaller)
+        best = least_bound(smaller)
         if best is not None and best.safe:
             layouts.append((smaller, best))
     return layouts

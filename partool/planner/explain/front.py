@@ -1,4 +1,4 @@
-"""Layouts that a table of candidates needs besides those of the search: the Pareto front, and the quickest layout.
+"""Layouts that tables need besides those of the search: the Pareto front, and the layout with the least bound.
 
 Groups that cannot hold such a layout, by their least time and their least memory, are not priced.
 """
@@ -67,10 +67,10 @@ def _may_be_on_front(solution: Solution, groups: Any, least_bytes: Any) -> Any:
     return may_fit & (least[before] > _MARGIN * least_bytes)
 
 
-def quickest(problem: Problem) -> Priced | None:
-    """Return the layout with the least time bound, among layouts that surely fit with one policy on all layers.
+def least_bound(problem: Problem) -> Priced | None:
+    """Return the layout with the least bound of the score among those that surely fit with one policy on all layers.
 
-    Groups are tried in the order of their time under the policy that recomputes least.
+    Groups are tried in the order of their bound under the policy that recomputes least.
     """
     problem.budget.subject = f"layouts on only {problem.world_size:,} devices"
     space = build(problem)
@@ -78,7 +78,8 @@ def quickest(problem: Problem) -> Priced | None:
     if not space.size:
         return None
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
-    policies, base = np.flatnonzero(alike), search.least_times()
+    policies = np.flatnonzero(alike)
+    base = search.least_times() * (1.0 + search.weights.group + search.weights.policy[policies].min())
     order = np.argsort(base, kind="stable")
     least: tuple[float, int, int] | None = None
     start, count = 0, _AT_FIRST
@@ -87,12 +88,12 @@ def quickest(problem: Problem) -> Priced | None:
         start, count = start + count, min(4 * count, _AT_ONCE)
         if least is not None and _MARGIN * base[near[0]] > least[0]:
             break
-        candidate = _quickest_of(search, np.sort(near), policies)
+        candidate = _least_of(search, np.sort(near), policies)
         least = min((one for one in (least, candidate) if one is not None), default=None)
     return None if least is None else search.price(*least[1:])
 
 
-def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int, int] | None:
+def _least_of(search: Search, groups: Any, policies: Any) -> tuple[float, int, int] | None:
     """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order.
 
     Of layouts with equal bounds it is the one of the first group, under its first policy.
@@ -106,6 +107,7 @@ def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int
     allowed = space.allowed(group, policy)
     group, policy = group[allowed], policy[allowed]
     bound, total = search.columns(group, policy, GREEN)
+    bound = bound * (1.0 + search.weights.group[group] + search.weights.policy[policy])
     fits = np.flatnonzero(total <= capacity)
     if not len(fits):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from partool.cost.codec import encode
-from partool.cost.evidence import WORDS
+from partool.cost.evidence import WORDS, mechanisms
 from partool.plan.layout import Layout
 from partool.plan.types import Plan, Score
 from partool.planner.problem import Problem
@@ -34,6 +34,17 @@ def rescored(plan: Plan) -> Score | None:
     problem, memory = Problem(spec, plan.model, plan.devices), plan.prediction.memory
     unfit, step_time_s = 1.0 - memory.fit_probability, plan.prediction.time.step_time_s
     return _score(problem, plan.layout, step_time_s, unfit, memory.total_bytes)
+
+
+def score_beside(plan: Plan, present: Plan) -> float:
+    """Return a plan's score in seconds for somebody who runs ``present``, whose mechanisms are known to work there.
+
+    It is the step time where the plan's spec is refused.
+    """
+    score, runs = rescored(plan), {WORDS[name] for name in mechanisms(present.layout)}
+    shares = {} if score is None else score.shares
+    more = sum(share for name, share in shares.items() if name not in runs)
+    return plan.prediction.time.step_time_s * (1.0 + more)
 
 
 def _score(problem: Problem, layout: Layout, step_time_s: float, unfit: float, total_bytes: int) -> Score:

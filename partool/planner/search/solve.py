@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.case import Layouts
 from partool.plan.types import SearchSummary
 from partool.planner.forms.gathers import under_pressure
 from partool.planner.forms.runnable import runnable
 from partool.planner.forms.tiles import in_tiles
 from partool.planner.forms.tiles import sizes as tile_sizes
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import Search, SearchResult
+from partool.planner.search.branch_and_bound import CROWDED, Search, SearchResult, crowded
 from partool.planner.search.enumeration import build
 from partool.planner.search.glance import glance
 from partool.planner.search.offload import to_disks
-from partool.planner.search.price import Priced, host_limit, pinned_limit, room
+from partool.planner.search.price import Priced, host_limit, least_room, pinned_limit, room
 from partool.planner.search.prices import firsts
+from partool.planner.search.score import ScoreWeights
 from partool.planner.search.space import Space
 
 NEARLY = 0.01
@@ -160,15 +162,39 @@ def _may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
 
     ``plain`` is the solution without them. Relaxed constraints cost time, so the bounds of plain layouts hold.
     """
-    group, policy = plain.search.crowded(limit_s)
-    if not len(group):
+    results = [one for one in (plain.overall, plain.able) if one is not None]
+    group, policy = crowded(results, limit_s)
+    if len(group):
+        need = room(harder, _relaxed(harder, plain.space, group, policy))
+        fits = np.asarray(need.total_bytes) <= harder.capacity_bytes * plain.search.slack(group)
+        if np.any(fits & (np.asarray(need.host_bytes) <= host_limit(harder))):
+            return True
+    return _left_out_may_help(harder, plain, limit_s)
+
+
+def _left_out_may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
+    """Return False if no group that was too large under every policy can have a score below ``limit_s`` if relaxed."""
+    search, space = plain.search, plain.space
+    if not len(search.least_bytes):
         return False
-    rows = plain.space.rows(group, policy)
+    limit = harder.capacity_bytes * search.slack(search.groups)
+    groups = search.groups[(search.least_bytes > limit) & (search.least_bytes <= CROWDED * limit)]
+    if not len(groups):
+        return False
+    sparing = search.sparing(groups)
+    least = least_room(harder, _relaxed(harder, space, groups, sparing), limit[groups])
+    groups = groups[least <= limit[groups]]
+    weights = ScoreWeights.of(harder, space.groups, space.size, space.policies)
+    times_s = search.group_bounds(groups) if len(groups) else np.zeros(0)
+    return bool(np.any(times_s * (1.0 + weights.group[groups] + weights.policy.min()) <= limit_s))
+
+
+def _relaxed(harder: Problem, space: Space, group: Any, policy: Any) -> Layouts:
+    """Return layouts of a space with the tiles and the compiled blocks of a problem with relaxed constraints."""
+    rows = space.rows(group, policy)
     networks, losses = tile_sizes(harder, rows)
     compiled = rows.compiled * (harder.compile == "block")
-    need = room(harder, replace(rows, mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled))
-    fits = np.asarray(need.total_bytes) <= harder.capacity_bytes * plain.search.slack(group)
-    return bool(np.any(fits & (np.asarray(need.host_bytes) <= host_limit(harder))))
+    return replace(rows, mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled)
 
 
 def harder_ones(problem: Problem) -> Iterator[Problem]:

@@ -346,7 +346,7 @@ def test_auto_takes_what_runs() -> None:
     assert plan.runnable
     assert plan.alternatives
     assert all(other.runnable for other in plan.alternatives)
-    plain = [other.step_time_s for other in plan.alternatives if not other.role]
+    plain = [other.score_s for other in plan.alternatives if not other.role]
     assert plain == sorted(plain)  # type: ignore[type-var]
     assert [other.role == "does not fit" for other in plan.alternatives][-1]
     assert planned(LARGE, ["hardware.nodes=2", "launch.target=torchrun"]).runnable
@@ -402,7 +402,7 @@ def test_a_batch_that_does_not_bind_costs_no_search(monkeypatch: pytest.MonkeyPa
     def quickest(problem: object) -> None:
         raise AssertionError("a search for another batch")
 
-    monkeypatch.setattr("partool.planner.explain.batches.quickest", quickest)
+    monkeypatch.setattr("partool.planner.explain.batches.least_bound", quickest)
     planned = planner_says(text.replace(", tensor: {degree: 8}", ""), ["parallel.pipeline.stages=4"])
     assert planned.plan is not None
     assert "PT463" not in codes(planned)

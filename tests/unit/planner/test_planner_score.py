@@ -12,7 +12,7 @@ from often import often
 from planned import plan_of, problem_of, spec_of
 
 from partool.cost.evidence import PAIRED_FLOOR, mechanisms, pair_error
-from partool.planner.evidence import taken_for_granted, tier_of
+from partool.planner.evidence import asked_for, taken_for_granted, tier_of
 from partool.planner.explain import choice, comparison
 from partool.planner.explain.fewer import fewer_devices
 from partool.planner.explain.limits import limit
@@ -262,6 +262,44 @@ def test_what_the_spec_asks_for_counts_for_nothing(change: str, expected: int) -
     names = set(mechanisms(chosen.layout)) - {"data", "zero3"}
     assert chosen.risk == pytest.approx(sum(pair_error(name) for name in names - problem.asked))
     assert names & problem.asked
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asked"),
+    [
+        ("{pipeline: {schedule: 1f1b}}", {"other_schedules"}),
+        ("{pipeline: {stages: 1}}", set()),
+        ("{pipeline: {stages: 4}}", {"pipeline"}),
+        ("{pipeline: {layers: [40, 40]}}", {"pipeline"}),
+        ("{pipeline: {layers: [80]}}", set()),
+        ("{tensor: {sequence_norms: true}}", set()),
+        ("{tensor: 1}", set()),
+        ("{tensor: 8}", {"tensor"}),
+        ("{tensor: {shape: [4, 2]}}", {"tensor", "tensor_2d"}),
+        ("{sequence: 1}", set()),
+        ("{sequence: {method: ring}}", {"sequence"}),
+        ("{sequence: 2}", {"sequence"}),
+    ],
+)
+def test_a_degree_asks_for_a_mechanism_and_a_setting_of_it_does_not(parallel: str, asked: set[str]) -> None:
+    assert asked_for(spec_of(LARGE, f"parallel={parallel}")) == asked
+
+
+def test_a_named_schedule_leaves_the_error_of_pipelines() -> None:
+    """A schedule without a number of stages: a pipelined layout is charged as without it."""
+    layout = solve(problem_of(LARGE, "parallel={pipeline: {stages: 4, schedule: 1f1b}, tensor: 1}")).chosen.layout
+    named, open_ = (Priced(problem_of(LARGE, *change), layout) for change in (["parallel.pipeline.schedule=1f1b"], []))
+    assert named.risk == open_.risk == pair_error("pipeline")
+
+
+def test_rows_of_fewer_devices_and_the_next_best_are_ordered_by_score() -> None:
+    plan = plan_of(LARGE)
+    scores = [row.score_s for row in plan.candidates]
+    assert scores == sorted(scores)
+    times = [row.step_time_s for row in plan.candidates]
+    assert times != sorted(times)  # a faster layout is charged more
+    own = next(row for row in plan.candidates if not row.why_not)
+    assert own.score_s == min(row.score_s for row in plan.candidates if row.devices == own.devices and row.runnable)
 
 
 def test_half_of_an_assumed_host_is_pinned_at_most() -> None:
