@@ -55,6 +55,8 @@ def details(solution: Solution, best: Priced) -> tuple[str, ...]:
     sentences += pipeline_reasons(solution, best)
     sentences += one_bit_reasons(solution.problem, best)
     sentences.append(_recompute(solution, best))
+    if (compared := settings.compiled(solution, best)) is not None:
+        sentences.append(settings.sentence(best, compared))
     sentences += adversarial.sentences(solution.problem)
     sentences += tiles.sentences(solution.problem, layout)
     sentences += fused.words(solution.problem, layout)

@@ -106,6 +106,14 @@ def other_micro_batch(solution: Solution, best: Priced) -> SettingComparison | N
     return None
 
 
+def compiled(solution: Solution, best: Priced) -> SettingComparison | None:
+    """Return the comparison of a layout without compiled blocks with the same layout with them; None without one."""
+    if best.layout.compile != "none":
+        return None
+    other = _sibling(solution, best, {"compiled": 1})
+    return None if other is None else SettingComparison("Compile none", "block", other)
+
+
 def _key(solution: Solution, best: Priced) -> Key | None:
     """Return group and policy of a layout that the search has priced."""
     return next((key for key, one in solution.search.exact.items() if one is best), None)
@@ -120,7 +128,7 @@ def _sibling(
         return None
     groups, space = solution.space.groups, solution.space
     index = np.arange(space.size)
-    for name in GROUP_COLUMNS:
+    for name in (*GROUP_COLUMNS, "compiled"):
         if name not in loose:
             column = np.broadcast_to(getattr(groups, name), space.size)
             index = index[column[index] == changed.get(name, column[key[0]])]
