@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from planned import plan_of, problem_of
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.explain import settings
 from partool.planner.explain.summary import summary
 from partool.planner.forms.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
 from partool.planner.search.enumeration import build
+from partool.planner.search.layouts import layout_of
+from partool.planner.search.price import Priced
+from partool.planner.search.solve import solve
 from partool.spec import load_text
+from partool.spec.numbers import GIB
 
 CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \
     "hardware: {accelerator: cpu, per_node: RANKS}\ndata: python-stdlib\n" \
@@ -195,3 +201,45 @@ def test_schedules_that_halve_passes_leave_nothing_to_overlap() -> None:
     whole, halved = (plan_of(text.replace("NAME", name)) for name in ("1f1b", "zb-h1"))
     assert reason(whole, "Tensor overlap") == "Tensor overlap backward: the spec asks for it."
     assert "backward passes have none to compute meanwhile" in reason(halved, "Tensor overlap")
+
+
+PIPELINED = """\
+model: {layers: 126, hidden: 16384, ffn_hidden: 53248, heads: 128, kv_heads: 8, vocab: 128256, max_position: 131072}
+hardware: {accelerator: h100-sxm, nodes: 2048}
+data: python-stdlib
+training: {sequence_length: 8192, global_batch: 2048}
+parallel:
+  data: {zero: 1}
+  tensor: {degree: 8, sequence_norms: true}
+  pipeline: {stages: 16, schedule: interleaved, chunks: 4}
+  sequence: 1
+  micro_batch: 1
+  recompute: none
+  offload: {optimizer: none, parameters: none, activations: none}
+"""
+"""Llama 3 405B as it was trained on 8,192 tokens without recomputation (arXiv 2407.21783, section 3.3.2)."""
+
+
+def test_blocks_that_gather_inputs_again_are_tried_beside_compiled_ones() -> None:
+    """Compiled blocks keep the gathered inputs of two products per layer: two hidden states of 16 bits per token."""
+    problem = problem_of(PIPELINED.replace("nodes: 2048", "nodes: 2048, memory_gib: 400"))
+    space = build(problem)
+    assert np.asarray(space.groups.compiled).tolist() == [1, 0]
+    kept, again = (Priced(problem, layout_of(problem, space.rows(group, 0))) for group in (0, 1))
+    assert (kept.layout.compile, again.layout.compile) == ("block", "none")
+    # All 16 micro-batches of the second rank's four chunks of two layers are in flight at once.
+    rank = (one.memory.ranks[1].terms_bytes["activations"] for one in (kept, again))
+    passes, per_layer = 16 * 4, 2 * 8192 * 16384 * 2 * (1 - 1 / 8)
+    assert next(rank) - next(rank) == pytest.approx(2 * passes * per_layer, rel=0.03)
+    assert again.memory.total_bytes < 79 * GIB < 0.7 * kept.memory.total_bytes
+    assert kept.step_time_s < again.step_time_s < 1.1 * kept.step_time_s
+    solution = solve(problem_of(PIPELINED, "limits.memory_headroom=0.02"))
+    assert solution.chosen is not None
+    assert solution.chosen.layout.compile == "none"
+    compared = settings.compiled(solution, solution.chosen)
+    assert compared is not None
+    said = settings.sentence(solution.chosen, compared)
+    assert re.fullmatch(r"Compile none: with block, this layout would need 13\d\.\d of 7\d\.\d GiB\.", said)
+    for change in ("parallel.compile=block", "parallel.tensor.sequence_norms=false", "parallel.tensor.degree=1"):
+        alone = np.asarray(build(problem_of(PIPELINED, change)).groups.compiled)
+        assert set(alone.tolist()) == {1}
