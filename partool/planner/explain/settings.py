@@ -12,8 +12,8 @@ import numpy as np
 
 from partool.planner.explain.summary import but, recompute, times
 from partool.planner.forms.runnable import runnable
-from partool.planner.search.branch_and_bound import Key
 from partool.planner.search.price import Priced, host_limit, pinned_limit
+from partool.planner.search.queue import Key
 from partool.planner.search.solve import Solution
 from partool.planner.search.space import GROUP_COLUMNS
 from partool.spec.numbers import GIB

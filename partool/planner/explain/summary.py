@@ -11,7 +11,7 @@ from partool.planner.search.price import Priced
 from partool.planner.search.score import charged
 from partool.spec.numbers import GIB
 
-_MORE_LIKELY = 0.005
+_MORE_SURE = 0.005
 """Difference of the probabilities of fitting from which texts name it."""
 
 
@@ -110,8 +110,8 @@ def why_lost(best: Priced, other: Priced) -> str:
         gain = f"{(1.0 - ratio) * 100:.1f} % faster"
         # A layout with a better score was left out because it cannot run, or because it uses other devices.
         return gain if other.score_s < best.score_s else f"{gain} on paper, but {but(best, other)}"
-    if other.unfit > best.unfit + _MORE_LIKELY:
-        return f"as fast; fits with a probability of {_likely(other)} only"
+    if other.unfit > best.unfit + _MORE_SURE:
+        return f"as fast; fits with a probability of {_sure(other)} only"
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"
@@ -124,13 +124,13 @@ def but(best: Priced, other: Priced) -> str:
     if other.risk > best.risk:
         here = f", those of this plan by {best.risk:.0%}" if best.risk else ""
         parts.append(f"predictions for {listed(risks(other))} err by {other.risk:.0%}{here}")
-    if other.unfit > best.unfit and _likely(other) != _likely(best):
-        parts.append(f"it fits with {_likely(other)} where this one does with {_likely(best)}")
-    more, here = other.factor - 1.0, best.factor - 1.0
-    return listed(parts) or f"its memory and settings are charged {more:.2%}, those of this plan {here:.2%}"
+    if other.unfit > best.unfit and _sure(other) != _sure(best):
+        parts.append(f"it fits with {_sure(other)} where this one does with {_sure(best)}")
+    shares = f"{other.factor - 1.0:.2%}, those of this plan {best.factor - 1.0:.2%}"
+    return listed(parts) or f"its memory and settings are charged {shares}"
 
 
-def _likely(priced: Priced) -> str:
+def _sure(priced: Priced) -> str:
     """Return the probability that a layout fits, as text, no larger than runs support."""
     return f"{min(1.0 - priced.unfit, fit_limit()[0]):.0%}"
 

@@ -85,7 +85,7 @@ class _Builder:
                 return None
         return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(GROUP_COLUMNS), 0), dtype=np.int64)
 
-    def space(self, columns: NDArray[np.int64], compiled: NDArray[np.int64] | None = None) -> Space:
+    def space(self, columns: NDArray[np.int64], compiled: NDArray[Any] | None = None) -> Space:
         """Return the space of the groups in ``columns``, with the choices that follow from these columns.
 
         ``compiled`` has 1 for groups with compiled blocks; None tries what :meth:`_compiled` returns.
@@ -119,7 +119,7 @@ class _Builder:
             offloads_from=self.problem.engine.offloads_from,
         )
 
-    def _compiled(self, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _compiled(self, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Return the groups, some of them twice, and which of them have compiled blocks.
 
         Compiled blocks keep the gathered inputs of products of tensor ranks that share norms, almost as many bytes as

@@ -240,6 +240,6 @@ def test_blocks_that_gather_inputs_again_are_tried_beside_compiled_ones() -> Non
     assert compared is not None
     said = settings.sentence(solution.chosen, compared)
     assert re.fullmatch(r"Compile none: with block, this layout would need 13\d\.\d of 7\d\.\d GiB\.", said)
-    for change in ("parallel.compile=block", "parallel.tensor.sequence_norms=false", "parallel.tensor.degree=1"):
+    for change in ("parallel.compile=block", "parallel.tensor.sequence_norms=false"):
         alone = np.asarray(build(problem_of(PIPELINED, change)).groups.compiled)
         assert set(alone.tolist()) == {1}
