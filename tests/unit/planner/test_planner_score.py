@@ -163,6 +163,30 @@ def test_more_memory_never_raises_the_score(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "hardware", "batch", "least"),
+    [("qwen3-30b-a3b", "h100-sxm, nodes: 1", 256, 5), ("mixtral-8x7b", "h100-sxm, nodes: 2", 128, 5)],
+)
+def test_one_more_gib_never_raises_the_score_near_the_first_fit(
+    model: str, hardware: str, batch: int, least: int
+) -> None:
+    """Experts on memories from the first that holds a layout: here settings that save memory come and go."""
+    spec = (
+        f"model: {model}\nhardware: {{accelerator: {hardware}, memory_gib: 1}}\ndata: python-stdlib\n"
+        f"training: {{sequence_length: 4096, global_batch: {batch}}}\n"
+    )
+    scores: list[float] = []
+    for gib in range(least, 64):
+        chosen = solve(problem_of(spec, f"hardware.memory_gib={gib}")).chosen
+        if chosen is not None:
+            scores.append(chosen.score_s)
+        if len(scores) == 10:
+            break
+    assert len(scores) == 10
+    assert all(more <= less * (1.0 + 1e-9) for less, more in pairwise(scores)), scores
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["link_bytes_per_s", "fabric_bytes_per_s", "host_link_bytes_per_s"])
 @pytest.mark.parametrize("spec", ["LARGE", "ONE", "small", "experts"])
 def test_faster_links_never_raise_the_score(spec: str, link: str) -> None:

@@ -15,7 +15,8 @@ from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.explain import settings
 from partool.planner.explain.summary import summary
-from partool.planner.forms.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
+from partool.planner.forms.tensor_forms import TensorForm, busy, divides, forms, inner_sizes, sent_s
+from partool.planner.problem import Problem
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced
@@ -102,7 +103,12 @@ def test_forms_of_a_degree() -> None:
     assert forms(problem_of(gpus("{degree: 4, overlap: symmetric}")), 4, 1) == (TensorForm(1, 1),)
 
 
-def test_open_shapes_are_tried_where_they_send_less() -> None:
+def least_sent(problem: Problem, ranks: int, micro_batch: int = 16) -> int:
+    """Return the d2 with which a layer's collectives take least time; 1 where it is t × 1."""
+    return min((1, *inner_sizes(problem, ranks)), key=lambda inner: sent_s(problem, ranks, inner, micro_batch))
+
+
+def test_all_shapes_are_tried_and_some_send_less() -> None:
     """Within a node 4 × 2 sends less than 8 × 1 if inner widths, whose products it sums, are not wide.
 
     Short sequences are an exception, and no shape of four sends less.
@@ -112,15 +118,17 @@ def test_open_shapes_are_tried_where_they_send_less() -> None:
         return gpus(tensor, kv=kv).replace("ffn_hidden: 14336", "ffn_hidden: 4096")
 
     problem = problem_of(narrow(8))
-    assert best_inner(problem, 8) == (2,)
+    assert inner_sizes(problem, 8) == (2, 4, 8)
+    assert {form.inner for form in forms(problem_of(gpus(8)), 8, 1)} >= {1, 2, 4, 8}
+    assert least_sent(problem, 8) == 2
     assert sent_s(problem, 8, 2, 16) < 0.95 * sent_s(problem, 8, 1, 16)
-    assert best_inner(problem_of(gpus(8)), 8) == ()
+    assert least_sent(problem_of(gpus(8)), 8) == 1
     assert sent_s(problem_of(gpus(8)), 8, 2, 16) > sent_s(problem, 8, 2, 16)
     short = problem_of(narrow(8).replace("sequence_length: 4096", "sequence_length: 512"))
     assert sent_s(short, 8, 2, 1) > sent_s(short, 8, 1, 1)
-    assert best_inner(problem, 4) == ()
+    assert least_sent(problem, 4) == 1
     # Key heads that do not divide evenly allow one dimension only.
-    assert best_inner(problem_of(narrow(8, kv=4)), 8) == ()
+    assert inner_sizes(problem_of(narrow(8, kv=4)), 8) == ()
 
 
 def test_tiers_decide_the_shape() -> None:
@@ -134,9 +142,9 @@ def test_tiers_decide_the_shape() -> None:
         model = gpus(tensor, nodes=3, kv=24).replace("heads: 32", "heads: 48").replace("14336", "15360")
         return model.replace("ib-ndr", "ethernet-100g")
 
-    assert best_inner(problem_of(slow("24").replace("ethernet-100g", "ib-ndr")), 24) == ()
-    assert best_inner(problem_of(gpus(16, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")), 16) == ()
-    assert best_inner(problem_of(slow("24")), 24) == (8,)
+    assert least_sent(problem_of(slow("24").replace("ethernet-100g", "ib-ndr")), 24) == 1
+    assert least_sent(problem_of(gpus(16, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")), 16) == 1
+    assert least_sent(problem_of(slow("24")), 24) == 8
     chosen, plain = plan_of(slow("24")), plan_of(slow("{shape: [24, 1]}"))
     assert chosen.prediction.time.step_time_s < 0.8 * plain.prediction.time.step_time_s
     assert chosen.layout.tensor.inner == 8
