@@ -205,7 +205,7 @@ class Alternative(Record):
     """YAML text of the section ``parallel`` of a spec that gives this layout on ``devices`` devices."""
 
 
-class Answer(Record):
+class PlanAnswer(Record):
     """A short answer to one question of a reader of a plan."""
 
     question: str
@@ -342,7 +342,7 @@ class Plan(Record):
     candidates: tuple[CandidateRow, ...] = ()
     """Priced layouts, best score first, including the whole Pareto front over time, memory and devices."""
     search: SearchSummary | None = None
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[PlanAnswer, ...] = ()
     """What a reader asks first, in seven lines of a terminal at most; empty in plans that were made before the field
     existed."""
     limit: str = ""

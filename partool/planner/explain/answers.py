@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partool.cost.evidence import fit_limit
-from partool.plan.types import Answer, Prediction
+from partool.plan.types import PlanAnswer, Prediction
 from partool.planner.explain.choice import MechanismComparison
 from partool.planner.explain.limits import Limit
 from partool.planner.explain.summary import brief, short_time
@@ -38,16 +38,16 @@ class Compared:
     """What keeps the step from being faster."""
 
 
-def answers(solution: Solution, best: Priced, compared: Compared, prediction: Prediction) -> tuple[Answer, ...]:
+def answers(solution: Solution, best: Priced, compared: Compared, prediction: Prediction) -> tuple[PlanAnswer, ...]:
     """Return the answers in the order of a reader's questions."""
     after = (
-        Answer(question="Next best", text=_next_best(solution, best, compared)),
-        Answer(question="Limit", text=f"{compared.limit.kind}{compared.limit.short}"),
-        Answer(question="Sure", text=_sure(prediction)),
+        PlanAnswer(question="Next best", text=_next_best(solution, best, compared)),
+        PlanAnswer(question="Limit", text=f"{compared.limit.kind}{compared.limit.short}"),
+        PlanAnswer(question="Sure", text=_sure(prediction)),
     )
-    fits = Answer(question="Fits", text=_fits(best))
-    left = MOST_LINES - sum(_lines(one.text) for one in (fits, *after))
-    return fits, Answer(question="Why", text=_why(solution, best, compared, left)), *after
+    fits = PlanAnswer(question="Fits", text=_fits(best))
+    free_lines = MOST_LINES - sum(_lines(one.text) for one in (fits, *after))
+    return fits, PlanAnswer(question="Why", text=_why(solution, best, compared, free_lines)), *after
 
 
 def _lines(text: str) -> int:

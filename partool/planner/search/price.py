@@ -182,13 +182,13 @@ def _bounded(
 
     With ``keep``, the exact memory of these layouts takes less time afterwards.
     """
-    every, left = np.zeros(layouts.shape), [np.zeros(0, dtype=np.intp)]
+    every, remaining = np.zeros(layouts.shape), [np.zeros(0, dtype=np.intp)]
     most = np.broadcast_to(most_bytes, layouts.shape)
     for choice, at in _by_compile(layouts):
         job = cost_job(problem, choice)
         every[at], rows = _bounded_of(problem, job, layouts.take(at), most[at], most_host_bytes, keep=keep)
-        left.append(at[rows])
-    return every, np.sort(np.concatenate(left))
+        remaining.append(at[rows])
+    return every, np.sort(np.concatenate(remaining))
 
 
 def _bounded_of(
