@@ -13,7 +13,7 @@ from partool.cli._files import write_or_exit
 from partool.cli._foreign import Known
 from partool.cli._load import Output, show
 from partool.cli._watch import watched
-from partool.engines.improve import Advice, advice, freed, theirs
+from partool.engines.improve import LEAST_GAIN, Advice, advice, freed, theirs
 from partool.engines.settings import Setting
 from partool.engines.write import WRITABLE, terms_of
 from partool.engines.written import EngineChange
@@ -89,9 +89,11 @@ def _as_text(result: Advice, settings: Mapping[str, Setting], carried: Mapping[s
     if not result.changes:
         return [*lines, f"{title} can do no better layout than this, by these predictions"]
     if not result.worth_it:
+        was_s, now_s = result.scores_s
         lines.append(
-            f"best for {title}: {_figures(after)}: {_times(result.faster)} on paper, and such predictions tell layouts "
-            f"apart from {result.margin:.0%} on. Keep the layout as it is."
+            f"best for {title}: {_figures(after)}: {_times(result.faster)} on paper. With its risks it counts as "
+            f"{now_s:.3g} s against {was_s:.3g} s, and a change is worth it from {LEAST_GAIN:.0%} on. Keep the layout "
+            "as it is."
         )
     else:
         lines.append(f"better, and {title} can do it: {_figures(after)}{_gain(result)}")
@@ -169,7 +171,7 @@ def _as_data(result: Advice) -> dict[str, object]:
         "before": figures(result.before),
         "after": figures(result.after),
         "faster": round(result.faster, 6),
-        "margin": round(result.margin, 6),
+        "scores_s": [round(score_s, 6) for score_s in result.scores_s],
         "worth_it": result.worth_it,
         "changes": [
             {"name": change.name, "field": change.path, "before": change.before, "after": change.after}

@@ -237,11 +237,11 @@ def _against(old: Plan, new: Plan, output: Output) -> None:
     from partool.report import tables
 
     comparison = tables.comparison(old, new)
-    moved = ", ".join(comparison["moved"])
+    moved, figures = ", ".join(comparison["moved"]), tables.moved_figures(comparison)
     if output == "json":
         say(json.dumps(comparison, indent=2))
     elif not comparison["same"]:
-        say("\n".join(comparison["differences"]))
+        say("\n".join([*comparison["differences"], *figures]))
         say(f"inputs that moved: {moved or 'none'}")
     if not comparison["same"]:
         raise typer.Exit(_DIFFERENT)
@@ -250,6 +250,8 @@ def _against(old: Plan, new: Plan, output: Output) -> None:
             f"the plans run the same; {comparison['verified']}" if comparison["verified"] else "the plans are the same"
         )
         say(same + (f", though inputs moved: {moved}" if moved else ""), err=True)
+        if figures:
+            say("\n".join(figures))
 
 
 def _diff(old: Plan, new: Plan, output: Output) -> None:

@@ -163,7 +163,10 @@ def _of_mechanism(name: str, family: str, section: Mapping[str, Any], device: De
     runs = 0 if everyone is None else everyone["runs"]
     # A run is at most 1 / (1 + floor) of a prediction that is too long by the floor.
     return Evidence(
-        floor, f"a stated floor, as few published runs are known: {few} of {WORDS[name]}", runs, floor / (1.0 + floor)
+        floor,
+        f"a stated floor, as fewer than {FEW_SOURCES} published sources are known: {few} of {WORDS[name]}",
+        runs,
+        floor / (1.0 + floor),
     )
 
 

@@ -332,10 +332,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT276",
-        "Fewer devices would be faster",
+        "Fewer devices would be as fast",
         "A plan uses all devices of the spec. Where a step has little work, more devices mean more messages and less "
-        "compute between them. Halves and quarters of the devices are priced as well, and reported where they are "
-        "faster by more than the error of predictions.",
+        "compute between them. Where the passes alone would not take longer, seven eighths to a quarter of the nodes "
+        "are searched as well; the finding names a layout on them whose step takes at most 2 % longer.",
         _SMALL_STEP + "hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4, fabric: ethernet-100g}\n" + _DATA,
         _SMALL_STEP + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 4}\n" + _DATA,
     ),

@@ -12,12 +12,17 @@ from partool.engines.write import WRITABLE, terms_of
 from partool.engines.written import EngineChange, EngineTerms, changes
 from partool.plan.diff import differences
 from partool.plan.types import Plan
-from partool.planner.evidence import margin
+from partool.planner.explain.scored import score_beside
 from partool.spec.parallel import ParallelSpec
 from partool.spec.spec import Spec
 
 _KEPT = ("tensor.patterns", "offload.dir", "offload.buffers", "data.leaves")
 """Fields of ``parallel`` that describe the model or the machines rather than choose a layout."""
+
+LEAST_GAIN = 0.05
+"""Share by which a score has to be better to be worth a change of a run's settings; a stated constant."""
+_FITS = 0.9
+"""Probability of fitting from which a plan counts as one that fits."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class Advice:
     after: Plan
     changes: tuple[EngineChange, ...]
     """What to change to come from the one to the other; all settings if there is no plan before."""
-    margin: float
-    """Relative gain in step time below which the two cannot be told apart."""
+    scores_s: tuple[float, float]
+    """Scores of both in seconds for somebody who runs the plan before, so that only new mechanisms count as risks."""
 
     @property
     def faster(self) -> float:
@@ -41,20 +46,17 @@ class Advice:
 
     @property
     def safer(self) -> bool:
-        """True if only the later plan is likely to fit."""
+        """True if only the later plan fits with 90 % or more."""
         if self.before is None:
             return True
         was, now = (plan.prediction.memory.fit_probability for plan in (self.before, self.after))
-        return was < _LIKELY <= now
+        return was < _FITS <= now
 
     @property
     def worth_it(self) -> bool:
-        """True if the change makes the run safer, or faster by more than such predictions err."""
-        return bool(self.changes) and (self.safer or self.faster > self.margin)
-
-
-_LIKELY = 0.9
-"""Probability of fitting from which a plan counts as one that fits."""
+        """True if the change makes the run safer, or its score better by :data:`LEAST_GAIN`."""
+        before_s, after_s = self.scores_s
+        return bool(self.changes) and (self.safer or after_s < (1.0 - LEAST_GAIN) * before_s)
 
 
 def freed(spec: Spec, pinned: Mapping[str, Any]) -> Spec:
@@ -89,8 +91,8 @@ def advice(
         terms = terms_of(after)
         old = terms_of(before) if before is not None else type(terms)(after)
         edits = tuple(change for change in changes(old, terms) if change.path.partition(".")[0] == "parallel")
-    least = margin(after.layout, before.layout) if before is not None else 0.0
-    return Advice(before, after, edits, least)
+    present = after if before is None else before
+    return Advice(before, after, edits, (score_beside(present, present), score_beside(after, present)))
 
 
 def _of_file(terms: EngineTerms, settings: Mapping[str, Setting], carried: Mapping[str, str]) -> Iterator[EngineChange]:

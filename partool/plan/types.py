@@ -49,8 +49,8 @@ from partool.strategies.sequence import METHODS
 PLAN_VERSION = 2
 NOT_RUN = frozenset(
     {
-        "prediction", "stopping", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs",
-        "spec", "partool_version", "generation", "verification",
+        "prediction", "stopping", "alternatives", "candidates", "search", "answers", "limit", "reasons", "findings",
+        "inputs", "spec", "partool_version", "generation", "verification",
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
@@ -131,6 +131,16 @@ class TimePrediction(Record):
     """By kind, the steps of an optimizer that does not average gradients in every step; empty for other optimizers."""
 
 
+class Score(Record):
+    """The figure by which layouts are ordered."""
+
+    score_s: Rate
+    """The step time in seconds, raised by all shares."""
+    shares: dict[str, Rate]
+    """Shares of the step time that are added to it: by mechanism, what its predictions err by; the risk not to fit,
+    filled memory, and settings."""
+
+
 class Prediction(Record):
     """All predictions, with their expected errors."""
 
@@ -156,6 +166,8 @@ class Prediction(Record):
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
     """Ratio of measured to predicted memory; already contained in the memory terms."""
+    score: Score | None = None
+    """The figure by which the layout was taken; None in plans that were made before the field existed."""
     totals: Totals | None = None
     """Figures of the whole training; None in plans that were made before the field existed."""
 
@@ -179,6 +191,8 @@ class Alternative(Record):
     """Number of devices that the layout uses; 0 in plans that were made before the field existed."""
     summary: str
     step_time_s: Rate | None
+    score_s: Rate | None = None
+    """Seconds by which layouts are ordered; None in plans that were made before the field existed."""
     memory_bytes: Predicted | None
     runnable: bool
     why_not: str
@@ -186,11 +200,21 @@ class Alternative(Record):
     """YAML text of the section ``parallel`` of a spec that gives this layout on ``devices`` devices."""
 
 
+class PlanAnswer(Record):
+    """A short answer to one question of a reader of a plan."""
+
+    question: str
+    """The question in a word or two: ``Fits``, ``Why``, ``Next best``, ``Limit``, ``Sure``."""
+    text: str
+
+
 class CandidateRow(Record):
     """One priced layout, for tables and plots; the plan's own layout is among them."""
 
     summary: str
     step_time_s: Rate
+    score_s: Rate | None = None
+    """Seconds by which layouts are ordered; None in plans that were made before the field existed."""
     memory_bytes: Predicted
     """Bytes of peak device memory on the fullest rank."""
     host_bytes: Predicted = 0
@@ -314,8 +338,11 @@ class Plan(Record):
     plans that were made before the field existed."""
     alternatives: tuple[Alternative, ...] = ()
     candidates: tuple[CandidateRow, ...] = ()
-    """Priced layouts, fastest first, including the whole Pareto front over time, memory and devices."""
+    """Priced layouts, best score first, including the whole Pareto front over time, memory and devices."""
     search: SearchSummary | None = None
+    answers: tuple[PlanAnswer, ...] = ()
+    """What a reader asks first, in seven lines of a terminal at most; empty in plans that were made before the field
+    existed."""
     limit: str = ""
     """Text that names the constraint that limits the layout, and the term that would have to shrink."""
     reasons: tuple[str, ...] = ()

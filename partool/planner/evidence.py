@@ -1,9 +1,12 @@
-"""Evidence behind a layout: its tier, and by how much it must be faster than a layout with more evidence."""
+"""Evidence behind a layout: its tier, and which mechanisms the spec asks for."""
 
 from __future__ import annotations
 
-from partool.cost.evidence import WORDS, mechanisms, pair_error
+from math import prod
+
+from partool.cost.evidence import WORDS
 from partool.plan.layout import Layout
+from partool.spec.parallel import ScheduleFile
 from partool.spec.spec import Spec
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
@@ -23,7 +26,7 @@ def taken_for_granted(spec: Spec) -> frozenset[str]:
     parallel, offload = spec.parallel, spec.parallel.offload
     asked = {
         "other_schedules": parallel.pipeline.schedule != "auto",
-        "sequence": parallel.sequence.method != "auto" or parallel.sequence.degree != "auto",
+        "sequence": parallel.sequence.method != "auto" or _several(parallel.sequence.degree),
         "tensor_2d": parallel.tensor.shape != "auto",
         "offload_optimizer": offload.optimizer in ("cpu", "nvme") or offload.parameters in ("cpu", "nvme"),
         "offload_parameters": offload.parameters in ("cpu", "nvme"),
@@ -37,16 +40,25 @@ def taken_for_granted(spec: Spec) -> frozenset[str]:
 def asked_for(spec: Spec) -> frozenset[str]:
     """Return the mechanisms that the spec asks for, by their names in :data:`partool.cost.evidence.WORDS`.
 
-    What they may err is no reason against a layout: the user has decided.
+    What they may err is no reason against a layout: the user has decided. A degree above 1 asks for a mechanism, and so
+    does a method of sequence parallelism; a setting of a mechanism alone does not.
     """
     parallel = spec.parallel
-    degrees = {
-        "tensor": parallel.tensor.degree != "auto" or parallel.tensor.shape != "auto",
-        "pipeline": parallel.pipeline.stages != "auto" or parallel.pipeline.schedule != "auto",
-        "expert": parallel.expert != "auto" or parallel.expert_tensor != "auto",
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    stages = len(pipeline.layers) if isinstance(pipeline.layers, list) else pipeline.stages
+    # A schedule's file has a row for each rank; the name of a schedule asks for no pipeline.
+    named = {
+        "tensor": _several(tensor.degree) or (tensor.shape != "auto" and prod(tensor.shape) > 1),
+        "pipeline": _several(stages) or isinstance(pipeline.schedule, ScheduleFile),
+        "expert": _several(parallel.expert),
     }
     granted = taken_for_granted(spec) - {"long_sequence"}
-    return granted | {name for name, wanted in degrees.items() if wanted}
+    return granted | {name for name, wanted in named.items() if wanted}
+
+
+def _several(degree: int | str) -> bool:
+    """Return True if a spec sets a degree above 1."""
+    return isinstance(degree, int) and degree > 1
 
 
 def sequence_tier(method: str, granted: frozenset[str]) -> int:
@@ -75,12 +87,3 @@ def tier_of(layout: Layout, granted: frozenset[str]) -> int:
         OFFLOAD_REST if offload.parameters != "none" and "offload_parameters" not in granted else 0,
         OFFLOAD_REST if offload.activations != "none" and "offload_activations" not in granted else 0,
     )
-
-
-def margin(layout: Layout, other: Layout) -> float:
-    """Return by how much ``layout`` must be faster than ``other``: twice the paired error of what tells them apart.
-
-    Layouts with the same mechanisms are told apart by their degrees: the errors of all their mechanisms count.
-    """
-    ours, theirs = set(mechanisms(layout)), set(mechanisms(other))
-    return 2.0 * max(pair_error(name) for name in ours ^ theirs or ours)

@@ -107,8 +107,9 @@ def _beside(spec: Spec, findings: list[Diagnostic], base_dir: Path) -> list[Diag
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and build the plan."""
-    from partool.planner.explain import candidates, reasons
+    from partool.planner.explain import reasons
     from partool.planner.explain.batches import awkward_batch
+    from partool.planner.explain.fewer import fewer_are_as_fast
     from partool.planner.findings import saves
     from partool.planner.findings.offload_room import check_layout
     from partool.planner.findings.pod_network import check_pod_network
@@ -139,8 +140,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     counts = count_data(resolved.data, problem.spec.training.sequence_length, trains=problem.job.backward)
     findings += left_out(counts, resolved.data)
     fields = _predictions_and_reasons(solution, best, resolved, counts)
-    error = fields["prediction"].relative_error
-    findings += candidates.fewer_are_faster(problem, best, fields["candidates"], error)
+    findings += fewer_are_as_fast(problem, best)
     findings += awkward_batch(problem, best, solution.plain)
     plan = Plan(
         partool_version=__version__,
@@ -205,13 +205,15 @@ def _predictions_and_reasons(
 ) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.training.saved import saved_state
-    from partool.planner.explain import candidates, comparison, errors, reasons
+    from partool.planner.explain import answers, candidates, choice, comparison, errors, limits, reasons
+    from partool.planner.explain.fewer import fewer_devices
+    from partool.planner.explain.scored import score_of
     from partool.planner.totals import time_of_one_reading, totals
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
-    fewer = candidates.fewer_devices(solution.problem)
-    alternatives = comparison.alternatives(solution, best, fewer)
+    fewer = fewer_devices(solution.problem)
+    others = comparison.rows(solution, best, fewer)
     predicted = best.time
     if not solution.problem.job.backward:
         predicted = time_of_one_reading(solution.problem, best.time, counts)
@@ -229,16 +231,21 @@ def _predictions_and_reasons(
         memory_evidence=memory.words,
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
+        score=score_of(best),
         totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes),
     )
+    table, searched = candidates.candidates(solution, best, fewer), solution.summary()
+    without, limit = tuple(choice.comparisons(solution, best)), limits.limit(solution, best)
+    compared = answers.Compared(without, others, limit)
     return {
         "prediction": prediction,
-        "alternatives": alternatives,
-        "candidates": candidates.candidates(solution, best, fewer),
-        "search": solution.summary(),
-        "limit": reasons.limit(solution, best),
+        "alternatives": comparison.alternatives(best, others),
+        "candidates": table,
+        "search": searched,
+        "answers": answers.answers(solution, best, compared, prediction),
+        "limit": limit.sentence,
         "reasons": (
-            *reasons.reasons(solution, best),
+            *reasons.reasons(solution, best, searched, without, limit),
             *errors.sentences(best, prediction),
             *reasons.details(solution, best),
             *([measured.reason] if measured.reason else []),

@@ -79,16 +79,13 @@ def render_plan(
 
 
 def _print_rest(console: Console, plan: Plan, source: Sequence[str] | None, warnings: Sequence[str]) -> None:
-    """Print the end of the default screen: as many reasons as there is room for, warnings, and the next command."""
-    tables = (_labelled(rows, console.width) for rows in (job_rows(plan), layout_rows(plan)))
-    above = _lines(console, _head(plan, console.width), *tables) + 2
+    """Print the end of the default screen: what a reader asks first, warnings, and the next command."""
     listed, untold = _fitting(console, warnings, _WARNING_LINES)
-    commands = next_commands(plan, source, console.width)
-    below = len(commands) + 3
-    if warnings:
-        below += _lines(console, *(_item(each, console.width) for each in listed)) + 2 + (untold > 0)
-    reasons, left = _fitting(console, _reasons(plan), SCREEN_LINES - above - below - 3)
-    _list(console, "Why", reasons, f"{left} more: --why" if left else "")
+    # Plans that were made before there were answers have their limit.
+    rows = [(one.question, one.text) for one in plan.answers] or ([("Limit", plan.limit)] if plan.limit else [])
+    if rows:
+        console.print()
+        console.print(_labelled(rows, console.width))
     _list(console, "Warnings", listed, f"{untold} more: --all" if untold else "")
     _print_next(console, plan, source)
     others = f", {counted(len(plan.alternatives), 'other layout')}" if plan.alternatives else ""

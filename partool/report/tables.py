@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypedDict
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from partool.plan.diff import differences, moved_inputs, predictions, verified_c
 from partool.plan.schedule import placement_of
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan, RankMemory
+from partool.planner.explain.scored import rescored
 from partool.report.gemms import price_lines
 from partool.report.units import amount, gib, probability, seconds
 from partool.spec.runs import in_runs
@@ -41,6 +43,8 @@ class PlanComparison(TypedDict):
     """What would run differently, a line each."""
     verified: str
     predictions: list[PredictedPair]
+    score: list[PredictedPair]
+    """The score in seconds, and the shares of the step time that it adds; empty if the old plan's spec is refused."""
 
 
 class PlanSummary(TypedDict):
@@ -140,7 +144,44 @@ def comparison(old: Plan, new: Plan) -> PlanComparison:
         "differences": lines,
         "verified": verified_change(old, new),
         "predictions": rows,
+        "score": _score_pairs(old, new),
     }
+
+
+def _score_pairs(old: Plan, new: Plan) -> list[PredictedPair]:
+    """Return the scores of two plans, and each share that one of them has."""
+    before, after = rescored(old), rescored(new)
+    if before is None or after is None:
+        return []
+    names = dict.fromkeys([*before.shares, *after.shares])
+    shares = [(name, before.shares.get(name, 0.0), after.shares.get(name, 0.0)) for name in names]
+    rows = [("score_s", before.score_s, after.score_s), *shares]
+    return [{"name": name, "old": first, "new": second} for name, first, second in rows]
+
+
+def moved_figures(compared: PlanComparison) -> list[str]:
+    """Return a line for each of step time, memory and score that moved, the score with its shares that moved."""
+    figures = {row["name"]: row for row in compared["predictions"]}
+    score = compared["score"][0] if compared["score"] else None
+    rows = [("step time", figures["step_time_s"], seconds), ("memory", figures["memory_bytes"], _in_gib)]
+    rows += [("score", score, seconds)] if score is not None else []
+    lines = [f"{name}: {_moved(row, show)}" for name, row, show in rows if _differ(row)]
+    shares = [f"{row['name']} {row['old']:.2%} → {row['new']:.2%}" for row in compared["score"][1:] if _differ(row)]
+    return [*lines, *([f"shares of the score: {', '.join(shares)}"] if shares else [])]
+
+
+def _in_gib(size: float) -> str:
+    return f"{gib(size)} GiB"
+
+
+def _differ(row: PredictedPair) -> bool:
+    """Return True if two figures differ by more than rounding."""
+    return abs(row["new"] - row["old"]) > _TINY * max(row["old"], row["new"])
+
+
+def _moved(row: PredictedPair, show: Callable[[float], str]) -> str:
+    change = f" ({row['new'] / row['old'] - 1.0:+.1%})" if row["old"] else ""
+    return f"{show(row['old'])} → {show(row['new'])}{change}"
 
 
 def render_comparison(old: Plan, new: Plan, console: Console) -> None:
@@ -159,6 +200,13 @@ def render_comparison(old: Plan, new: Plan, console: Console) -> None:
         change = f"{second / first - 1.0:+.1%}" if first else "new"
         table.add_row(name.removesuffix("_s").removesuffix("_bytes"), show(first) + unit, show(second) + unit, change)
     _show(console, "Predictions", table)
+    if pairs := _score_pairs(old, new):
+        table = _table("score", "old", "new")
+        for number, row in enumerate(pairs):
+            show = seconds if number == 0 else "{:.2%}".format
+            table.add_row(row["name"].removesuffix("_s"), show(row["old"]), show(row["new"]))
+        console.print()
+        _show(console, "Order of layouts: the step time and the shares that raise it", table)
 
 
 def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Console) -> None:

@@ -89,10 +89,6 @@ _TITAN = (
 )
 _NO_ERROR = "ZeRO-3 alone is predicted to be as fast or faster, and has no error of tensor or pipeline ranks"
 _GATHERED = "ZeRO-3 that gathers all experts is predicted to be faster than expert ranks on pipelines"
-_DEEP = (
-    "activations of pipelines with 16 ranks and no recomputation are priced above the device's memory, so sequence "
-    "ranks take the place of recomputation"
-)
 _DEEPSEEK = "pipeline 16, expert 64, ZeRO-1 (arXiv 2412.19437, section 3.2)"
 _IBM = "FSDP over all ranks for 7B to 70B (IBM's fms-fsdp)"
 _FEW = "optimizer in host memory (ZeRO-Offload, arXiv 2101.06840)"
@@ -120,7 +116,7 @@ CASES = {
     ),
     "llama3-405b on 16,384 H100": Case(
         _405B, _h100(2048), 8192, 2048, _LLAMA3,
-        _megatron, {"tp": 8, "pp": 16, "cp": 1}, _DEEP, long=True,
+        _megatron, {"tp": 8, "pp": 16, "cp": 1}, long=True,
     ),
     "qwen3-32b on 8 H200": Case(
         "qwen3-32b", "{accelerator: h200}", 4096, 64, "ZeRO-3 on one node of 8 (HF TRL pull request 6846)",

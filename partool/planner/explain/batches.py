@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd, prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.explain.front import quickest
+from partool.planner.explain.front import least_bound
 from partool.planner.explain.summary import summary
 from partool.planner.problem import Problem, divisors
 from partool.planner.search.price import Priced
@@ -30,14 +30,14 @@ def awkward_batch(problem: Problem, best: Priced, plain: Solution) -> Iterator[D
     near = beside(batch, ranks)
     if not near or best.layout.mesh.dp < gcd(batch, ranks):  # the batch would allow more ranks than are taken
         return
-    here = quickest(problem, plain.search if plain.problem is problem else None)
+    here = least_bound(problem, plain.search if plain.problem is problem else None)
     if here is None:
         return
-    # A layout above its limit saves less than what is worth a finding.
-    limits_s = {other: (1.0 - _WORTH) * here.step_time_s * other / batch * (1.0 + 1e-9) for other in near}
+    # A longer step saves less than what is worth a finding.
+    longest = {other: (1.0 - _WORTH) * here.step_time_s * other / batch * (1.0 + 1e-9) for other in near}
     by_batch = {
-        other: quickest(problem.with_training(global_batch=other), limit_s=limit_s)
-        for other, limit_s in limits_s.items()
+        other: least_bound(problem.with_training(global_batch=other), longest_s=longest_s)
+        for other, longest_s in longest.items()
     }
     faster = {
         other: priced

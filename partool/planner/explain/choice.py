@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.planner.explain.summary import but, short_time, summary
+from partool.planner.explain.summary import but, short_time, summary, times
 from partool.planner.search.price import Priced
 from partool.planner.search.solve import Solution
 
@@ -28,6 +28,8 @@ class MechanismComparison:
     """The best layout without it, by score; None if there is none."""
     why_none: str = ""
     """Why there is no such layout, as the end of a sentence."""
+    none_fits: bool = False
+    """True if there are such layouts, and none of them fits."""
 
 
 def comparisons(solution: Solution, best: Priced) -> Iterator[MechanismComparison]:
@@ -66,7 +68,8 @@ def _compared(solution: Solution, name: str, without: str, groups: Any, policies
     if result is None:
         return MechanismComparison(name, without, None, f"no layout without {without} can run")
     limited = "" if result.complete else " among those that the search came to before its limit of work"
-    return MechanismComparison(name, without, result.best, f"no layout without {without} fits{limited}")
+    why_none = f"no layout without {without} fits{limited}"
+    return MechanismComparison(name, without, result.best, why_none, none_fits=result.best is None)
 
 
 def sentence(best: Priced, compared: MechanismComparison) -> str:
@@ -74,10 +77,8 @@ def sentence(best: Priced, compared: MechanismComparison) -> str:
     other, start = compared.other, f"{compared.name}: "
     if other is None:
         return f"{start}{compared.why_none}."
-    times = f"{short_time(other.step_time_s)} (here {short_time(best.step_time_s)})"
-    return (
-        f"{start}the best found without {compared.without} takes {times}{_rest(best, other)}: {summary(other.layout)}."
-    )
+    takes = f"takes {times(other, best)}{_rest(best, other)}"
+    return f"{start}the best found without {compared.without} {takes}: {summary(other.layout)}."
 
 
 def _rest(best: Priced, other: Priced) -> str:

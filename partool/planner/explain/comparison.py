@@ -16,7 +16,7 @@ from partool.planner.explain.candidates import kind
 from partool.planner.explain.summary import summary, why_lost
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem
-from partool.planner.search.ordered import fastest_of_kinds
+from partool.planner.search.ordered import best_of_kinds
 from partool.planner.search.price import TIE, Priced
 from partool.planner.search.prices import firsts
 from partool.planner.search.solve import Solution
@@ -34,23 +34,27 @@ _MESHES = 16
 """Number of groups (mesh, micro-batch and so on) without pipeline that are searched per ZeRO stage for runners-up."""
 
 
-def alternatives(
+def rows(
     solution: Solution, best: Priced, fewer: Sequence[tuple[Problem, Priced]] = ()
-) -> tuple[Alternative, ...]:
-    """Return the rows: first those with a role, then the next best of other kinds, last one that does not fit.
+) -> list[tuple[str, Problem, Priced]]:
+    """Return other layouts with their roles and problems: those with a role, the next best, one that does not fit.
 
     ``fewer`` are good layouts on fewer devices. Rows with a role are left out where they are the plan's own layout.
     """
-    rows: list[tuple[str, Problem, Priced]] = []
+    others: list[tuple[str, Problem, Priced]] = []
     for role, priced in _roles(solution, best):
-        if priced is not best and all(priced is not other for _, _, other in rows):
-            rows.append((role, solution.problem, priced))
-    rows += [(f"{problem.world_size} devices", problem, priced) for problem, priced in fewer[:1]]
-    rows += [("", solution.problem, one) for one in _next(solution, best, [one for *_, one in rows])][
-        : _ROWS - len(rows)
+        if priced is not best and all(priced is not other for _, _, other in others):
+            others.append((role, solution.problem, priced))
+    others += [(f"{problem.world_size} devices", problem, priced) for problem, priced in fewer[:1]]
+    others += [("", solution.problem, one) for one in _next(solution, best, [one for *_, one in others])][
+        : _ROWS - len(others)
     ]
-    rows += [("does not fit", solution.problem, one) for one in _too_large(solution, best)]
-    return tuple(_alternative(role, problem, best, priced) for role, problem, priced in rows)
+    return [*others, *(("does not fit", solution.problem, one) for one in _too_large(solution, best))]
+
+
+def alternatives(best: Priced, others: Sequence[tuple[str, Problem, Priced]]) -> tuple[Alternative, ...]:
+    """Return the rows of a plan for other layouts, each given with its role and its problem."""
+    return tuple(_alternative(role, problem, best, priced) for role, problem, priced in others)
 
 
 def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
@@ -72,7 +76,7 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
 
 
 def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:
-    """Return the next best layouts of other kinds that use no more mechanisms than the plan, fastest first."""
+    """Return the next best layouts of other kinds that use no more mechanisms than the plan, best score first."""
     next_best = _unsure(solution, best)[:1]
     kinds = {kind(priced) for priced in (best, *rows, *next_best)}
     able = runnable(solution.problem, best.layout)
@@ -86,10 +90,10 @@ def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Pric
 
     # A runnable plan is compared with other runnable plans first.
     for wanted in (ready, other) if able else (other,):
-        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(next_best))):
+        for priced in islice(best_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(next_best))):
             kinds.add(kind(priced))
             next_best.append(priced)
-    return sorted(next_best, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
+    return sorted(next_best, key=lambda priced: (priced.score_s, summary(priced.layout)))
 
 
 def _price_runners_up(solution: Solution) -> None:
@@ -162,6 +166,7 @@ def _alternative(role: str, problem: Problem, best: Priced, other: Priced) -> Al
         devices=problem.world_size,
         summary=summary(other.layout),
         step_time_s=other.time.step_time_s,
+        score_s=other.score_s,
         memory_bytes=other.memory.total_bytes,
         runnable=runnable(problem, other.layout),
         why_not=why_lost(best, other),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from partool.catalog.profile import Applied
 from partool.catalog.profile_file import Scalar
-from partool.catalog.published import PublishedMfu, published_mfu
+from partool.catalog.published import FEW_RUNS, PublishedMfu, published_mfu
 from partool.cost.evidence import (
     MEMORY_FLOOR,
     DeviceClass,
@@ -100,7 +100,7 @@ def _mfu(best: Priced) -> str:
     if published is None or mfu is None or not best.problem.job.backward:
         return ""
     runs = f"{published.runs:,} run{'s' * (published.runs != 1)} in {best.job.precision}"
-    runs += ", too few to doubt a price" if published.few else ""
+    runs += f", fewer than the {FEW_RUNS} that would doubt a price" if published.few else ""
     of = f"{published.mfu:.1%} ({published.model}, {published.source}; the best of {runs})"
     if above_published(best) is None:
         return f"MFU: {mfu:.1%}; the best published on {devices.accelerator} that partool knows is {of}."

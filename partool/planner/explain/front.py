@@ -1,4 +1,4 @@
-"""Layouts that a table of candidates needs besides those of the search: the Pareto front, and the quickest layout.
+"""Layouts that tables need besides those of the search: the Pareto front, and the layout with the least bound.
 
 Groups that cannot hold such a layout, by their least time and their least memory, are not priced.
 """
@@ -18,6 +18,7 @@ from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import SLACK, Priced, room
 from partool.planner.search.prices import Prices
+from partool.planner.search.score import ScoreWeights
 from partool.planner.search.solve import Solution
 
 _FRONT = 6
@@ -93,11 +94,12 @@ def _smallest_columns(search: Search, group: Any, policy: Any, best: _SmallestLe
     return bound, total
 
 
-def quickest(problem: Problem, bounded: Search | None = None, *, limit_s: float = float("inf")) -> Priced | None:
-    """Return the layout with the least time bound, among layouts that surely fit with one policy on all layers.
+def least_bound(problem: Problem, bounded: Search | None = None, *, longest_s: float = float("inf")) -> Priced | None:
+    """Return the layout with the least bound of the score among those that surely fit with one policy on all layers.
 
-    Groups are tried in the order of their time under the policy that recomputes least. ``bounded`` is a search of the
-    same problem whose groups are bounded. Layouts above ``limit_s`` are not looked for.
+    Groups are tried in the order of their bound under the policy that recomputes least. ``bounded`` is a search of the
+    same problem whose groups are bounded. If a step of that layout takes longer than ``longest_s``, the result is None
+    or a layout whose step takes longer, too.
     """
     problem.budget.subject = f"layouts on only {problem.world_size:,} devices"
     space = build(problem) if bounded is None else bounded.space
@@ -105,8 +107,14 @@ def quickest(problem: Problem, bounded: Search | None = None, *, limit_s: float 
         return None
     table = space.policies
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
-    prices = Prices(problem, space, None, alike)
-    base = prices.least_times() if bounded is None else bounded.bound_s
+    prices, weights = Prices(problem, space, None, alike), ScoreWeights.of(problem, space.groups, space.size, table)
+    times_s = prices.least_times() if bounded is None else bounded.bound_s
+    base = times_s * (1.0 + weights.group + weights.policy[alike].min())
+    limit_s = float("inf")
+    if longest_s < limit_s:
+        # Bounds of the score leave out filled memory. A layout with a higher one takes longer.
+        most = weights.group[_MARGIN * times_s <= longest_s].max(initial=0.0) + weights.policy[alike].max()
+        limit_s = longest_s * (1.0 + most)
     order = np.argsort(base, kind="stable")
     order = order[_MARGIN * base[order] <= min(limit_s, sys.float_info.max)]
     least: tuple[float, int, int] | None = None
@@ -117,15 +125,15 @@ def quickest(problem: Problem, bounded: Search | None = None, *, limit_s: float 
         most_s = limit_s if least is None else min(limit_s, least[0])
         if _MARGIN * base[near[0]] > most_s:
             break
-        candidate = _quickest_of(prices, np.sort(near), most_s)
+        candidate = _least_of(prices, weights, np.sort(near), most_s)
         least = min((one for one in (least, candidate) if one is not None), default=None)
     return None if least is None else Priced(problem, layout_of(problem, space.rows(*least[1:])))
 
 
-def _quickest_of(prices: Prices, groups: Any, most_s: float) -> tuple[float, int, int] | None:
+def _least_of(prices: Prices, weights: ScoreWeights, groups: Any, most_s: float) -> tuple[float, int, int] | None:
     """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order.
 
-    Layouts whose time is above ``most_s`` whatever they offload are left out. Of layouts with equal bounds it is the
+    Layouts whose bound is above ``most_s`` whatever they offload are left out. Of layouts with equal bounds it is the
     one of the first group, under its first policy.
     """
     problem, space, policies = prices.problem, prices.space, prices.policies
@@ -136,10 +144,12 @@ def _quickest_of(prices: Prices, groups: Any, most_s: float) -> tuple[float, int
         groups = groups[smallest <= capacity * (1.0 + SLACK)]
     group, policy = np.repeat(groups, len(policies)), np.tile(policies, len(groups))
     allowed = space.allowed(group, policy)
+    factor = 1.0 + weights.group[group] + weights.policy[policy]
     if most_s < float("inf"):
-        allowed &= _MARGIN * prices.policy_bounds(groups).ravel() <= most_s
+        allowed &= _MARGIN * prices.policy_bounds(groups).ravel() * factor <= most_s
     group, policy = group[allowed], policy[allowed]
     bound, total = prices.columns(group, policy, GREEN)
+    bound = bound * factor[allowed]
     fits = np.flatnonzero(total <= capacity)
     if not len(fits):
         return None

@@ -137,7 +137,7 @@ def _halved(problem: Problem, best: Priced) -> Iterator[str]:
     if best.layout.compile == "block":
         text = "excludes halved backward passes and weights that travel"
         yield f"Blocks are compiled, which {text}: zb-h1, zb-v and WeiPipe were priced with blocks that are not."
-    else:
+    elif bool(problem.excludes_compile(SCHEDULES.index(name))):
         yield f"Blocks are not compiled: {name} excludes it, and idles so much less that it is faster all the same."
 
 

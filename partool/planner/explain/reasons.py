@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from partool.cost.evidence import fit_limit
 from partool.cost.time.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
+from partool.plan.types import SearchSummary
 from partool.planner.evidence import tier_of
-from partool.planner.explain import choice
+from partool.planner.explain import choice, limits, settings
+from partool.planner.explain.choice import MechanismComparison
 from partool.planner.explain.expert import expert_reasons
+from partool.planner.explain.limits import Limit
 from partool.planner.explain.one_bit import one_bit_reasons
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
-from partool.planner.explain.summary import but, recompute, short_time, summary
+from partool.planner.explain.summary import recompute, short_time, summary
 from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.forms import gathers, tiles
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem
 from partool.planner.rules import adversarial
 from partool.planner.search import offload
-from partool.planner.search.price import TIE, Priced
+from partool.planner.search.price import Priced
 from partool.planner.search.solve import Solution
 from partool.spec.numbers import GIB
 from partool.strategies.tiers import TIERS
 
-_EVIDENCE = "evidence."
-"""Start of the limit of a plan that a layout with less evidence would beat."""
 
+def reasons(
+    solution: Solution, best: Priced, counts: SearchSummary, compared: Sequence[MechanismComparison], limited: Limit
+) -> tuple[str, ...]:
+    """Return the sentences on why the layout was taken: what was searched, and each comparison that was made.
 
-def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
-    """Return the sentences on why the layout was taken: what was searched, and each comparison that was made."""
-    better = [_better(best, solution.better)] if solution.better is not None else []
-    compared = [choice.sentence(best, one) for one in choice.comparisons(solution, best)]
-    return (_searched(solution, best), *better, *compared, *_paper(solution, best), *_tier(solution, best))
+    ``counts`` are those of the search, before other layouts are priced for comparisons.
+    """
+    sentences = [_searched(solution, best, counts)]
+    sentences += [_better(best, solution.better)] if solution.better is not None else []
+    sentences += [choice.sentence(best, one) for one in compared]
+    # The plan's limit may have named the layout that is faster on paper.
+    sentences += filter(None, [choice.on_paper(solution, best)] if limited.kind != "evidence" else [])
+    return (*sentences, *limits.sentences(solution, best), *_tier(solution, best))
 
 
 def details(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -50,23 +55,16 @@ def details(solution: Solution, best: Priced) -> tuple[str, ...]:
     sentences += pipeline_reasons(solution, best)
     sentences += one_bit_reasons(solution.problem, best)
     sentences.append(_recompute(solution, best))
+    if (compared := settings.compiled(solution, best)) is not None:
+        sentences.append(settings.sentence(best, compared))
     sentences += adversarial.sentences(solution.problem)
     sentences += tiles.sentences(solution.problem, layout)
     sentences += fused.words(solution.problem, layout)
     sentences += offload.sentences(solution.problem, best)
     sentences += _host(solution.problem, best)
     if parallel.micro_batch == "auto":
-        share = layout.micro_batch * layout.derived.accumulation
-        sentences.append(
-            f"Micro-batch {layout.micro_batch}: the best way to split {share} sequences per rank and step."
-        )
+        sentences.append(_micro_batch(solution, best))
     return tuple(sentences)
-
-
-def _paper(solution: Solution, best: Priced) -> list[str]:
-    """Return the sentence on a layout that is faster on paper, unless the plan's limit names it already."""
-    sentence = "" if limit(solution, best).startswith(_EVIDENCE) else choice.on_paper(solution, best)
-    return [sentence] if sentence else []
 
 
 def _asked(solution: Solution, best: Priced) -> list[str]:
@@ -96,8 +94,7 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
     return [f"Evidence tier {tier}: {words}."]
 
 
-def _searched(solution: Solution, best: Priced) -> str:
-    counts = solution.summary()
+def _searched(solution: Solution, best: Priced, counts: SearchSummary) -> str:
     if counts.enumerated == 1:
         return "The spec leaves one layout."
     able = " that can run" if solution.able is not None and solution.able.best is best else ""
@@ -147,21 +144,12 @@ def _zero(solution: Solution, best: Priced) -> str:
     if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
     if layout.data.zero == 0:
-        return "ZeRO-0: copies of the state fit, and sharing it would not be better."
-    mesh, groups = layout.mesh, solution.space.groups
-    same = (groups.tp == mesh.tp) & (groups.pp == mesh.pp) & (groups.cp == mesh.cp) & (groups.zero < layout.data.zero)
-    same = same & (groups.micro_batch == layout.micro_batch)
-    lower = range(1 if layout.expert_ranks > 1 else 0, layout.data.zero)
-    fits = {zero for zero in lower if _any_fits(solution, same & (groups.zero == zero))}
-    none = [str(zero) for zero in lower if zero not in fits]
-    if not fits:
-        return f"ZeRO-{layout.data.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
-    return f"ZeRO-{layout.data.zero}: the best of the stages that fit."
-
-
-def _any_fits(solution: Solution, groups: Any) -> bool:
-    """Return True if device memory is enough for at least one layout of the given groups of layouts."""
-    return solution.search.fastest_that_fits(np.flatnonzero(groups), slack=0.0) is not None
+        compared = settings.higher_stage(solution, best)
+        return settings.sentence(best, compared) if compared else "ZeRO-0: no higher stage is possible on this mesh."
+    compared = settings.lower_stage(solution, best)
+    if compared is None:
+        return f"ZeRO-{layout.data.zero}: the lowest stage that this mesh and this offload allow."
+    return settings.sentence(best, compared)
 
 
 def _recompute(solution: Solution, best: Priced) -> str:
@@ -173,41 +161,21 @@ def _recompute(solution: Solution, best: Priced) -> str:
     if text == "none":
         where = ", in host memory" if best.layout.offload.activations != "none" else ""
         return f"Recompute none: all activations fit{where}."
-    if "keep_attention" in best.layout.recompute:
-        return (
-            f"Recompute {text}: layouts that keep more do not fit, or are worse for what else they need; attention, "
-            "whose work grows with the square of the sequence, is not done twice."
-        )
-    return f"Recompute {text}: layouts that keep more do not fit, or are worse for what else they need."
+    compared = settings.milder_recompute(solution, best)
+    if compared is None:
+        return f"Recompute {text}: no other policy is possible with this layout."
+    return settings.sentence(best, compared)
 
 
-def limit(solution: Solution, best: Priced) -> str:
-    """Return text on what keeps the step from being faster: evidence, memory, compute, or another term of the time."""
-    fastest, paper = solution.fastest, solution.on_paper
-    if (
-        paper is not None
-        and paper.step_time_s < best.step_time_s * (1.0 - TIE)
-        and (fastest is None or 2.0 * paper.step_time_s <= fastest.step_time_s + best.step_time_s)
-    ):
-        gain = 1.0 - paper.step_time_s / best.step_time_s
-        return f"{_EVIDENCE} {summary(paper.layout)} is predicted {gain:.1%} faster, but {but(best, paper)}."
-    if fastest is not None and not fastest.fits and fastest.step_time_s < best.step_time_s * (1.0 - TIE):
-        terms = fastest.memory.terms_bytes
-        name = max(terms, key=lambda key: terms[key])
-        over = fastest.memory.total_bytes - fastest.memory.capacity_bytes
-        gain = 1.0 - fastest.step_time_s / best.step_time_s
-        return (
-            f"memory. {summary(fastest.layout)} would take {gain:.1%} less time, but {over / GIB:.1f} GiB more than "
-            f"fit; {terms[name] / GIB:.1f} GiB are {name}."
-        )
-    terms_s = best.terms_s
-    waits = {name: value for name, value in terms_s.items() if name not in ("forward", "backward")}
-    name = max(waits, key=lambda key: waits[key])
-    share = waits[name] / best.step_time_s
-    if share < 0.02:
-        passes = "forward and backward pass" if best.job.backward else "forward pass"
-        return f"compute. The step is almost all {passes}; faster devices or more of them would help."
-    return f"{name}, {share:.1%} of the step: more than anything else beside compute."
+def _micro_batch(solution: Solution, best: Priced) -> str:
+    layout = best.layout
+    share = layout.micro_batch * layout.derived.accumulation
+    if share == 1:
+        return "Micro-batch 1: a rank has one sequence per step."
+    compared = settings.other_micro_batch(solution, best)
+    if compared is None:
+        return f"Micro-batch {layout.micro_batch}: the only size for the {share} sequences of a rank and step."
+    return settings.sentence(best, compared)
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:

@@ -11,7 +11,7 @@ from partool.planner.search.price import Priced
 from partool.planner.search.score import charged
 from partool.spec.numbers import GIB
 
-_MORE_LIKELY = 0.005
+_MORE_SURE = 0.005
 """Difference of the probabilities of fitting from which texts name it."""
 
 
@@ -44,6 +44,25 @@ def _tensor_form(layout: Layout) -> str:
     inner = layout.tensor.inner
     parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.tensor.sequence_norms
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def brief(layout: Layout, beside: Layout | None = None) -> str:
+    """Return the kinds of parallelism and offload of a layout; where ``beside`` has the same, also other settings."""
+    mesh = layout.mesh
+    degrees = (("tensor", mesh.tp), ("pipeline", mesh.pp), ("sequence", mesh.cp), ("expert", layout.expert))
+    parts = [f"ZeRO-{layout.data.zero}", *(f"{name} {degree}" for name, degree in degrees if degree > 1)]
+    if moved := _offloaded(layout):
+        parts.append(f"offload {listed([part.partition(' ')[0] for part in moved])}")
+    text = ", ".join(parts)
+    if beside is None or brief(beside) != text:
+        return text
+    if (layout.micro_batch, mesh.dp) != (beside.micro_batch, beside.mesh.dp):
+        text += f", micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
+    if layout.recompute != beside.recompute:
+        text += f", recompute {recompute(layout)}"
+    elif mesh.pp > 1 and layout.pipeline.form != beside.pipeline.form:
+        text += f", {layout.pipeline.form}"
+    return text
 
 
 def recompute(layout: Layout) -> str:
@@ -91,8 +110,8 @@ def why_lost(best: Priced, other: Priced) -> str:
         gain = f"{(1.0 - ratio) * 100:.1f} % faster"
         # A layout with a better score was left out because it cannot run, or because it uses other devices.
         return gain if other.score_s < best.score_s else f"{gain} on paper, but {but(best, other)}"
-    if other.unfit > best.unfit + _MORE_LIKELY:
-        return f"as fast; fits with a probability of {_likely(other)} only"
+    if other.unfit > best.unfit + _MORE_SURE:
+        return f"as fast; fits with a probability of {_sure(other)} only"
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"
@@ -105,12 +124,13 @@ def but(best: Priced, other: Priced) -> str:
     if other.risk > best.risk:
         here = f", those of this plan by {best.risk:.0%}" if best.risk else ""
         parts.append(f"predictions for {listed(risks(other))} err by {other.risk:.0%}{here}")
-    if other.unfit > best.unfit + _MORE_LIKELY:
-        parts.append(f"it fits with {_likely(other)} where this one does with {_likely(best)}")
-    return listed(parts) or "it fills more of the device or has more settings, which outweighs so small a gain"
+    if other.unfit > best.unfit and _sure(other) != _sure(best):
+        parts.append(f"it fits with {_sure(other)} where this one does with {_sure(best)}")
+    shares = f"{other.factor - 1.0:.2%}, those of this plan {best.factor - 1.0:.2%}"
+    return listed(parts) or f"its memory and settings are charged {shares}"
 
 
-def _likely(priced: Priced) -> str:
+def _sure(priced: Priced) -> str:
     """Return the probability that a layout fits, as text, no larger than runs support."""
     return f"{min(1.0 - priced.unfit, fit_limit()[0]):.0%}"
 
@@ -131,6 +151,16 @@ def _most(best: Priced, other: Priced) -> tuple[str, float]:
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])
     return name, more[name]
+
+
+def times(other: Priced, best: Priced) -> str:
+    """Return the step times of a layout and of the plan's, with as many digits as tell them apart."""
+    one, here = other.step_time_s, best.step_time_s
+    factor, unit = (1e3, "ms") if min(one, here) < 1.0 else (1.0, "s")
+    if (texts := (short_time(one), short_time(here)))[0] == texts[1]:
+        digits = next((n for n in range(4, 8) if f"{one * factor:.{n}g}" != f"{here * factor:.{n}g}"), 3)
+        texts = (f"{one * factor:.{digits}g} {unit}", f"{here * factor:.{digits}g} {unit}")
+    return f"{texts[0]} (here {texts[1]})"
 
 
 def short_time(value_s: float) -> str:

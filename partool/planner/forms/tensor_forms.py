@@ -39,7 +39,7 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
 
     There are no forms if the product of the spec's shape differs from ``ranks``.
 
-    If the spec leaves the shape ``auto``, shapes other than t × 1 are tried only if their collectives take less time.
+    If the spec leaves the shape ``auto``, all shapes that the model can use are tried.
     """
     tensor = problem.spec.parallel.tensor
     if ranks == 1:
@@ -60,26 +60,15 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
         return tuple(TensorForm(1, 1) for one in norms if one and even)
     every_form = [TensorForm(1, one) for one in norms]
     if tensor.shape == "auto" and tensor.sequence_norms is not True and sequence == 1:
-        every_form += [TensorForm(inner) for inner in best_inner(problem, ranks)]
+        every_form += [TensorForm(inner) for inner in inner_sizes(problem, ranks)]
     return tuple(every_form)
 
 
-def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
-    """Return the values of d2 for which a layer's collectives are fastest; nothing if t × 1 is the fastest shape.
-
-    There may be one value for large and another for small micro-batches, as latency matters for the small ones.
-    """
-    able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
-    if not able or problem.spec.parallel.tensor.patterns or problem.spec.training.adversarial.epsilon:
+def inner_sizes(problem: Problem, ranks: int) -> tuple[int, ...]:
+    """Return the values of d2 above 1 that the model can use; they do not depend on rates of links."""
+    if problem.spec.parallel.tensor.patterns or problem.spec.training.adversarial.epsilon:
         return ()
-    inners, best = (1, *able), []
-    every_s = _sent_s(problem, ranks, np.tile(inners, 2), np.repeat([1, 16], len(inners)))
-    for times_s in np.reshape(every_s, (2, len(inners))).tolist():
-        times = dict(zip(inners, times_s, strict=True))
-        inner = min(able, key=times.__getitem__)
-        if times[inner] < times[1]:
-            best.append(inner)
-    return tuple(dict.fromkeys(best))
+    return tuple(inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None)
 
 
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:

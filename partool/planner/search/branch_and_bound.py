@@ -7,6 +7,7 @@ bound and are priced exactly, best first. The search ends when no bound is below
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +16,15 @@ from numpy.typing import NDArray
 
 from partool.planner.problem import Problem, Stopped
 from partool.planner.search.layouts import layout_of
-from partool.planner.search.price import SLACK, Priced, host_limit
+from partool.planner.search.price import SLACK, Priced, host_limit, pinned_limit
 from partool.planner.search.prices import PRICED_AT_ONCE, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
-from partool.planner.search.score import EMPTY, KAPPA, LIKELY, ScoreWeights, fill_share
+from partool.planner.search.score import EMPTY, KAPPA, UNFIT_BELOW, ScoreWeights, fill_share
 from partool.planner.search.space import Space
 
 CROWDED = 1.5
 """Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
-_SAVED = EMPTY + KAPPA * LIKELY
+_SAVED = EMPTY + KAPPA * UNFIT_BELOW
 """Most that a layout can save in its share for filled memory beside one that surely fits."""
 _AT_FIRST, _MOST_AT_ONCE = 32, 512
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
@@ -61,6 +62,13 @@ class Leaves:
         return len(self.group)
 
 
+def crowded(results: Iterable[SearchResult], limit_s: float) -> tuple[Any, Any]:
+    """Return groups and policies of layouts with bounds up to ``limit_s`` that exceed the memory by little."""
+    parts = [np.concatenate(part) for part in zip(*(one for each in results for one in each.crowded), strict=True)]
+    near = parts[2] <= limit_s if parts else slice(0)
+    return (parts[0][near], parts[1][near]) if parts else (np.zeros(0, dtype=int),) * 2
+
+
 @dataclass
 class SearchResult:
     """The result of a search."""
@@ -70,6 +78,8 @@ class SearchResult:
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
     too_large: int = 0
     """Number of layouts in groups whose bound of memory is too large even with everything recomputed and offloaded."""
+    crowded: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """Groups and policies of layouts that exceed the memory by less than :data:`CROWDED`, and their bounds."""
     complete: bool = True
     """False if the search ended at its limit of rows: layouts that the search did not reach may be faster."""
 
@@ -112,8 +122,6 @@ class Search(Prices):
         self.least_bytes: NDArray[np.float64] = np.zeros(0)
         """Bytes of device memory that each group needs at least, or fewer."""
         self._parts: list[Leaves] = []
-        self._crowded: list[tuple[Any, Any, Any]] = []
-        """Groups and policies of layouts that exceed the memory by less than :data:`CROWDED`, and their bounds."""
         self._limit_s = limit_s
         self._gap = gap
         self._queue = Queue(problem, space, self._second)
@@ -227,12 +235,6 @@ class Search(Prices):
         if self.problem.budget.stopped:
             self._hurry()
 
-    def crowded(self, limit_s: float) -> tuple[Any, Any]:
-        """Return groups and policies of layouts with bounds up to ``limit_s`` that exceed the memory by little."""
-        parts = [np.concatenate(part) for part in zip(*self._crowded, strict=True)]
-        near = parts[2] <= limit_s if parts else slice(0)
-        return (parts[0][near], parts[1][near]) if parts else (np.zeros(0, dtype=int),) * 2
-
     def _hurry(self) -> None:
         """Take the first layout of the queue that fits, if none has been taken before the user stopped the search."""
         for _ in range(_HURRIED):
@@ -275,23 +277,26 @@ class Search(Prices):
         least = self.policy_bounds(groups) * factor
         open_ = (least <= self._limit_s) & self.space.allowed(groups[:, None], self.policies[None, :])
         which, column = np.nonzero(open_)
-        group, policy = groups[which], self.policies[column]
-        total, fit_probability, host, unfit = self.memory(group, policy, host_too=True)
-        limit = self.problem.capacity_bytes * self.slack(group)
-        fits = (total <= limit) & (host <= host_limit(self.problem))
-        near = ~fits & (total <= CROWDED * limit)
-        self._crowded.append((group[near], policy[near], least[which, column][near]))
-        group, policy = group[fits], policy[fits]
-        leaves = Leaves(group, policy, self.bounds(group, policy), total[fits], fit_probability[fits], host[fits])
+        leaves, unfit = self._fitting(groups[which], self.policies[column], least[which, column])
         self._parts.append(leaves)
-        memory_bytes = self.problem.devices.memory_bytes
-        fill = fill_share(leaves.memory_bytes / self.slack(group), unfit[fits], memory_bytes)
-        weight = 1.0 + self.weights.group[group] + self.weights.policy[policy]
+        fill = fill_share(leaves.memory_bytes / self.slack(leaves.group), unfit, self.problem.devices.memory_bytes)
+        weight = 1.0 + self.weights.group[leaves.group] + self.weights.policy[leaves.policy]
         scores = leaves.bound_s * (weight + fill)
         queued = scores <= self._limit_s
         queued &= ~self._dominated(leaves, queued)
         self.problem.budget.has_fitting |= bool(queued.any())
-        self._queue.push(scores[queued], weight[queued], group[queued], policy[queued])
+        self._queue.push(scores[queued], weight[queued], leaves.group[queued], leaves.policy[queued])
+
+    def _fitting(self, group: Any, policy: Any, least_s: Any) -> tuple[Leaves, Any]:
+        """Return the layouts that may fit, and the least probability that each does not; keep the nearly fitting."""
+        total, fit_probability, host, unfit = self.memory(group, policy, host_too=True)
+        limit = self.problem.capacity_bytes * self.slack(group)
+        fits = (total <= limit) & (host <= host_limit(self.problem))
+        near = ~fits & (total <= CROWDED * limit)
+        self.result.crowded.append((group[near], policy[near], least_s[near]))
+        group, policy = group[fits], policy[fits]
+        bound_s = self.bounds(group, policy)
+        return Leaves(group, policy, bound_s, total[fits], fit_probability[fits], host[fits]), unfit[fits]
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
         """Return a mask of leaves that a queued leaf of the same group dominates.
@@ -299,24 +304,35 @@ class Search(Prices):
         The dominating leaf is faster by more than its memory costs, recomputes and offloads no more, and is sure to
         fit. Only without pipeline ranks, and with whole networks, do bounds differ from exact times by the same amount.
         """
-        table = self.space.policies
         out = np.zeros(len(leaves), dtype=bool)
-        # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
-        fits = leaves.memory_bytes <= self.problem.capacity_bytes
         comparable = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
-        index = np.flatnonzero(queued & (leaves.probability >= 1.0 - LIKELY) & fits & comparable)
+        index = np.flatnonzero(queued & self._surely_fit(leaves) & comparable)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
-            if len(start) == 0:
-                continue
-            policy = leaves.policy[start]
-            values = [table.recompute, -table.gpu_fraction, table.parameters, table.activations]
-            least = np.ones((len(start), len(start)), dtype=bool)
-            for column in values:
-                least &= column[policy][:, None] <= column[policy][None, :]
-            share = table.share[policy]
-            least &= (table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :])
-            # A smaller layout saves a part of the price of filled memory; exact times are below twice the bounds.
-            least &= (1.0 + 2.0 * _SAVED) * leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
-            np.fill_diagonal(least, False)
-            out[start] = least.any(axis=0)
+            if len(start):
+                # A smaller layout saves a part of the price of filled memory; exact times are below twice the bounds.
+                faster = (1.0 + 2.0 * _SAVED) * leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
+                milder = self._milder(leaves.policy[start]) & faster
+                np.fill_diagonal(milder, False)
+                out[start] = milder.any(axis=0)
         return out
+
+    def _surely_fit(self, leaves: Leaves) -> Any:
+        """Return a mask of leaves whose exact memory is sure to fit; others must not rule out layouts.
+
+        A leaf over a limit by less than the slack may not fit after all. Activations in host memory take more of it the
+        less is recomputed, so layouts that use host memory are sure only where the limits of host memory are far.
+        """
+        surely = (leaves.probability >= 1.0 - UNFIT_BELOW) & (leaves.memory_bytes <= self.problem.capacity_bytes)
+        stays = leaves.host_bytes == 0
+        if pinned_limit(self.problem) != float("inf"):
+            return surely & stays
+        return surely & (stays | ((1.0 + SLACK) * leaves.host_bytes <= host_limit(self.problem)))
+
+    def _milder(self, policy: Any) -> Any:
+        """Return a matrix of pairs of policies, True where the first recomputes and offloads no more."""
+        table = self.space.policies
+        mild = np.ones((len(policy), len(policy)), dtype=bool)
+        for column in (table.recompute, -table.gpu_fraction, table.parameters, table.activations):
+            mild &= column[policy][:, None] <= column[policy][None, :]
+        share = table.share[policy]
+        return mild & ((table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :]))

@@ -84,11 +84,14 @@ class _Builder:
                 return None
         return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(GROUP_COLUMNS), 0), dtype=np.int64)
 
-    def space(self, columns: NDArray[np.int64]) -> Space:
-        """Return the space of the groups in ``columns``, with the choices that follow from these columns."""
+    def space(self, columns: NDArray[np.int64], compiled: NDArray[Any] | None = None) -> Space:
+        """Return the space of the groups in ``columns``, with the choices that follow from these columns.
+
+        ``compiled`` has 1 for groups with compiled blocks; None tries what :meth:`_compiled` returns.
+        """
+        if compiled is None:
+            columns, compiled = self._compiled(columns)
         named = dict(zip(GROUP_COLUMNS, columns, strict=True))
-        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
-        compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
         groups = Layouts(**named, compiled=compiled)
         networks, losses = tile_sizes(self.problem, groups)
         groups = groups.with_columns(
@@ -100,7 +103,7 @@ class _Builder:
         kept = within(self.problem.engine, groups)
         if not kept.all():
             self._count_out(f"{self.problem.engine.title} cannot", named["zero"][~kept])
-            return self.space(columns[:, kept])
+            return self.space(columns[:, kept], compiled[kept])
         some = not nothing_runs(self.problem)
         return Space(
             groups=groups,
@@ -113,6 +116,23 @@ class _Builder:
             layers=self.problem.model.layers,
             offloads_from=self.problem.engine.offloads_from,
         )
+
+    def _compiled(self, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the groups, some of them twice, and which of them have compiled blocks.
+
+        Compiled blocks keep the gathered inputs of products of tensor ranks that share norms, almost as many bytes as
+        all else that a layer saves. Blocks that are not compiled gather them again, so both are tried.
+        """
+        named = dict(zip(GROUP_COLUMNS, columns, strict=True))
+        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
+        compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
+        twice = (compiled == 1) & (named["tp"] > 1) & (named["sequence_norms"] == 1)
+        if not self.problem.compiles_later or self.problem.engine.name != "partool" or not twice.any():
+            return columns, compiled
+        zero = named["zero"][twice]
+        third = int((zero == 3).sum())
+        self.enumerated += third * self._with_parameters + (len(zero) - third) * self._without
+        return np.concatenate([columns, columns[:, twice]], axis=1), np.concatenate([compiled, 0 * compiled[twice]])
 
     def _axis(self, pinned: Any, limit: int) -> list[int]:
         if pinned != "auto":

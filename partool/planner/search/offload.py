@@ -104,11 +104,9 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
         yield _optimizer(priced, pinned=asked.optimizer != "auto", waits=waits)
         yield _update(priced)
     if layout.offload.parameters != "none":
-        why = (
-            "the spec asks for it" if asked.parameters != "auto" else "layouts that keep them do not fit, or are worse"
-        )
+        why = "the spec asks for it; " if asked.parameters != "auto" else ""
         where = "files" if layout.offload.parameters == "nvme" else "host memory"
-        yield f"Parameters in {where}: {why}; each layer's come to the device before its two passes."
+        yield f"Parameters in {where}: {why}each layer's come to the device before its two passes."
     if layout.offload.activations != "none":
         as_asked = ", as the spec asks" if asked.activations == "cpu" else ""
         yield f"Activations in host memory{as_asked}: {waits:.1%} of the step waits for what goes there and back."
@@ -119,13 +117,10 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
 def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
     layout = priced.layout
     where = f"files under {layout.offload.dir}" if layout.offload.optimizer == "nvme" else "host memory"
-    why = "the spec asks for it" if pinned else "layouts that keep it do not fit, or are worse"
-    stays = (
-        f"; {layout.offload.gpu_fraction:.0%} stays, of what the backward pass reaches last"
-        if layout.offload.gpu_fraction
-        else ""
-    )
-    return f"Optimizer state in {where}: {why}{stays}. {waits:.1%} of the step waits for it."
+    stays = f"{layout.offload.gpu_fraction:.0%} stays, of what the backward pass reaches last"
+    facts = ["the spec asks for it"] * pinned + [stays] * bool(layout.offload.gpu_fraction)
+    facts.append(f"{waits:.1%} of the step waits for it")
+    return f"Optimizer state in {where}: {'; '.join(facts)}."
 
 
 def _update(priced: Priced) -> str:

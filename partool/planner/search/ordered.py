@@ -1,4 +1,4 @@
-"""Order of exactly priced layouts by time, in which only layouts that may come next are simulated."""
+"""Order of exactly priced layouts by score, in which only layouts that may come next are simulated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced, bounds_s
 
 
-def fastest_of_kinds(
+def best_of_kinds(
     search: Search, kind: Callable[[Priced], Hashable], wanted: Callable[[Priced], bool] = lambda _: True
 ) -> Iterator[Priced]:
-    """Yield the fastest wanted layout of each kind, fastest first, among the layouts that a search has priced.
+    """Yield the best wanted layout of each kind, in the order of scores, among the layouts that a search has priced.
 
-    Equally fast layouts come in the order in which they were priced. Layouts whose bound is above the time of a layout
-    of their kind are not simulated.
+    Layouts with equal scores come in the order in which they were priced. Layouts whose bound is above the score of a
+    layout of their kind are not simulated.
     """
     every = list(search.exact.values())
     yielded_kinds: set[Hashable] = set()
@@ -33,13 +33,15 @@ def fastest_of_kinds(
             yielded_kinds.add(of_kind)
             yield one
         else:
-            heapq.heappush(heap, (one.step_time_s, index, True))
+            heapq.heappush(heap, (one.score_s, index, True))
 
 
 def _bounds(search: Search) -> list[float]:
-    """Return a time that is at most the step time, for each layout that a search has priced."""
+    """Return figures that are at most the scores, for each layout that a search has priced."""
     if not search.exact:
         return []
     group, policy = (np.array(part) for part in zip(*search.exact, strict=True))
     first = bounds_s(search.problem, search.space.rows(group, policy)).tolist()
-    return [max(bound, search.second_s(key)) for bound, key in zip(first, search.exact, strict=True)]
+    weights = (1.0 + search.weights.group[group] + search.weights.policy[policy]).tolist()
+    times_s = [max(bound, search.second_s(key)) for bound, key in zip(first, search.exact, strict=True)]
+    return [weight * time_s for weight, time_s in zip(weights, times_s, strict=True)]

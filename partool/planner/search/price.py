@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,9 +21,10 @@ from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search.score import LIKELY, complexity_of, fill_share, risk_of
+from partool.planner.search.score import UNFIT_BELOW, complexity_of, fill_share, risk_of
 from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
+from partool.spec.parallel import Compile
 from partool.work.training import TrainingWork
 
 SLACK = 0.03
@@ -165,6 +167,14 @@ def least_room(problem: Problem, layouts: Layouts, most_bytes: Column) -> NDArra
     return _bounded(problem, layouts, most_bytes, float("inf"), keep=False)[0]
 
 
+def _by_compile(layouts: Layouts) -> Iterator[tuple[Compile, NDArray[np.intp]]]:
+    """Yield each setting of ``compile`` that layouts have, with the indices of these layouts."""
+    compiled = np.broadcast_to(np.asarray(layouts.compiled) == 1, layouts.shape)
+    for choice, mask in (("block", compiled), ("none", ~compiled)):
+        if mask.any():
+            yield choice, np.flatnonzero(mask)  # type: ignore[misc]
+
+
 def _bounded(
     problem: Problem, layouts: Layouts, most_bytes: Column, most_host_bytes: float, *, keep: bool = True
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
@@ -172,7 +182,20 @@ def _bounded(
 
     With ``keep``, the exact memory of these layouts takes less time afterwards.
     """
-    job, shape = cost_job(problem), layouts.shape
+    every, remaining = np.zeros(layouts.shape), [np.zeros(0, dtype=np.intp)]
+    most = np.broadcast_to(most_bytes, layouts.shape)
+    for choice, at in _by_compile(layouts):
+        job = cost_job(problem, choice)
+        every[at], rows = _bounded_of(problem, job, layouts.take(at), most[at], most_host_bytes, keep=keep)
+        remaining.append(at[rows])
+    return every, np.sort(np.concatenate(remaining))
+
+
+def _bounded_of(
+    problem: Problem, job: TrainingWork, layouts: Layouts, most_bytes: Column, most_host_bytes: float, *, keep: bool
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the same of layouts that have the same setting of ``compile``."""
+    shape = layouts.shape
     least = np.array(np.broadcast_to(least_memory(job, layouts, keep=keep), shape))
     rows = np.flatnonzero(least <= most_bytes)
     # Of a list of policies by layer, each takes less or more than the one that the columns name.
@@ -206,7 +229,18 @@ def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
 
 
 def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
-    memory = peak_memory(cost_job(problem), layouts)
+    parts = [(at, _room_of(problem, choice, layouts.take(at))) for choice, at in _by_compile(layouts)]
+    if len(parts) == 1:
+        return parts[0][1]
+    need = MemoryNeed(*(np.zeros(layouts.shape) for _ in range(4)))
+    for at, part in parts:
+        for name in ("total_bytes", "probability", "host_bytes", "unfit"):
+            getattr(need, name)[at] = getattr(part, name)
+    return need
+
+
+def _room_of(problem: Problem, choice: Compile, layouts: Layouts) -> MemoryNeed:
+    memory = peak_memory(cost_job(problem, choice), layouts)
     total, device_bytes = memory.total_bytes, problem.devices.memory_bytes
     probability = fit_probability(total, memory.sigma_bytes, device_bytes)
     smaller = fit_probability(total / (1.0 + SLACK), memory.sigma_bytes / (1.0 + SLACK), device_bytes)
@@ -215,7 +249,7 @@ def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
         total,
         probability,
         host_bytes,
-        np.where(np.asarray(layouts.pp) > 1, 0.0, np.maximum(1.0 - smaller - LIKELY, 0.0)),
+        np.where(np.asarray(layouts.pp) > 1, 0.0, np.maximum(1.0 - smaller - UNFIT_BELOW, 0.0)),
     )
 
 

@@ -59,19 +59,19 @@ class Prices:
 
         Groups that need more than ``most_bytes`` may get fewer bytes, which are still more than these.
         """
-        total, fit_probability, *_ = self.memory(groups, self._sparing(groups), most_bytes=most_bytes)
+        total, fit_probability, *_ = self.memory(groups, self.sparing(groups), most_bytes=most_bytes)
         return total, fit_probability
 
     def bounded_memory(self, groups: Any) -> NDArray[np.float64]:
         """Return bytes of device memory that each group exceeds under every policy."""
         self.problem.budget.rows += len(groups)
-        most, sparing, parts = self.problem.capacity_bytes * self.slack(groups), self._sparing(groups), []
+        most, sparing, parts = self.problem.capacity_bytes * self.slack(groups), self.sparing(groups), []
         for start in range(0, len(groups), _MORE):
             part = slice(start, start + _MORE)
             parts.append(least_room(self.problem, self.space.rows(groups[part], sparing[part]), most[part]))
         return np.concatenate(parts)
 
-    def _sparing(self, groups: Any) -> Any:
+    def sparing(self, groups: Any) -> Any:
         """Return, for each group, the policy that needs least device memory."""
         table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]

@@ -42,7 +42,14 @@ class Queue:
         self._space, groups = space, space.groups
         self._columns = [
             np.broadcast_to(column, space.size)
-            for column in (groups.schedule, groups.pp, groups.chunks, groups.in_flight, groups.accumulation)
+            for column in (
+                groups.schedule,
+                groups.pp,
+                groups.chunks,
+                groups.in_flight,
+                groups.accumulation,
+                groups.compiled,
+            )
         ]
         self._heap: list[tuple[float, int, int]] = []
         self._weight: dict[Key, float] = {}
@@ -53,7 +60,7 @@ class Queue:
         """Structures of the groups that came up."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
         """First bounds of layouts, grouped by structure. A structure is a schedule with its pipeline ranks, chunks,
-        limit of micro-batches in flight, and number of listed micro-batches."""
+        limit of micro-batches in flight, and number of listed micro-batches, and whether blocks are compiled."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -113,7 +120,8 @@ class Queue:
 
     def _structure(self, group: int) -> Any:
         if group not in self._structures:
-            schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
+            schedule, pp, chunks, in_flight, m, compiled = (int(column[group]) for column in self._columns)
             name = SCHEDULES[schedule]
-            self._structures[group] = schedule, pp, chunks, in_flight, listed(name, pp, m) if name in KNOWN else m
+            count = listed(name, pp, m) if name in KNOWN else m
+            self._structures[group] = schedule, pp, chunks, in_flight, count, compiled
         return self._structures[group]

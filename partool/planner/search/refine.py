@@ -40,8 +40,9 @@ class Refined(NamedTuple):
 def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> Refined:
     """Return a lower bound of each row's step time; of rows below ``limit_s`` also their memory.
 
-    All rows have the same schedule, number of chunks, number of pipeline ranks (more than one), limit of micro-batches
-    in flight, and number of :func:`partool.planner.search.span.listed` micro-batches. Stages, and everything outside of
+    All rows have compiled blocks, or none has, and all have the same schedule, number of chunks, number of pipeline
+    ranks (more than one), limit of micro-batches in flight, and number of
+    :func:`partool.planner.search.span.listed` micro-batches. Stages, and everything outside of
     the micro-batches, are those of the exact prediction; only the waits of the schedule are bounded.
     """
     job = job_of_rows(problem, rows)

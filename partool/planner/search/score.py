@@ -34,8 +34,8 @@ EMPTY = 2e-3
 SMALL = 5e-4
 """Share of the step time that one more kind of parallelism is charged, and a fifth of it one more setting: of equally
 fast layouts the simpler is taken."""
-LIKELY = 1e-3
-"""Probability of not fitting below which layouts are as good as sure to fit."""
+UNFIT_BELOW = 1e-3
+"""Probability of not fitting below which layouts count as sure to fit in bounds."""
 _SETTINGS: tuple[Relaxation, ...] = ("gathers", "tiles", "disks")
 """Relaxed constraints that stand for settings without measured pairs; each is charged the stated floor."""
 _RARE = tuple(index for index, name in enumerate(SEQUENCE_METHODS) if name in METHODS and not METHODS[name].common)

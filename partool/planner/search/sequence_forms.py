@@ -17,8 +17,6 @@ Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
 MICRO_BATCHES = (1, 8)
 """Sequences per micro-batch at which forms are compared: latency matters for small micro-batches, message size for
 large."""
-_LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
-"""Relative differences of time and memory below which forms count as equal."""
 
 
 def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
@@ -67,9 +65,10 @@ def _layouts(columns: Any, micro_batch: Column) -> Layouts:
 def _front(times: Any, sizes: Any) -> Any:
     """Return a mask of the entries (a time and a size each) that no other entry replaces.
 
-    An entry replaces another entry if it is at least as fast and as small, and also faster or earlier in the list.
+    An entry replaces another entry if it is at least as fast and as small, and also faster, smaller or earlier in the
+    list. Figures are not rounded, so the best of the remaining entries is the best of all, whatever a size costs.
     """
-    time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
-    as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
+    as_good = (times[:, None] <= times[None, :]) & (sizes[:, None] <= sizes[None, :])
+    better = (times[:, None] < times[None, :]) | (sizes[:, None] < sizes[None, :])
     before = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]
-    return ~(as_good & ((time[:, None] < time[None, :]) | before)).any(axis=0)
+    return ~(as_good & (better | before)).any(axis=0)

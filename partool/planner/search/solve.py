@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.case import Layouts
 from partool.cost.repeats import codes
 from partool.plan.types import SearchSummary
 from partool.planner.forms.gathers import under_pressure
@@ -17,11 +18,11 @@ from partool.planner.forms.runnable import runnable
 from partool.planner.forms.tiles import in_tiles
 from partool.planner.forms.tiles import sizes as tile_sizes
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import Search, SearchResult
+from partool.planner.search.branch_and_bound import CROWDED, Search, SearchResult, crowded
 from partool.planner.search.enumeration import build
 from partool.planner.search.glance import glance
 from partool.planner.search.offload import to_disks
-from partool.planner.search.price import Priced, host_limit, pinned_limit, room, room_below
+from partool.planner.search.price import Priced, host_limit, least_room, pinned_limit, room, room_below
 from partool.planner.search.prices import firsts
 from partool.planner.search.score import ScoreWeights
 from partool.planner.search.space import GROUP_COLUMNS, Space
@@ -171,17 +172,40 @@ def _may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
 
     ``plain`` is the solution without them. Relaxed constraints cost time, so the bounds of plain layouts hold.
     """
-    group, policy = plain.search.crowded(limit_s)
-    if not len(group):
+    results = [one for one in (plain.overall, plain.able) if one is not None]
+    group, policy = crowded(results, limit_s)
+    if len(group):
+        most_bytes, most_host_bytes = harder.capacity_bytes * plain.search.slack(group), host_limit(harder)
+        need = room_below(harder, _relaxed(harder, plain.space, group, policy), most_bytes, most_host_bytes)
+        fits = np.asarray(need.total_bytes) <= most_bytes
+        if np.any(fits & (np.asarray(need.host_bytes) <= most_host_bytes)):
+            return True
+    return _left_out_may_help(harder, plain, limit_s)
+
+
+def _left_out_may_help(harder: Problem, plain: Solution, limit_s: float) -> bool:
+    """Return False if no group that was too large under every policy can have a score below ``limit_s`` if relaxed."""
+    search, space = plain.search, plain.space
+    if not len(search.least_bytes):
         return False
-    rows = plain.space.rows(group, policy)
+    limit = harder.capacity_bytes * search.slack(search.groups)
+    groups = search.groups[(search.least_bytes > limit) & (search.least_bytes <= CROWDED * limit)]
+    if not len(groups):
+        return False
+    sparing = search.sparing(groups)
+    least = least_room(harder, _relaxed(harder, space, groups, sparing), limit[groups])
+    groups = groups[least <= limit[groups]]
+    weights = ScoreWeights.of(harder, space.groups, space.size, space.policies)
+    times_s = search.group_bounds(groups) if len(groups) else np.zeros(0)
+    return bool(np.any(times_s * (1.0 + weights.group[groups] + weights.policy.min()) <= limit_s))
+
+
+def _relaxed(harder: Problem, space: Space, group: Any, policy: Any) -> Layouts:
+    """Return layouts of a space with the tiles and the compiled blocks of a problem with relaxed constraints."""
+    rows = space.rows(group, policy)
     networks, losses = tile_sizes(harder, rows)
     compiled = rows.compiled * (harder.compile == "block")
-    rows = rows.with_columns(mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled)
-    most_bytes, most_host_bytes = harder.capacity_bytes * plain.search.slack(group), host_limit(harder)
-    need = room_below(harder, rows, most_bytes, most_host_bytes)
-    fits = np.asarray(need.total_bytes) <= most_bytes
-    return bool(np.any(fits & (np.asarray(need.host_bytes) <= most_host_bytes)))
+    return rows.with_columns(mlp_tile_tokens=networks, loss_tile_tokens=losses, compiled=compiled)
 
 
 def _finds(harder: Problem, plain: Solution, limit_s: float) -> bool:
@@ -197,12 +221,15 @@ def _finds(harder: Problem, plain: Solution, limit_s: float) -> bool:
 
 
 def _bounds_in(space: Space, plain: Solution) -> NDArray[np.float64]:
-    """Return the bounds of ``plain`` for the groups of another space in seconds; 0 where it has none."""
-    known, code = _codes(plain.space), _codes(space)
-    order = np.argsort(known, kind="stable")
-    at = order[np.minimum(np.searchsorted(known[order], code), len(order) - 1)]
-    bound_s = np.where(known[at] == code, plain.search.bound_s[at], 0.0)
-    return np.where(np.isfinite(bound_s), bound_s, 0.0)
+    """Return the bounds of ``plain`` for the groups of another space in seconds; 0 where it has none.
+
+    Of a group with and without compiled blocks, the lower bound counts.
+    """
+    finite_s = np.where(np.isfinite(plain.search.bound_s), plain.search.bound_s, 0.0)
+    plain_codes, code = _codes(plain.space), _codes(space)
+    order = np.lexsort((finite_s, plain_codes))
+    at = order[np.minimum(np.searchsorted(plain_codes[order], code), len(order) - 1)]
+    return np.where(plain_codes[at] == code, finite_s[at], 0.0)
 
 
 def _codes(space: Space) -> NDArray[np.int64]:

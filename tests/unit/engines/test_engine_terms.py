@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from often import often
 from planned import checked, plan_of, result_of
 
+from partool.cost.evidence import pair_error
 from partool.engines import Imported, Wanted, read_files
 from partool.engines.improve import advice
 from partool.engines.write import WRITABLE, terms_of
 from partool.plan.as_spec import as_spec
-from partool.plan.types import Plan
+from partool.plan.types import Plan, Score
 from partool.render.program import program
 from partool.strategies.engines import ENGINES
 
@@ -389,8 +390,8 @@ def test_improvements_are_in_the_words_of_the_engine() -> None:
     assert any(change.name == "tensor.degree" for change in ours.changes)
 
 
-def test_gains_within_the_error_of_predictions_are_no_advice() -> None:
-    """The same layout at a slightly shorter time is not worth a change."""
+def test_small_gains_and_new_risks_are_no_advice() -> None:
+    """The same layout at a slightly shorter time is not worth a change, nor is a mechanism that may err by its gain."""
     before = planned(spec_of("megatron", **SLOW))
     layout = before.layout.model_copy(update={"micro_batch": 2})
     time = before.prediction.time.model_copy(update={"step_time_s": before.prediction.time.step_time_s / 1.02})
@@ -399,3 +400,15 @@ def test_gains_within_the_error_of_predictions_are_no_advice() -> None:
     assert near.changes
     assert near.faster == pytest.approx(0.02)
     assert not near.worth_it
+    for factor, pipeline, worth_it in ((1.12, 1, True), (1.12, 2, False), (1.4, 2, True)):
+        # A pipeline that the run does not have is charged what its predictions err by; other settings are not.
+        faster = time.model_copy(update={"step_time_s": before.prediction.time.step_time_s / factor})
+        risk = {"pipelines": pair_error("pipeline")} if pipeline > 1 else {"tensor parallelism": pair_error("tensor")}
+        score = Score(score_s=faster.step_time_s * 1.15, shares=risk)
+        other = before.model_copy(
+            update={
+                "layout": layout,
+                "prediction": before.prediction.model_copy(update={"time": faster, "score": score}),
+            }
+        )
+        assert advice(before, other).worth_it == worth_it, (factor, pipeline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from collections.abc import Iterator
 from math import isclose
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
+from partool.planner.explain.answers import MOST_LINES, WIDTH
 from partool.report import render_plan
 from partool.report.plan import SCREEN_LINES
 
@@ -76,9 +78,21 @@ def test_every_spec_is_recorded() -> None:
 @pytest.mark.parametrize("name", often(names(), OFTEN))
 def test_a_plan_stays(name: str) -> None:
     now = json.loads(json.dumps(record_of(name)))
-    assert not list(differences(name, RECORDED[name], now))
+    plan = result_of(name).plan  # the one of the record
+    if plan is not None:
+        check_answers(plan)
     if name.startswith("specs/"):
-        check_example(Path(name).stem, result_of(name).plan)
+        check_example(Path(name).stem, plan)
+    assert not list(differences(name, RECORDED[name], now))
+
+
+def check_answers(plan: Plan) -> None:
+    """Check that a plan answers five questions in seven lines of a terminal, and with figures."""
+    assert [one.question for one in plan.answers] == ["Fits", "Why", "Next best", "Limit", "Sure"]
+    lines = [line for one in plan.answers for line in textwrap.wrap(one.text, WIDTH, break_on_hyphens=False)]
+    assert len(lines) <= MOST_LINES == 7, lines
+    words = set(" ".join(lines).replace(",", "").split())
+    assert not words & {"some", "few", "several", "many", "likely"}, lines
 
 
 def check_example(name: str, plan: Plan | None) -> None:

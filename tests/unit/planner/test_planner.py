@@ -20,12 +20,11 @@ from partool.layout.parameters import count, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.explain.batches import beside
-from partool.planner.explain.candidates import fewer_are_faster
+from partool.planner.explain.fewer import AS_FAST, _sizes
 from partool.planner.problem import Problem
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced
-from partool.spec import load_text
 from partool.spec.spec import Spec
 
 ROOT = Path(__file__).parents[3]
@@ -347,7 +346,7 @@ def test_auto_takes_what_runs() -> None:
     assert plan.runnable
     assert plan.alternatives
     assert all(other.runnable for other in plan.alternatives)
-    plain = [other.step_time_s for other in plan.alternatives if not other.role]
+    plain = [other.score_s for other in plan.alternatives if not other.role]
     assert plain == sorted(plain)  # type: ignore[type-var]
     assert [other.role == "does not fit" for other in plan.alternatives][-1]
     assert planned(LARGE, ["hardware.nodes=2", "launch.target=torchrun"]).runnable
@@ -403,7 +402,7 @@ def test_a_batch_that_does_not_bind_costs_no_search(monkeypatch: pytest.MonkeyPa
     def quickest(problem: object) -> None:
         raise AssertionError("a search for another batch")
 
-    monkeypatch.setattr("partool.planner.explain.batches.quickest", quickest)
+    monkeypatch.setattr("partool.planner.explain.batches.least_bound", quickest)
     planned = planner_says(text.replace(", tensor: {degree: 8}", ""), ["parallel.pipeline.stages=4"])
     assert planned.plan is not None
     assert "PT463" not in codes(planned)
@@ -435,7 +434,7 @@ def test_batches_beside_an_awkward_one(batch: int, ranks: int, expected: list[in
     assert beside(batch, ranks) == expected
 
 
-def test_fewer_devices_that_would_be_faster_are_named() -> None:
+def test_fewer_devices_that_would_be_as_fast_are_named() -> None:
     """The finding names the spec's line; a plan with that line takes the stated time and has no such finding."""
     text = """\
 model: llama3.2-1b
@@ -459,12 +458,41 @@ data: python-stdlib
     assert smaller.plan is not None
     assert 1e3 * smaller.plan.prediction.time.step_time_s <= 1.01 * float(said[1])
     assert "PT276" not in codes(smaller)
-    # Part of one node out of several: the line names both numbers.
-    rows = [SimpleNamespace(devices=2, step_time_s=0.1, runnable=True, verdict="green", summary="one layout")]
-    best = SimpleNamespace(step_time_s=1.0)
-    devices = SimpleNamespace(per_node=4, nodes=2)
-    problem = SimpleNamespace(world_size=8, devices=devices, spec=load_text(text).spec)
-    (one,) = fewer_are_faster(problem, best, rows, 0.25)  # type: ignore[arg-type]
-    assert one.help.startswith("write hardware: {nodes: 1, per_node: 2}")
     # A run that requires at least that many nodes cannot follow the advice.
     assert "PT276" not in codes(planner_says(text, ["launch.target=slurm", "launch.min_nodes=2"]))
+
+
+def test_fewer_nodes_that_divide_the_batch_are_named() -> None:
+    """24 sequences divide among the devices of three nodes, not of four: only their number is faster."""
+    text = """\
+model: gpt2-xl
+hardware: {accelerator: a100-80, nodes: 4, fabric: ib-ndr}
+training: {sequence_length: 1024, global_batch: 24}
+parallel: {pipeline: 1, sequence: 1}
+data: python-stdlib
+"""
+    result = planner_says(text)
+    assert result.plan is not None
+    (one,) = [one for one in result.diagnostics if one.code == "PT276"]
+    said = re.fullmatch(
+        r"(24) of the 32 devices would take ([0-9.]+) ms per step, all .* ([0-9.]+) ms: .*", one.message
+    )
+    assert said is not None
+    assert float(said[2]) <= (1.0 + AS_FAST) * float(said[3])
+    assert one.help.startswith("write hardware: {nodes: 3}")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "least", "expected"),
+    [
+        (16, 8, 0, [(14, 8), (12, 8), (10, 8), (8, 8), (4, 8)]),
+        (12, 8, 6, [(10, 8), (9, 8), (8, 8), (6, 8)]),
+        (2, 4, 0, [(1, 4), (1, 2), (1, 1)]),
+        (1, 8, 0, [(1, 4), (1, 2)]),
+        (1, 1, 0, []),
+    ],
+)
+def test_smaller_numbers_of_devices(nodes: int, per_node: int, least: int, expected: list[tuple[int, int]]) -> None:
+    devices = SimpleNamespace(nodes=nodes, per_node=per_node, backend="cuda")
+    spec = SimpleNamespace(launch=SimpleNamespace(min_nodes=least or None))
+    assert list(_sizes(SimpleNamespace(devices=devices, spec=spec))) == expected  # type: ignore[arg-type]

@@ -122,15 +122,18 @@ def test_layouts_that_are_not_priced_are_too_large() -> None:
         space, random = build(problem), np.random.default_rng(seed)
         if not space.size:
             continue
-        rows = space.rows(random.integers(0, space.size, 200), random.integers(0, len(space.policies), 200))
-        whole, state = room(problem, rows), np.broadcast_to(least_memory(cost_job(problem), rows), 200)
+        compiled = np.broadcast_to(np.asarray(space.groups.compiled), space.size)
+        alike = np.flatnonzero(compiled == compiled[seed % space.size])
+        rows = space.rows(random.choice(alike, 200), random.integers(0, len(space.policies), 200))
+        job = cost_job(problem, "block" if compiled[alike[0]] else "none")
+        whole, state = room(problem, rows), np.broadcast_to(least_memory(job, rows), 200)
         total = np.broadcast_to(whole.total_bytes, 200)
         assert np.all(state <= total)
         if not isinstance(problem.spec.parallel.recompute, list):
-            device, host = least_memory_of_passes(cost_job(problem), rows)
+            device, host = least_memory_of_passes(job, rows)
             assert np.all(device <= total)
             assert np.all(host <= whole.host_bytes * CLOSE)
-            unkept = least_memory_of_passes(replace(cost_job(problem)), rows, keep=False)
+            unkept = least_memory_of_passes(replace(job), rows, keep=False)
             assert np.array_equal(unkept, (device, host))
             by_passes += int(np.sum(device > state))
         most, most_host = np.quantile(total, 0.3), float(np.quantile(whole.host_bytes, 0.9, method="lower"))
@@ -199,7 +202,7 @@ def test_a_large_space_has_degrees_of_powers_of_two(monkeypatch: pytest.MonkeyPa
         "parallel": {},
     }
     whole = build(problem_of(made))
-    monkeypatch.setattr(enumeration, "MANY", whole.size - 1)
+    monkeypatch.setattr(enumeration, "MANY", whole.size // 2)
     some = build(problem_of(made))
     assert {*np.asarray(some.groups.pp).tolist()} < {*np.asarray(whole.groups.pp).tolist()}
     assert all(count & (count - 1) == 0 for count in np.asarray(some.groups.pp).tolist())

@@ -97,7 +97,7 @@ def test_a_price_above_the_best_published_run_is_said_and_may_be_longer(
     )
     few, text = stated(mfu / 1.2, runs=1)
     assert few == usual
-    assert text.endswith("the best of 1 run in bf16, too few to doubt a price).")
+    assert text.endswith("the best of 1 run in bf16, fewer than the 10 that would doubt a price).")
 
 
 def test_published_figures_are_of_devices_that_the_catalog_has() -> None:

@@ -12,10 +12,10 @@ from often import often
 from planned import plan_of, problem_of, spec_of
 
 from partool.cost.evidence import PAIRED_FLOOR, mechanisms, pair_error
-from partool.planner.evidence import taken_for_granted, tier_of
+from partool.planner.evidence import asked_for, taken_for_granted, tier_of
 from partool.planner.explain import choice, comparison
-from partool.planner.explain.candidates import fewer_devices
-from partool.planner.explain.reasons import limit
+from partool.planner.explain.fewer import fewer_devices
+from partool.planner.explain.limits import limit
 from partool.planner.explain.summary import short_time
 from partool.planner.queries import smallest_cluster
 from partool.planner.search.branch_and_bound import Search
@@ -163,6 +163,30 @@ def test_more_memory_never_raises_the_score(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "hardware", "batch", "least"),
+    [("qwen3-30b-a3b", "h100-sxm, nodes: 1", 256, 5), ("mixtral-8x7b", "h100-sxm, nodes: 2", 128, 5)],
+)
+def test_one_more_gib_never_raises_the_score_near_the_first_fit(
+    model: str, hardware: str, batch: int, least: int
+) -> None:
+    """Experts on memories from the first that holds a layout: here settings that save memory come and go."""
+    spec = (
+        f"model: {model}\nhardware: {{accelerator: {hardware}, memory_gib: 1}}\ndata: python-stdlib\n"
+        f"training: {{sequence_length: 4096, global_batch: {batch}}}\n"
+    )
+    scores: list[float] = []
+    for gib in range(least, 64):
+        chosen = solve(problem_of(spec, f"hardware.memory_gib={gib}")).chosen
+        if chosen is not None:
+            scores.append(chosen.score_s)
+        if len(scores) == 10:
+            break
+    assert len(scores) == 10
+    assert all(more <= less * (1.0 + 1e-9) for less, more in pairwise(scores)), scores
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["link_bytes_per_s", "fabric_bytes_per_s", "host_link_bytes_per_s"])
 @pytest.mark.parametrize("spec", ["LARGE", "ONE", "small", "experts"])
 def test_faster_links_never_raise_the_score(spec: str, link: str) -> None:
@@ -264,6 +288,44 @@ def test_what_the_spec_asks_for_counts_for_nothing(change: str, expected: int) -
     assert names & problem.asked
 
 
+@pytest.mark.parametrize(
+    ("parallel", "asked"),
+    [
+        ("{pipeline: {schedule: 1f1b}}", {"other_schedules"}),
+        ("{pipeline: {stages: 1}}", set()),
+        ("{pipeline: {stages: 4}}", {"pipeline"}),
+        ("{pipeline: {layers: [40, 40]}}", {"pipeline"}),
+        ("{pipeline: {layers: [80]}}", set()),
+        ("{tensor: {sequence_norms: true}}", set()),
+        ("{tensor: 1}", set()),
+        ("{tensor: 8}", {"tensor"}),
+        ("{tensor: {shape: [4, 2]}}", {"tensor", "tensor_2d"}),
+        ("{sequence: 1}", set()),
+        ("{sequence: {method: ring}}", {"sequence"}),
+        ("{sequence: 2}", {"sequence"}),
+    ],
+)
+def test_a_degree_asks_for_a_mechanism_and_a_setting_of_it_does_not(parallel: str, asked: set[str]) -> None:
+    assert asked_for(spec_of(LARGE, f"parallel={parallel}")) == asked
+
+
+def test_a_named_schedule_leaves_the_error_of_pipelines() -> None:
+    """A schedule without a number of stages: a pipelined layout is charged as without it."""
+    layout = solve(problem_of(LARGE, "parallel={pipeline: {stages: 4, schedule: 1f1b}, tensor: 1}")).chosen.layout
+    named, open_ = (Priced(problem_of(LARGE, *change), layout) for change in (["parallel.pipeline.schedule=1f1b"], []))
+    assert named.risk == open_.risk == pair_error("pipeline")
+
+
+def test_rows_of_fewer_devices_and_the_next_best_are_ordered_by_score() -> None:
+    plan = plan_of(LARGE)
+    scores = [row.score_s for row in plan.candidates]
+    assert scores == sorted(scores)
+    times = [row.step_time_s for row in plan.candidates]
+    assert times != sorted(times)  # a faster layout is charged more
+    own = next(row for row in plan.candidates if not row.why_not)
+    assert own.score_s == min(row.score_s for row in plan.candidates if row.devices == own.devices and row.runnable)
+
+
 def test_half_of_an_assumed_host_is_pinned_at_most() -> None:
     problem = problem_of(ONE)
     assert problem.devices.host_memory_bytes is not None
@@ -305,9 +367,9 @@ def test_rows_of_fewer_devices_surely_fit() -> None:
 def test_the_limit_is_evidence_where_a_layout_that_fits_is_nearly_as_fast(both: tuple[Any, Any]) -> None:
     """The layout that is kept out is named with its gain; on paper nothing is kept out."""
     proven, paper = both[0].chosen, both[0].on_paper
-    assert limit(both[0], proven).startswith("evidence. ")
-    assert f"{1.0 - paper.step_time_s / proven.step_time_s:.1%} faster" in limit(both[0], proven)
-    assert not limit(both[1], both[1].chosen).startswith("evidence")
+    assert limit(both[0], proven).sentence.startswith("evidence. ")
+    assert f"{1.0 - paper.step_time_s / proven.step_time_s:.1%} faster" in limit(both[0], proven).sentence
+    assert limit(both[1], both[1].chosen).kind != "evidence"
 
 
 def test_the_smallest_part_of_a_node_has_its_part_of_the_host() -> None:

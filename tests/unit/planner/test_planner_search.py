@@ -17,13 +17,14 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.planner.explain import changes
 from partool.planner.explain import reasons as explain
+from partool.planner.explain.limits import limit
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem, SearchBudget, divisors
 from partool.planner.rules.table import check
-from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.branch_and_bound import Leaves, Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import _spread, layout_of
-from partool.planner.search.price import Priced, bounds_s
+from partool.planner.search.price import Priced, bounds_s, host_limit
 from partool.planner.search.solve import solve
 from partool.spec.spec import Spec
 
@@ -313,8 +314,10 @@ def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.Monk
     assert not short.overall.complete
     assert short.chosen is not None
     assert short.problem.budget.rows < whole.problem.budget.rows
-    assert "before its limit of work" in explain.reasons(short, short.chosen)[0]
-    assert "before its limit of work" not in explain.reasons(whole, whole.chosen)[0]
+    for one, ended in ((short, True), (whole, False)):
+        assert one.chosen is not None
+        reasons = explain.reasons(one, one.chosen, one.summary(), (), limit(one, one.chosen))
+        assert ("before its limit of work" in reasons[0]) == ended
 
 
 def test_proposals_end_at_their_limit_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,3 +337,20 @@ def test_a_share_of_layers_recomputes_on_each_rank_in_its_first_stages() -> None
     folded = ((0, 3), (3, 4), (4, 6))
     assert _spread("full", 0.25, folded, (0, 1, 0)) == ("full", "full", "none", "full", "none", "none")
     assert _spread("full", 1.0, folded, (0, 1, 0)) == ("full",) * 6
+
+
+def test_a_layout_near_a_limit_of_the_host_rules_out_no_other() -> None:
+    """Of two policies of one group the first is faster and milder; it must be sure to fit device and host."""
+    document = case(DENSE, 1, 4, memory_gib=8, batch=16)
+    stated = problem_of({**document, "hardware": {**document["hardware"], "host_memory_gib": 256}})
+    for problem, half in ((stated, True), (problem_of(document), False)):
+        search = Search(problem, build(problem))
+        stays = np.flatnonzero(search.space.policies.recompute == 0)[0]
+        policy = np.array([stays, np.flatnonzero(search.space.policies.recompute > 0)[0]])
+        group = np.full(2, np.flatnonzero(np.asarray(search.space.groups.pp) == 1)[0])
+        # Half of an assumed host may be pinned, and closed equations of pinned memory err.
+        for share, ruled_out in ((0.0, True), (0.5, half), (0.99, False)):
+            host = np.full(2, share * host_limit(problem))
+            leaves = Leaves(group, policy, np.array([1.0, 2.0]), np.ones(2), np.ones(2), host)
+            out = search._dominated(leaves, np.ones(2, dtype=bool))
+            assert out.tolist() == [False, ruled_out], (share, half)

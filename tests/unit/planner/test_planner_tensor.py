@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ from planned import plan_of, problem_of
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.explain import settings
 from partool.planner.explain.summary import summary
-from partool.planner.forms.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
+from partool.planner.forms.tensor_forms import TensorForm, busy, divides, forms, inner_sizes, sent_s
+from partool.planner.problem import Problem
 from partool.planner.search.enumeration import build
+from partool.planner.search.layouts import layout_of
+from partool.planner.search.price import Priced
+from partool.planner.search.solve import solve
 from partool.spec import load_text
+from partool.spec.numbers import GIB
 
 CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \
     "hardware: {accelerator: cpu, per_node: RANKS}\ndata: python-stdlib\n" \
@@ -96,7 +103,12 @@ def test_forms_of_a_degree() -> None:
     assert forms(problem_of(gpus("{degree: 4, overlap: symmetric}")), 4, 1) == (TensorForm(1, 1),)
 
 
-def test_open_shapes_are_tried_where_they_send_less() -> None:
+def least_sent(problem: Problem, ranks: int, micro_batch: int = 16) -> int:
+    """Return the d2 with which a layer's collectives take least time; 1 where it is t × 1."""
+    return min((1, *inner_sizes(problem, ranks)), key=lambda inner: sent_s(problem, ranks, inner, micro_batch))
+
+
+def test_all_shapes_are_tried_and_some_send_less() -> None:
     """Within a node 4 × 2 sends less than 8 × 1 if inner widths, whose products it sums, are not wide.
 
     Short sequences are an exception, and no shape of four sends less.
@@ -106,15 +118,17 @@ def test_open_shapes_are_tried_where_they_send_less() -> None:
         return gpus(tensor, kv=kv).replace("ffn_hidden: 14336", "ffn_hidden: 4096")
 
     problem = problem_of(narrow(8))
-    assert best_inner(problem, 8) == (2,)
+    assert inner_sizes(problem, 8) == (2, 4, 8)
+    assert {form.inner for form in forms(problem_of(gpus(8)), 8, 1)} >= {1, 2, 4, 8}
+    assert least_sent(problem, 8) == 2
     assert sent_s(problem, 8, 2, 16) < 0.95 * sent_s(problem, 8, 1, 16)
-    assert best_inner(problem_of(gpus(8)), 8) == ()
+    assert least_sent(problem_of(gpus(8)), 8) == 1
     assert sent_s(problem_of(gpus(8)), 8, 2, 16) > sent_s(problem, 8, 2, 16)
     short = problem_of(narrow(8).replace("sequence_length: 4096", "sequence_length: 512"))
     assert sent_s(short, 8, 2, 1) > sent_s(short, 8, 1, 1)
-    assert best_inner(problem, 4) == ()
+    assert least_sent(problem, 4) == 1
     # Key heads that do not divide evenly allow one dimension only.
-    assert best_inner(problem_of(narrow(8, kv=4)), 8) == ()
+    assert inner_sizes(problem_of(narrow(8, kv=4)), 8) == ()
 
 
 def test_tiers_decide_the_shape() -> None:
@@ -128,9 +142,9 @@ def test_tiers_decide_the_shape() -> None:
         model = gpus(tensor, nodes=3, kv=24).replace("heads: 32", "heads: 48").replace("14336", "15360")
         return model.replace("ib-ndr", "ethernet-100g")
 
-    assert best_inner(problem_of(slow("24").replace("ethernet-100g", "ib-ndr")), 24) == ()
-    assert best_inner(problem_of(gpus(16, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")), 16) == ()
-    assert best_inner(problem_of(slow("24")), 24) == (8,)
+    assert least_sent(problem_of(slow("24").replace("ethernet-100g", "ib-ndr")), 24) == 1
+    assert least_sent(problem_of(gpus(16, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")), 16) == 1
+    assert least_sent(problem_of(slow("24")), 24) == 8
     chosen, plain = plan_of(slow("24")), plan_of(slow("{shape: [24, 1]}"))
     assert chosen.prediction.time.step_time_s < 0.8 * plain.prediction.time.step_time_s
     assert chosen.layout.tensor.inner == 8
@@ -195,3 +209,45 @@ def test_schedules_that_halve_passes_leave_nothing_to_overlap() -> None:
     whole, halved = (plan_of(text.replace("NAME", name)) for name in ("1f1b", "zb-h1"))
     assert reason(whole, "Tensor overlap") == "Tensor overlap backward: the spec asks for it."
     assert "backward passes have none to compute meanwhile" in reason(halved, "Tensor overlap")
+
+
+PIPELINED = """\
+model: {layers: 126, hidden: 16384, ffn_hidden: 53248, heads: 128, kv_heads: 8, vocab: 128256, max_position: 131072}
+hardware: {accelerator: h100-sxm, nodes: 2048}
+data: python-stdlib
+training: {sequence_length: 8192, global_batch: 2048}
+parallel:
+  data: {zero: 1}
+  tensor: {degree: 8, sequence_norms: true}
+  pipeline: {stages: 16, schedule: interleaved, chunks: 4}
+  sequence: 1
+  micro_batch: 1
+  recompute: none
+  offload: {optimizer: none, parameters: none, activations: none}
+"""
+"""Llama 3 405B as it was trained on 8,192 tokens without recomputation (arXiv 2407.21783, section 3.3.2)."""
+
+
+def test_blocks_that_gather_inputs_again_are_tried_beside_compiled_ones() -> None:
+    """Compiled blocks keep the gathered inputs of two products per layer: two hidden states of 16 bits per token."""
+    problem = problem_of(PIPELINED.replace("nodes: 2048", "nodes: 2048, memory_gib: 400"))
+    space = build(problem)
+    assert np.asarray(space.groups.compiled).tolist() == [1, 0]
+    kept, again = (Priced(problem, layout_of(problem, space.rows(group, 0))) for group in (0, 1))
+    assert (kept.layout.compile, again.layout.compile) == ("block", "none")
+    # All 16 micro-batches of the second rank's four chunks of two layers are in flight at once.
+    rank = (one.memory.ranks[1].terms_bytes["activations"] for one in (kept, again))
+    passes, per_layer = 16 * 4, 2 * 8192 * 16384 * 2 * (1 - 1 / 8)
+    assert next(rank) - next(rank) == pytest.approx(2 * passes * per_layer, rel=0.03)
+    assert again.memory.total_bytes < 79 * GIB < 0.7 * kept.memory.total_bytes
+    assert kept.step_time_s < again.step_time_s < 1.1 * kept.step_time_s
+    solution = solve(problem_of(PIPELINED, "limits.memory_headroom=0.02"))
+    assert solution.chosen is not None
+    assert solution.chosen.layout.compile == "none"
+    compared = settings.compiled(solution, solution.chosen)
+    assert compared is not None
+    said = settings.sentence(solution.chosen, compared)
+    assert re.fullmatch(r"Compile none: with block, this layout would need 13\d\.\d of 7\d\.\d GiB\.", said)
+    for change in ("parallel.compile=block", "parallel.tensor.sequence_norms=false"):
+        alone = np.asarray(build(problem_of(PIPELINED, change)).groups.compiled)
+        assert set(alone.tolist()) == {1}

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planned import plan_of, result_of
+from planned import plan_of, problem_of, result_of
 
 from partool.plan.types import Plan
 from partool.planner import PlanResult
+from partool.planner.forms.tiles import in_tiles
 from partool.planner.resolve import resolve
+from partool.planner.search.branch_and_bound import Search, SearchResult, crowded
 from partool.planner.search.enumeration import build
+from partool.planner.search.solve import Solution, _may_help, solve
 from partool.spec import load_text
 
 WIDE = """\
@@ -133,3 +136,32 @@ def test_activations_in_host_memory_can_run_on_a_gpu() -> None:
     assert plan.runnable
     found = planner_says("parallel.offload={activations: cpu}", "hardware={accelerator: cpu}", SHORT).diagnostics
     assert "PT274" in {finding.code for finding in found}
+
+
+def test_groups_that_are_too_large_whole_are_searched_in_tiles() -> None:
+    """On a device that holds no whole network, no layout is nearly small enough; the groups left out have tiles."""
+    problem = problem_of(WIDE, TIGHT)
+    space = build(problem)
+    search = Search(problem, space)
+    search.bound()
+    plain = Solution(problem, space, search, search.run(), None)
+    assert plain.chosen is None
+    tiled = in_tiles(problem)
+    assert tiled is not None
+    limit = tiled.capacity_bytes * search.slack(search.groups)
+    assert np.any(search.least_bytes > limit), "else nothing is tested"
+    plain.overall.crowded.clear()
+    assert _may_help(tiled, plain, float("inf"))
+    chosen = solve(problem).chosen
+    assert chosen is not None
+    assert _may_help(tiled, plain, chosen.score_s)
+    assert not _may_help(tiled, plain, 0.5 * chosen.score_s)
+
+
+def test_layouts_that_only_a_search_of_what_runs_has_met_count_as_crowded() -> None:
+    """A plan that runs may be beaten by a runnable layout in tiles, which the search of all layouts never came to."""
+    row = (np.array([3]), np.array([1]), np.array([2.0]))
+    overall, able = SearchResult(None), SearchResult(None, crowded=[row])
+    assert [part.tolist() for part in crowded([overall, able], 2.0)] == [[3], [1]]
+    assert [len(part) for part in crowded([overall, able], 1.9)] == [0, 0]
+    assert [len(part) for part in crowded([overall], 2.0)] == [0, 0]

@@ -496,7 +496,7 @@ def test_errors_come_from_the_closest_kind_of_runs_with_enough_sources() -> None
         assert [one.error for one in stated] == [0.5, 0.6, 0.7]
         few = error_of(layout, "torch", {metric: of(figures(3, 0.6), figures(3, 0.6))}, h100)
         assert few.error == floor
-        assert few.words == "a stated floor, as few published runs are known: 3 sources of ZeRO-3"
+        assert few.words == "a stated floor, as fewer than 4 published sources are known: 3 sources of ZeRO-3"
     assert stated[0].words == "4 sources of ZeRO-3 with such code (9 runs, one source has 60% of them; 2 on h100-sxm)"
     assert stated[2].words.startswith("7 sources of ZeRO-3 with any code, as 3 sources had such code (9 runs")
 
