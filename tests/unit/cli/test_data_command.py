@@ -1,0 +1,82 @@
+"""``partool data``: conversations are tokenised once, counted, and shown with what is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from _chat_case import MARKED, folder
+
+from partool.cli.main import run
+
+SPEC = """\
+model: {layers: 2, hidden: 64, heads: 4, vocab: 500}
+hardware: {accelerator: cpu, per_node: 1}
+data: {source: a.jsonl, tokenizer: tok}
+training: {sequence_length: 121, global_batch: 2, epochs: 2}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PARTOOL_CACHE", str(tmp_path / "cache"))
+    folder(tmp_path / "tok", MARKED)
+    records = [
+        {"messages": [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": "the cat " * n}]}
+        for n in range(1, 12)
+    ]
+    records.append({"messages": [{"role": "user", "content": "no answer"}]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (tmp_path / "spec.yaml").write_text(SPEC, encoding="utf-8")
+    return str(tmp_path / "spec.yaml")
+
+
+def partool(*words: str) -> int:
+    try:
+        run(list(words))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
+def test_data_are_prepared_shown_and_counted(spec: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert partool("plan", spec) == 1
+    assert "PT663" in capfd.readouterr().err
+    assert partool("data", "prepare", spec) == 0
+    out = capfd.readouterr().out
+    assert "1 files, 12 documents" in out
+    assert "1 have no token to train on; the first is" in out
+    assert "a.jsonl:12" in out
+    epoch = int(out.split("an epoch: ")[1].split(" sequences")[0])
+    assert partool("plan", spec, "--output", "json") == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["training"]["steps"] == -(-2 * epoch // 2)
+    assert plan["data"]["records"] == "chat"
+    assert plan["prediction"]["totals"]["data_rows"] == epoch
+
+    assert partool("data", "show", spec, "--output", "json") == 0
+    row = json.loads(capfd.readouterr().out)
+    runs = [run for document in row["documents"] for run in document["runs"]]
+    trained = [run["text"] for run in runs if run["trained"]]
+    assert trained
+    assert all(text.startswith("the cat") and text.endswith("<|end|>") for text in trained)
+    assert {run["role"] for run in runs if run["trained"]} == {"assistant"}
+    assert "".join(run["text"] for run in row["documents"][0]["runs"]).startswith("<bos><|start|>user\nwhat is")
+    assert partool("data", "show", spec) == 0
+    assert "assistant │ <|start|>assistant" in capfd.readouterr().out
+
+    assert partool("data", "stats", spec) == 0
+    out = capfd.readouterr().out
+    assert "12 samples" in out
+    assert "in sequences of 121 tokens" in out
+    assert "1 are left out" in out
+
+
+def test_what_cannot_be_shown_is_said(spec: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert partool("data", "show", spec, "--sample", "99") == 2
+    assert "fewer sequences" in capfd.readouterr().err
+    path = Path(spec).with_name("a.jsonl")
+    path.write_text(path.read_text(encoding="utf-8") + '{"messages": 5}\n', encoding="utf-8")
+    assert partool("data", "prepare", spec) == 1
+    assert "a.jsonl:13: 'messages' is a int" in capfd.readouterr().err
