@@ -55,7 +55,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
     "lamb": AdapterSpec(rank=2, alpha=3.0),
 }
 HOST = {"offload_optimizer": "cpu", "gradients": "fp32", "bucket_mib": 2**-3, "undo_gib": 2**-10, "speculate": True}
-CORE = ("zero-1 tensor shares", "zero-3", "zb-v tensor")
+CORE = ("zero-1 tensor shares", "zb-v tensor")
 """Cases that run every time; the others are long."""
 
 

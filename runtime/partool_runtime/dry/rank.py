@@ -103,7 +103,9 @@ def traced(
         put_around_loss(prepared.model, loss_known)
         with ranks.tensors():
             stepper = _stepper(plan, prepared, ranks, memory)
-            checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
+            checkpoint = checkpoint_trace(
+                state_of(prepared.model, stepper.optimizer, trained_only=plan.adapter is not None)
+            )
             memory.phase = "activations"
             batch = MarkedBatch(micro_batches(plan), marks)
             log = LayerLog(memory, record)

@@ -181,6 +181,7 @@ def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:
         checkpoint=CheckpointSpec(every=every, keep=keep, dir=None, mode="sync"),
         layout=SimpleNamespace(offload=SimpleNamespace(optimizer="none")),
         model=CONFIG,
+        adapter=None,
         optimizer=SimpleNamespace(name="adamw"),
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=1)

@@ -44,7 +44,7 @@ class Saver:
         self.notes: list[str] = []
         """What the user must learn about the checkpoint that :meth:`resume` has chosen."""
         # Taken before the first forward pass, after which modules may hold gathered parameters.
-        self._state = state_of(model, optimizer)
+        self._state = state_of(model, optimizer, trained_only=plan.adapter is not None)
         self._plan = plan
         self._ranks = ranks
         self._optimizer = optimizer
@@ -181,13 +181,12 @@ class Saver:
         self._checkpointer.close()
 
 
-def state_of(model: AnyDecoder, optimizer: Optimizer) -> dict[str, Value]:
+def state_of(model: AnyDecoder, optimizer: Optimizer, *, trained_only: bool = False) -> dict[str, Value]:
     """Return weights and moments by name, each with its place in the whole tensor.
 
-    With an adapter the weights are the trained ones: a checksum stands for the others.
+    ``trained_only`` leaves out frozen weights, for which a checksum stands where the model has an adapter.
     """
     masters = optimizer.masters()
-    trained_only = model.config.adapter is not None
     tensors = {
         f"model.{name}": masters.get(name, p).detach()
         for name, p in model.named_parameters()
