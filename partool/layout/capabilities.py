@@ -170,6 +170,10 @@ GAPS: dict[str, Gap] = {
         "PT406", "adapters of experts whose widths ranks share", ("parallel", "expert_tensor")
     ),
     "dropout of an adapter in tiles": Gap("PT406", "dropout of adapters in tiles", ("parallel", "tiles", "mlp")),
+    # Ranks that hold columns would draw equal masks for different columns.
+    "dropout of an adapter on tensor ranks": Gap(
+        "PT406", "dropout of adapters on tensor ranks", ("parallel", "tensor")
+    ),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
     ),

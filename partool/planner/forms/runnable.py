@@ -143,15 +143,19 @@ _OF_ADAPTERS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
     ("adapter with weights that travel", lambda rows: (rows.pp > 1) & np.isin(rows.schedule, _MOVING)),
     ("adapter on tensor ranks in two dimensions", lambda rows: rows.tensor_inner > 1),
     ("adapter on parts of experts", lambda rows: rows.etp > 1),
-    ("dropout of an adapter in tiles", lambda rows: rows.mlp_tile_tokens > 0),
 )
-"""Aspects that follow from columns of layouts of a model with an adapter; the last one only with dropout."""
+"""Aspects that follow from columns of layouts of a model with an adapter."""
+_OF_DROPOUT: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
+    ("dropout of an adapter in tiles", lambda rows: rows.mlp_tile_tokens > 0),
+    ("dropout of an adapter on tensor ranks", lambda rows: rows.tp > 1),
+)
+"""Aspects that follow from columns of layouts of a model whose adapter has dropout."""
 
 
 def of_adapter_columns(model: ModelConfig, rows: Layouts) -> Iterator[tuple[str, Mask]]:
     """Yield each aspect of a model's adapter that follows from columns of ``rows``, with the rows that need it."""
     if model.adapter is not None:
-        aspects = _OF_ADAPTERS if model.adapter.dropout else _OF_ADAPTERS[:-1]
+        aspects = (*_OF_ADAPTERS, *(_OF_DROPOUT if model.adapter.dropout else ()))
         yield from ((aspect, needing(rows)) for aspect, needing in aspects)
 
 
