@@ -62,3 +62,8 @@ class DataSpec(Section):
     def is_text(self) -> bool:
         """Whether records are texts; ``auto`` counts as text where nobody has looked into the files."""
         return self.records in ("auto", "text")
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether each record gives two documents, of which the first is preferred."""
+        return self.records == "preference"
