@@ -70,7 +70,9 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
     There may be one value for large and another for small micro-batches, as latency matters for the small ones.
     """
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
-    if not able or problem.spec.parallel.tensor.patterns or problem.spec.training.adversarial.epsilon:
+    training = problem.spec.training
+    excluded = bool(training.adversarial.epsilon) or training.objective.prefers
+    if not able or problem.spec.parallel.tensor.patterns or excluded:
         return ()
     inners, best = (1, *able), []
     every_s = _sent_s(problem, ranks, np.tile(inners, 2), np.repeat([1, 16], len(inners)))

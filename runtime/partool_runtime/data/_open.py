@@ -78,11 +78,18 @@ def open_data(
         steps=training.steps,
         validation_samples=training.validation.samples,
         documents=_apart(data),
+        pairs=data.is_preference and plan.training.objective.prefers,
         pinned=plan.devices.backend != "cpu",
     )
     notes = (*(note for shard in shards if (note := _left_out(shard))), *division.notes)
     return Batches(
-        division.train, division.validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards), notes=notes
+        division.train,
+        division.validation,
+        deal,
+        vocab=vocab,
+        fingerprint=_fingerprint(plan, shards),
+        notes=notes,
+        documents=corpus.documents,
     )
 
 
@@ -188,7 +195,7 @@ def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
 
 def _apart(data: DataSpec) -> bool:
     """Return True if a sequence holds several documents and tokens attend only to tokens of their document."""
-    return data.pack and data.attend == "document"
+    return data.is_preference or (data.pack and data.attend == "document")
 
 
 def _content(shard: Shard) -> list[int]:

@@ -84,9 +84,9 @@ class Packed:
 
     def numbers(self, index: int) -> I64:
         """See :class:`Samples`."""
-        return np.concatenate([
-            np.unique(self._corpus.documents_of(start, stop)) for _, start, stop in self._stretches(index)
-        ])
+        return np.concatenate(
+            [np.unique(self._corpus.documents_of(start, stop)) for _, start, stop in self._stretches(index)]
+        )
 
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (offset in the row, first token, one past the last token) for each range of the corpus in a sample."""
