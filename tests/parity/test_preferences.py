@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "dpo tensor with shares": ("dpo", Mesh(tp=2), {"sequence_norms": True, "loss_tile_tokens": 7}),
     "dpo tiles": ("dpo", ONE, {"loss_tile_tokens": 7, "mlp_tile_tokens": 11}),
     "dpo recomputed": ("dpo", TWO, {"zero": 2, "recompute": "full"}),
+    "dpo offload": ("dpo", TWO, {"offload_optimizer": "cpu"}),
     "dpo compiled": ("dpo", ONE, {"compile": "block"}),
     **{
         f"{name} {method}": (name, Mesh(cp=2), {"sequence_method": method})
@@ -134,3 +135,25 @@ def test_every_layout_equals_one_process(jobs: Jobs, alone: Any, name: str) -> N
     for weight, expected in want["weights"].items():
         difference = float((state[f"model.{weight}"] - expected).abs().max())
         assert difference <= 1e-10, f"{weight} differs by {difference}"
+
+
+def test_a_resumed_run_reads_the_reference_and_other_weights_are_another(jobs: Jobs, alone: Any) -> None:
+    """The reference is the model before the first step, also for a run that goes on in another layout."""
+    first, second = (plan_of(jobs.folder, "dpo", mesh, zero=3) for mesh in (TWO, Mesh(dp_shard=3)))
+    jobs.train("stopped", first, run="broken", stop_at=3)
+    assert "Preempted" in jobs.ended("stopped")
+    file = jobs.folder / "broken" / "reference.npz"
+    written = file.stat().st_mtime_ns
+    jobs.train("rest", second, run="broken", resume=True)
+    assert file.stat().st_mtime_ns == written
+    losses = [step["loss"] for step in jobs.events("broken", "step")]
+    assert losses == pytest.approx(alone("dpo")["losses"], abs=1e-11)
+    with np.load(file) as content:
+        sums, key = content["sums"], content["key"]
+    jobs.train("again", first, run="damaged", stop_at=3)
+    np.savez(jobs.folder / "damaged" / "reference.npz", key=np.array("of other weights"), sums=0 * sums)
+    jobs.train("rest again", second, run="damaged", resume=True)
+    with np.load(jobs.folder / "damaged" / "reference.npz") as content:
+        assert content["key"] == key
+        np.testing.assert_allclose(content["sums"], sums, atol=1e-11)
+    assert [step["loss"] for step in jobs.events("damaged", "step")] == pytest.approx(losses, abs=1e-11)
