@@ -176,9 +176,9 @@ class Batches:
     @property
     def read_documents(self) -> I64:
         """Numbers in the corpus of the documents that the steps and the validations of all ranks read."""
-        samples = [(self._train, self._trained_ids), (self._validation, self._validation_ids())]
-        numbers = [each.numbers(int(number)) for each, ids in samples for number in ids]
-        return np.concatenate([np.empty(0, np.int64), *numbers])
+        trained = [self._train.numbers(int(number)) for number in self._trained_ids]
+        held_out = [self._validation.numbers(number) for number in self._validation_ids()]
+        return np.concatenate([np.empty(0, np.int64), *trained, *held_out])
 
     def reference_pass(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of all samples that the steps and the validations read, each once.

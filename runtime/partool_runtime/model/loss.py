@@ -57,24 +57,24 @@ def loss(
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
     if reduction == "none":
-        kernels = _no_kernels(kernels, z_loss)
+        check_plain(kernels, z_loss)
     if kernels is not None and kernels.early and not deferral.is_splitting():
         terms = Terms(z_loss)
         return linear_cross_entropy(
             hidden_TH, head_weight_VH, labels_T, bias=bias_V, terms=terms, rows=tile, mode=kernels.mode
         )
     rows = tile or max(1, chunk_logits // head_weight_VH.shape[0])
-    terms = (z_loss, kernels, reduction)
+    how: _Terms = (z_loss, kernels, reduction)
     if hidden_TH.shape[0] <= rows:
-        result = _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T, terms)
+        result = _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T, how)
     else:
-        chunks = _Chunks(labels_T, rows, terms)
+        chunks = _Chunks(labels_T, rows, how)
         result = _ChunkedLoss.apply(hidden_TH, head_weight_VH, bias_V, chunks)  # type: ignore[no-untyped-call]
     return result if reduction == "sum" else result.view(labels_BS.shape)
 
 
-def _no_kernels(kernels: LossKernels | None, z_loss: float) -> None:
-    """Refuse what changes the losses of single positions: they would be no log-probabilities."""
+def check_plain(kernels: LossKernels | None, z_loss: float) -> None:
+    """Raise ValueError for what changes the losses of single positions: they would be no log-probabilities."""
     if kernels is not None or z_loss:
         raise ValueError("losses of single positions are computed without kernels and without z_loss")
 
@@ -129,7 +129,7 @@ def loss_of_logits(
     rows = tile or max(1, CHUNK_LOGITS // logits_TV.shape[1])
     wide = wide_dtype(logits_TV.dtype)
     if reduction == "none":
-        kernels = _no_kernels(kernels, z_loss)
+        check_plain(kernels, z_loss)
     total, each = logits_TV.new_zeros((), dtype=wide), []
     for logits_CV, labels_C in zip(*(torch.split(each, rows) for each in (logits_TV, labels_T)), strict=True):
         given = logits_CV if kernels is not None else logits_CV.to(wide)

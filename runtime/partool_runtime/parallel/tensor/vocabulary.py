@@ -20,7 +20,7 @@ from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradi
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels, Reduction
+from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels, Reduction, check_plain
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel.tensor.ops import Team, reduce_from_tp, start_reduce_from_tp, start_tokens, tokens
 from partool_runtime.torch_internals.collectives import finished, start_sum
@@ -118,8 +118,8 @@ def vocabulary_loss(
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
-    if reduction == "none" and (kernels is not None or z_loss):
-        raise ValueError("losses of single positions are computed without kernels and without z_loss")
+    if reduction == "none":
+        check_plain(kernels, z_loss)
     how = _How(team, labels_BS, first, chunk, sum_input, splits, z_loss, kernels, graph, reduction)
     if kernels is not None and kernels.early and not how.splits:
         early: torch.Tensor = _EarlyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
