@@ -205,4 +205,13 @@ RULES: tuple[Rule, ...] = (
         _FOUR + "training: {steps: 100, adversarial: {epsilon: 0.1, start_step: 100}}\n",
         _FOUR + "training: {steps: 100, adversarial: {epsilon: 0.1, start_step: 50}}\n",
     ),
+    Rule(
+        "PT420",
+        "Pairs of answers do not run with this",
+        "The losses of single tokens become sums of log-probabilities before they are compared. Schedules that move "
+        "weights and tensor ranks in two dimensions have no such sums, and whatever else changes a token's loss would "
+        "change the comparison.",
+        _FOUR + "training: {objective: dpo, z_loss: 1.0e-4}\n",
+        _FOUR + "training: {z_loss: 1.0e-4}\n",
+    ),
 )

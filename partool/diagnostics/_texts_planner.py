@@ -579,4 +579,20 @@ RULES: tuple[Rule, ...] = (
         BASE.replace("vocab: 256}", "vocab: 256, weights: {source: checkpoint, path: step-00000100}}")
         + "job: evaluate\n",
     ),
+    Rule(
+        "PT295",
+        "The objective and the records do not fit",
+        "dpo, orpo and simpo compare a chosen with a rejected answer, so they train on preference records and on "
+        "nothing else. sft would train on rejected answers, too. Both answers of a pair share a sequence and see "
+        "nothing of each other.",
+        BASE + "training: {objective: dpo}\n",
+        BASE + "training: {objective: sft}\n",
+    ),
+    Rule(
+        "PT296",
+        "The objective does not read this setting",
+        "dpo reads beta, form and, as sigmoid, smoothing; simpo beta, gamma and smoothing; orpo weight.",
+        BASE + "training: {objective: {kind: sft, beta: 0.1}}\n",
+        BASE + "training: {objective: sft}\n",
+    ),
 )

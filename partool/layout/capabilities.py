@@ -126,6 +126,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("zero 2 or 3 in a pipeline", _PIPELINES),
     Capability("zero 3 on tensor ranks", _TENSOR_TRAINER),
     Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),
+    Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("parts of experts", f"{_EXPERTS}::test_training_equals_one_process"),
@@ -182,6 +183,12 @@ GAPS: dict[str, Gap] = {
     ),
     "fp8 on tensor ranks of a model of transformers": Gap(
         "PT489", "products in fp8 on tensor ranks of a model of transformers", _PRECISION
+    ),
+    "preferences with weights that travel": Gap(
+        "PT420", "pairs of answers with WeiPipe's weights", ("training", "objective")
+    ),
+    "preferences on tensor ranks in two dimensions": Gap(
+        "PT420", "pairs of answers on two-dimensional tensor ranks", ("training", "objective")
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
 }

@@ -130,6 +130,9 @@ class _Parts:
             help = "write both as texts, or both as lists of messages"
             raise DataError(f"{self.origin}: prompt and {key} are {kinds}", help)
         before, after = self.conversation("prompt"), self.conversation(key)
+        if not after.messages and key != "completion":
+            help = "a pair needs two answers: leave the record out"
+            raise DataError(f"{self.origin}: {key!r} holds no message", help)
         weights = (0,) * len(before.messages) + after.weights
         return replace(before, messages=before.messages + after.messages, weights=weights)
 

@@ -1,4 +1,4 @@
-"""Which documents are trained on, which are held out, and which share a row.
+"""Which documents are trained on, which are held out, and which share a row. The two documents of a pair stay together.
 
 Planning and training call the same functions, so that a plan counts the rows that the ranks train on. Rows are filled
 by best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): documents in descending order of length,
@@ -39,7 +39,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Documents by rows: row i holds ``documents[starts[i]:starts[i + 1]]``."""
+    """Documents, or samples, by rows: row i holds ``documents[starts[i]:starts[i + 1]]``."""
 
     documents: I64
     starts: I64
@@ -52,7 +52,10 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """The rows of training and validation, and the documents that are not in them as they are."""
+    """The rows of training and validation, and the samples that are not in them as they are.
+
+    A sample is a document, or the two documents of a pair, which lie side by side in one row.
+    """
 
     room: int
     """Tokens of a row: one more than the sequence length."""
@@ -63,67 +66,96 @@ class Arrangement:
     kept: I64
     """Tokens of each document that rows hold; 0 for documents in no row."""
     truncated: int
-    """Number of documents that lost tokens."""
+    """Number of samples that lost tokens."""
     dropped: int
-    """Number of documents that were longer than a row and left out."""
+    """Number of samples that were longer than a row and left out."""
     untrained: int
-    """Number of documents that are left out because no token of theirs is trained on."""
+    """Number of samples that are left out because no token of theirs, or of one side of a pair, is trained on."""
+    per_sample: int = 1
+    """Documents of a sample; 2 for pairs."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples, in rows or not."""
+        return len(self.kept) // self.per_sample
 
 
 def arrange(
-    lengths: Lengths, sequence_length: int, *, truncate: Truncation, pack: bool, validation: float
+    lengths: Lengths, sequence_length: int, *, truncate: Truncation, pack: bool, validation: float, pairs: bool = False
 ) -> Arrangement:
-    """Divide documents into rows of ``sequence_length + 1`` tokens; ``validation`` is the share that is held out."""
-    room = sequence_length + 1
-    long = lengths.tokens > room
-    kept = np.minimum(lengths.tokens, room)
+    """Divide documents into rows of ``sequence_length + 1`` tokens; ``validation`` is the share that is held out.
+
+    With ``pairs`` the documents 2j and 2j + 1 belong together. Raises ValueError for pairs of an odd number of
+    documents.
+    """
+    room, size = sequence_length + 1, 2 if pairs else 1
+    if len(lengths.tokens) % size:
+        raise ValueError(f"{len(lengths.tokens)} documents are not pairs")
+    limit = _limits(lengths.tokens, room) if pairs else np.full_like(lengths.tokens, room)
+    kept = np.minimum(lengths.tokens, limit)
     begins = lengths.tokens - kept if truncate == "left" else np.zeros_like(kept)
     # No document's first token is predicted.
     trained = (lengths.first_trained > 0) & (lengths.last_trained > begins) & (lengths.first_trained < begins + kept)
-    kept = np.where(trained & ~(long & (truncate == "drop")), kept, 0)
-    usable = np.flatnonzero(kept)
+    long = (lengths.tokens > limit).reshape(-1, size).any(1)
+    drops, useful = long & (truncate == "drop"), trained.reshape(-1, size).all(1)
+    kept = np.where(np.repeat(useful & ~drops, size), kept, 0)
+    sizes = kept.reshape(-1, size).sum(1)
+    usable = np.flatnonzero(sizes)
     chosen = choose(len(usable), _held_out(len(usable), validation))
     fill = _packed if pack else _apart
     return Arrangement(
         room,
-        fill(np.delete(usable, chosen), kept, room),
-        fill(usable[chosen], kept, room),
+        _of_documents(fill(np.delete(usable, chosen), sizes, room), size),
+        _of_documents(fill(usable[chosen], sizes, room), size),
         begins,
         kept,
-        int((long & (kept > 0)).sum()),
-        int((long & (truncate == "drop")).sum()),
-        int((~trained & ~(long & (truncate == "drop"))).sum()),
+        int((long & (sizes > 0)).sum()),
+        int(drops.sum()),
+        int((~useful & ~drops).sum()),
+        size,
     )
+
+
+def _limits(tokens: I64, room: int) -> I64:
+    """Return how many tokens of each document of a pair fit into a row: half of it, or what the other one leaves."""
+    other = tokens.reshape(-1, 2)[:, ::-1].reshape(-1)
+    return np.maximum(room // 2, room - other)
+
+
+def _of_documents(samples: PackedRows, size: int) -> PackedRows:
+    """Return rows of samples as rows of documents, of which each sample has ``size``."""
+    documents = (samples.documents[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
+    return PackedRows(documents, samples.starts * size)
 
 
 def _held_out(count: int, share: float) -> int:
     return max(1, math.floor(count * share)) if share and count > 1 else 0
 
 
-def _apart(documents: I64, kept: I64, room: int) -> PackedRows:
-    del kept, room
-    return PackedRows(documents, np.arange(len(documents) + 1, dtype=np.int64))
+def _apart(samples: I64, sizes: I64, room: int) -> PackedRows:
+    del sizes, room
+    return PackedRows(samples, np.arange(len(samples) + 1, dtype=np.int64))
 
 
-def _packed(documents: I64, kept: I64, room: int) -> PackedRows:
-    """Fill rows with documents, the longest first; rows are numbered in the order in which they are opened."""
-    order = documents[np.argsort(-kept[documents], kind="stable")]
+def _packed(samples: I64, sizes: I64, room: int) -> PackedRows:
+    """Fill rows with samples, the longest first; rows are numbered in the order in which they are opened."""
+    order = samples[np.argsort(-sizes[samples], kind="stable")]
     rows: list[list[int]] = []
     open_rows: list[list[int]] = [[] for _ in range(room + 1)]  # by the number of tokens that they have room for
     free = 0  # bit r is set if a row has room for r tokens
-    for document, size in zip(order.tolist(), kept[order].tolist(), strict=True):
+    for sample, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         fitting = free >> size
         if fitting:
             left = size + (fitting & -fitting).bit_length() - 1
             row = open_rows[left].pop()
             if not open_rows[left]:
                 free &= ~(1 << left)
-            rows[row].append(document)
+            rows[row].append(sample)
         else:
             row, left = len(rows), room
-            rows.append([document])
+            rows.append([sample])
         left -= size
-        if left > 1:  # a document has at least two tokens
+        if left > 1:  # a sample has at least two tokens
             open_rows[left].append(row)
             free |= 1 << left
     return _joined(rows)

@@ -26,7 +26,7 @@ class DataCounts:
     rows: int | None = None
     """Sequences of one pass over the data; None where they are unknown."""
     samples: int = 0
-    """Conversations, or prompts with completions, in the rows; 0 for texts."""
+    """Conversations, prompts with completions, or pairs of preferences, in the rows; 0 for texts."""
     truncated: int = 0
     """Samples that are longer than a sequence and lose a part."""
     left_out: int = 0
@@ -79,14 +79,20 @@ def _count(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
 
 def _arranged(ready: PreparedTokens, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
     arranged = arrange(
-        ready.lengths, sequence_length, truncate=data.truncate, pack=data.pack, validation=data.validation
+        ready.lengths,
+        sequence_length,
+        truncate=data.truncate,
+        pack=data.pack,
+        validation=data.validation,
+        pairs=data.is_preference,
     )
     rows = arranged.train if trains or not arranged.validation.count else arranged.validation
+    cut = ready.lengths.tokens[rows.documents] > arranged.kept[rows.documents]
     return DataCounts(
         tokens=int(arranged.kept[rows.documents].sum()),
         rows=rows.count,
-        samples=len(rows.documents),
-        truncated=int((ready.lengths.tokens[rows.documents] > arranged.room).sum()),
+        samples=len(rows.documents) // arranged.per_sample,
+        truncated=int(cut.reshape(-1, arranged.per_sample).any(1).sum()),
         left_out=arranged.dropped + arranged.untrained,
     )
 

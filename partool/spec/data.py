@@ -94,3 +94,8 @@ class DataSpec(Section):
     def validates(self) -> bool:
         """Whether some data are for validation."""
         return bool(self.validation or self.validation_source)
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether each record gives two documents, of which the first is preferred."""
+        return self.records == "preference"

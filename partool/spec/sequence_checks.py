@@ -32,7 +32,7 @@ def check_sequence(spec: Spec) -> Iterator[Diagnostic]:
         yield from _foreign(sequence)
     elif sequence.degree == 1:
         yield from _unread(sequence)
-    if spec.data.attend == "document" and not spec.data.pack:
+    if spec.data.attend == "document" and not spec.data.pack and not spec.data.is_preference:
         message = "attend: document separates documents that share a sequence; with pack: false none do"
         yield Diagnostic("PT472", message, path=("data", "attend"), help="set pack: true, or drop attend")
 

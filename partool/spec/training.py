@@ -12,7 +12,7 @@ from pydantic import (
     WrapSerializer,
 )
 
-from partool.spec._base import OneOf, Section
+from partool.spec._base import OneOf, Section, shorthand
 from partool.spec.numbers import (
     Epochs,
     Factor,
@@ -25,6 +25,7 @@ from partool.spec.numbers import (
     Tokens,
     TrainedTokens,
 )
+from partool.spec.objective import ObjectiveSpec
 from partool.spec.patterns import FilePath
 from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
@@ -87,6 +88,7 @@ class TrainingSpec(Section):
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Reported losses, on held-out data too, include it."""
+    objective: Annotated[ObjectiveSpec, BeforeValidator(shorthand("kind"))] = ObjectiveSpec()
     adversarial: AdversarialSpec = AdversarialSpec()
     deterministic: bool = False
     """Use only algorithms with bitwise equal results every time; slower on accelerators."""

@@ -20,7 +20,7 @@ from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.host import HostParts
-from partool_runtime.losses import set_loss
+from partool_runtime.losses import put_around_loss, set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts, StagedDecoder
 from partool_runtime.offload import Activations, Slabs
@@ -32,6 +32,7 @@ from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.passes import Passes, PlainPasses, Timer
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
+from partool_runtime.parallel.preferences import PreferenceLoss
 from partool_runtime.parallel.sequence.batches import SharedSequences
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
@@ -68,6 +69,8 @@ class Prepared:
     host: HostParts = field(default_factory=HostParts)
     loads: ExpertLoads | None = None
     """Loads of the experts; None for a dense model."""
+    preferences: PreferenceLoss | None = None
+    """The objective of pairs of answers; None where each token counts by itself."""
 
     @classmethod
     def sharded(
@@ -81,18 +84,20 @@ class Prepared:
         shards: HostParameters | None = None,
         host: HostParts,
         loads: ExpertLoads | None = None,
+        preferences: PreferenceLoss | None = None,
     ) -> Prepared:
         """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
-        return cls(model, passes, gathered, gradients, memory, sync, grads_ready_after_passes, shards, host, loads)
+        ready = grads_ready_after_passes
+        return cls(model, passes, gathered, gradients, memory, sync, ready, shards, host, loads, preferences)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
     """Return this rank's part of the plan's model, without weights, and its passes; a collective of all ranks.
 
     With a pipeline, ``report`` is called after every training step with the actions of the step. Raises
-    ConfigurationError PT498 for perturbed embeddings where they do not run.
+    ConfigurationError PT498 for perturbed embeddings where they do not run, and PT420 for pairs of answers.
     """
     host = host or HostParts()
     if plan.training.adversarial.epsilon:
@@ -100,6 +105,9 @@ def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = N
     if plan.layout.mesh.pp == 1:
         return _plain(plan, ranks, host)
     schedule = trained_schedule(plan)
+    if schedule.moves != "activations" and plan.training.objective.prefers:
+        message = f"objective: {plan.training.objective.kind} does not run where {schedule.name} moves weights"
+        raise ConfigurationError("PT420", message, "Plan it again.")
     return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report, host)
 
 
@@ -116,10 +124,20 @@ def _offload(
     keeper.put(blocks, last=plan.model.layers - 1)
 
 
+def _preferences(model: nn.Module, plan: Plan, ranks: Ranks) -> PreferenceLoss | None:
+    """If training compares pairs of answers, put their loss around that of the model; a collective of all ranks."""
+    if not plan.training.objective.prefers:
+        return None
+    preferences = PreferenceLoss(plan.training.objective, ranks)
+    put_around_loss(model, preferences.around)
+    return preferences
+
+
 def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
+    preferences = _preferences(model, plan, ranks)
     with ranks.tensors():
         _own_buffers(model)
         _freeze(model, plan)
@@ -131,10 +149,19 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         perturb = None
         if plan.training.adversarial.epsilon and not isinstance(model, ModuleDecoder):
             perturb = Perturbed(model, sync, plan, ranks).find
-    passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb), plan, ranks)
+    before = None if preferences is None else preferences.begin
+    passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb, before=before), plan, ranks)
     grads_ready_after_passes = TensorGradients.names(model)
     return Prepared.sharded(
-        model, passes, memory, sync, grads_ready_after_passes, shards=shards, host=host, loads=loads
+        model,
+        passes,
+        memory,
+        sync,
+        grads_ready_after_passes,
+        shards=shards,
+        host=host,
+        loads=loads,
+        preferences=preferences,
     )
 
 
@@ -229,15 +256,20 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
+    preferences = _preferences(parts, plan, ranks)
+    before = None if preferences is None else preferences.begin
     with ranks.tensors():
         _own_buffers(parts)
         _freeze(parts, plan)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
         _accumulate_in_master_dtype(parts, plan)
-        passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
+        passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report, before=before)
         loads = ExpertLoads.of(parts, plan, ranks)
-    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards, host=host, loads=loads)
+    passes_of_share = _of_shares(passes, plan, ranks)
+    return Prepared.sharded(
+        parts, passes_of_share, memory, shards=shards, host=host, loads=loads, preferences=preferences
+    )
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:

@@ -21,7 +21,7 @@ from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.forms import gathers, tiles
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem
-from partool.planner.rules import adversarial
+from partool.planner.rules import adversarial, objective
 from partool.planner.search import offload
 from partool.planner.search.price import Priced
 from partool.planner.search.solve import Solution
@@ -58,6 +58,7 @@ def details(solution: Solution, best: Priced) -> tuple[str, ...]:
     if (compared := settings.compiled(solution, best)) is not None:
         sentences.append(settings.sentence(best, compared))
     sentences += adversarial.sentences(solution.problem)
+    sentences += objective.sentences(solution.problem)
     sentences += tiles.sentences(solution.problem, layout)
     sentences += fused.words(solution.problem, layout)
     sentences += offload.sentences(solution.problem, best)

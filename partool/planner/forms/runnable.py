@@ -40,6 +40,8 @@ class Task:
     hf: bool = False
     """True if transformers or the user's code builds the model, False if partool does."""
     optimizer: str = "adamw"
+    prefers: bool = False
+    """True if the objective compares pairs of answers."""
 
 
 def of_engine(engine: str) -> tuple[Gap, ...]:
@@ -51,13 +53,21 @@ def task(problem: Problem) -> Task:
     """Return the requirements on the runtime that all layouts of a problem share."""
     spec = problem.spec
     hf = problem.described is not None
-    return Task(problem.model, problem.devices, spec.training.precision, bool(problem.frozen), hf, spec.optimizer.name)
+    precision, optimizer = spec.training.precision, spec.optimizer.name
+    prefers = spec.training.objective.prefers
+    return Task(problem.model, problem.devices, precision, bool(problem.frozen), hf, optimizer, prefers)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
     """Return the requirements on the runtime that a plan on ``devices`` has, except those of the plan's layout."""
     return Task(
-        plan.model, devices, plan.training.precision, bool(plan.frozen), not plan.own_decoder, plan.optimizer.name
+        plan.model,
+        devices,
+        plan.training.precision,
+        bool(plan.frozen),
+        not plan.own_decoder,
+        plan.optimizer.name,
+        plan.training.objective.prefers,
     )
 
 
@@ -68,6 +78,8 @@ def of_task(asked: Task) -> Iterator[str]:
     yield f"precision {asked.precision}"
     if asked.frozen:
         yield "frozen parameters"
+    if asked.prefers:
+        yield "preferences"
     yield from ["model of transformers"] if asked.hf else of_model(asked.model)
     if asked.model.adapter is not None:
         yield from _of_adapter(asked)
@@ -181,6 +193,8 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
         yield GRAPH_ALONE
     if asked.precision == "fp8":
         yield from _of_fp8(asked, layout)
+    if asked.prefers:
+        yield from _of_preferences(layout)
     if asked.model.moe is not None and not asked.hf:
         yield from _of_experts(asked, layout)
 
@@ -204,6 +218,14 @@ def _of_experts(asked: Task, layout: Layout) -> Iterator[str]:
         yield "experts along a grid"
     if asked.precision == "fp8":
         yield "experts in fp8"
+
+
+def _of_preferences(layout: Layout) -> Iterator[str]:
+    """Yield aspects that combine pairs of answers with other features of a layout."""
+    if layout.tensor.inner > 1:
+        yield "preferences on tensor ranks in two dimensions"
+    if layout.pipeline.stages > 1 and layout.pipeline.schedule in MOVING_WEIGHTS:
+        yield "preferences with weights that travel"
 
 
 def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:

@@ -47,6 +47,8 @@ def why_not(problem: Problem, part: Fused) -> str:
     record = PARTS[part]
     if record.place == "block" and problem.described is not None:
         return "transformers builds the layers"
+    if record.place == "loss" and problem.spec.training.objective.prefers:
+        return f"objective: {problem.spec.training.objective.kind} needs the loss of each token"
     if record.place == "update" and problem.spec.optimizer.name != part:
         return f"optimizer.name is {problem.spec.optimizer.name}"
     if record.needs == "gate" and not model.gated:

@@ -66,7 +66,8 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> ResolvedData
     records = next(iter(kinds), "text") if data.records == "auto" else data.records
     attend = data.attend
     if attend == "auto":
-        attend = "document" if records != "text" and data.pack else "sequence"
+        apart = records == "preference" or (records != "text" and data.pack)
+        attend = "document" if apart else "sequence"
     data = data.model_copy(update={"records": records, "attend": attend})
     vocab, wrong = _vocab(spec, launch, base_dir) if None in recorded else (None, [])
     vocab = max([vocab or 0, *(number or 0 for number in recorded)]) or None

@@ -84,13 +84,22 @@ def open_data(
         steps=training.steps,
         validation_samples=training.validation.samples,
         documents=_apart(data),
+        pairs=data.is_preference and plan.training.objective.prefers,
         pinned=plan.devices.backend != "cpu",
     )
     notes = [note for shards in opened for shard in shards if (note := _left_out(shard))]
     notes += [note for division in divisions for note in division.notes]
     notes += [f"PT606: {note}" for shards in opened for shard in shards for note in shard.notes]
-    fingerprint = _fingerprint(plan, opened)
-    return Batches(train, validation, deal, vocab=vocab, fingerprint=fingerprint, notes=tuple(notes), order=order)
+    return Batches(
+        train,
+        validation,
+        deal,
+        vocab=vocab,
+        fingerprint=_fingerprint(plan, opened),
+        notes=tuple(notes),
+        order=order,
+        documents=sum(len(shard.documents) - 1 for shards in opened for shard in shards),
+    )
 
 
 def _joined(divisions: list[DataDivision], plan: Plan) -> tuple[Samples, Samples, SampleOrder]:
@@ -219,7 +228,7 @@ def _fingerprint(plan: Plan, parts: list[list[Shard]]) -> str:
 
 def _apart(data: DataSpec) -> bool:
     """Return True if a sequence holds several documents and tokens attend only to tokens of their document."""
-    return data.pack and data.attend == "document"
+    return data.is_preference or (data.pack and data.attend == "document")
 
 
 def _content(shard: Shard) -> list[int]:

@@ -40,6 +40,9 @@ class Samples(Protocol):
     def loss(self, index: int) -> I64:
         """Return 1 for each token of a sample that is trained on, else 0."""
 
+    def numbers(self, index: int) -> I64:
+        """Return the corpus's numbers of the documents in a sample, in order."""
+
 
 class Packed:
     """Samples of joined ranges of the corpus; sample i holds tokens ``[i S, i S + S + 1)`` of the joined ranges.
@@ -78,6 +81,12 @@ class Packed:
         """See :class:`Samples`."""
         del index
         return np.ones(self._length + 1, dtype=np.int64)
+
+    def numbers(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        return np.concatenate(
+            [np.unique(self._corpus.documents_of(start, stop)) for _, start, stop in self._stretches(index)]
+        )
 
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (offset in the row, first token, one past the last token) for each range of the corpus in a sample."""
@@ -126,9 +135,13 @@ class WholeDocuments:
             changes[place] = place > 0
         return np.cumsum(changes)
 
+    def numbers(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        return self._rows.documents[self._rows.starts[index] : self._rows.starts[index + 1]]
+
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (offset in the row, first token, one past the last token) for each document of a sample."""
-        documents = self._rows.documents[self._rows.starts[index] : self._rows.starts[index + 1]]
+        documents = self.numbers(index)
         starts, _ = self._corpus.bounds(documents)
         place = 0
         for start, begin, size in zip(
@@ -165,6 +178,11 @@ class Joined:
         """See :class:`Samples`."""
         source, place = self._place(index)
         return source.loss(place)
+
+    def numbers(self, index: int) -> I64:
+        """Return the documents' numbers in the corpus of their source; see :class:`Samples`."""
+        source, place = self._place(index)
+        return source.numbers(place)
 
     def _place(self, index: int) -> tuple[Samples, int]:
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -230,7 +248,17 @@ def _split_stream(corpus: Corpus, length: int, share: float) -> tuple[Samples, S
 
 
 def _split_documents(corpus: Corpus, length: int, data: DataSpec) -> DataDivision:
-    arranged = arrange(corpus.lengths(), length, truncate=data.truncate, pack=data.pack, validation=data.validation)
+    if data.is_preference and corpus.documents % 2:
+        message = f"{corpus.documents} documents are not pairs of a chosen and a rejected answer"
+        raise ConfigurationError("PT602", message, "preferences are read from JSONL, Parquet or Arrow files")
+    arranged = arrange(
+        corpus.lengths(),
+        length,
+        truncate=data.truncate,
+        pack=data.pack,
+        validation=data.validation,
+        pairs=data.is_preference,
+    )
     train, validation = (WholeDocuments(corpus, arranged, rows) for rows in (arranged.train, arranged.validation))
     return DataDivision(train, validation, tuple(_losses(arranged, corpus, data)))
 
@@ -239,7 +267,7 @@ def _losses(arranged: Arrangement, corpus: Corpus, data: DataSpec) -> Iterator[s
     """Yield what conversations lose; texts that are not packed are cut without a note."""
     if data.is_text:
         return
-    of = f"of {len(arranged.kept):,} samples"
+    of = f"of {arranged.samples:,} {'pairs' if data.is_preference else 'samples'}"
     if arranged.truncated:
         side = "end" if data.truncate == "right" else "beginning"
         yield f"PT661: {arranged.truncated:,} {of} are longer than a sequence and lose their {side}"
@@ -248,4 +276,5 @@ def _losses(arranged: Arrangement, corpus: Corpus, data: DataSpec) -> Iterator[s
     if arranged.untrained:
         first = next((shard.first_masked for shard in corpus.shards if shard.first_masked), "")
         where = f"; the first is {first}" if first else ""
-        yield f"PT662: {arranged.untrained:,} {of} have no token to train on and are left out{where}"
+        what = "an answer without a token" if data.is_preference else "no token"
+        yield f"PT662: {arranged.untrained:,} {of} have {what} to train on and are left out{where}"

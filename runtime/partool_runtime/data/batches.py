@@ -21,6 +21,28 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of answers in a micro-batch: its documents 2j (chosen) and 2j + 1 (rejected), row after row."""
+
+    numbers_D: I64  # noqa: N815
+    """Number in the corpus of each document."""
+    first_B: torch.Tensor  # noqa: N815
+    """Place among the micro-batch's documents of the first document of each row (int64)."""
+    lengths_D: torch.Tensor  # noqa: N815
+    """Number of labels of each document, on all ranks that share its sequence."""
+    reference_D: torch.Tensor | None = None  # noqa: N815
+    """Sum of the log-probabilities (float64) of each document's labels, by the model that training started from; None
+    until they are known."""
+    index_S: torch.Tensor | None = None  # noqa: N815
+    """Positions in the sequence of this rank's tokens; None if the rank has whole sequences."""
+
+    @property
+    def count(self) -> int:
+        """Number of pairs."""
+        return len(self.numbers_D) // 2
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Sequences of one forward pass; ``labels_BS[b, s]`` is the token after ``tokens_BS[b, s]``, or −100 (ignored)."""
 
@@ -32,6 +54,8 @@ class MicroBatch:
     first: int = 0
     """Number of the first sequence in the run's order, in which every step follows the one before; the same number in
     any layout. Later sequences of the micro-batch have the next numbers."""
+    pairs: Pairs | None = None
+    """The pairs of answers in the sequences; None where each token counts by itself."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -54,6 +78,8 @@ class SampleDeal:
     validation_samples: int
     documents: bool = False
     """Whether tokens attend only within their document; the last token of a document then has no label."""
+    pairs: bool = False
+    """Whether the documents of each sequence are pairs of answers."""
     pinned: bool = False
     """Whether a step's batches are in pinned memory, from which a GPU copies asynchronously."""
 
@@ -88,7 +114,10 @@ class Batches:
         fingerprint: str,
         notes: tuple[str, ...] = (),
         order: SampleOrder | None = None,
+        documents: int = 0,
     ) -> None:
+        self.documents = documents
+        """Number of documents of the corpus."""
         self._train = train
         self._order = order or Epochs(train.count, deal.seed)
         self._validation = validation
@@ -102,6 +131,7 @@ class Batches:
         self.train_tokens = train.tokens
         self.validation_tokens = validation.tokens
         self.samples_per_epoch = self._order.epoch
+        self._reference: npt.NDArray[np.float64] | None = None
         self._reader = threads.executor("partool-data")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
         self._room = (_room(deal), _room(deal)) if deal.pinned else ()
@@ -131,13 +161,46 @@ class Batches:
         rank gets the same number of micro-batches; missing samples are replaced by rows of ignored labels, so a
         micro-batch may have only ignored labels.
         """
-        deal, available = self._deal, self._validation.count
-        wanted = min(deal.validation_samples, available)
+        yield from self._dealt(self._validation, self._validation_ids())
+
+    @property
+    def _trained_ids(self) -> I64:
+        """Numbers of the samples that the steps read, each once."""
+        deal, available = self._deal, self._train.count
+        taken = deal.steps * deal.global_batch
+        return np.arange(available) if taken >= available else np.unique(self._order.ids(0, taken))
+
+    def _validation_ids(self) -> list[int]:
+        available = self._validation.count
+        wanted = min(self._deal.validation_samples, available)
+        return [place * available // wanted for place in range(wanted)]
+
+    @property
+    def read_documents(self) -> I64:
+        """Numbers in the corpus of the documents that the steps and the validations of all ranks read."""
+        trained = [self._train.numbers(int(number)) for number in self._trained_ids]
+        held_out = [self._validation.numbers(number) for number in self._validation_ids()]
+        return np.concatenate([np.empty(0, np.int64), *trained, *held_out])
+
+    def reference_pass(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of all samples that the steps and the validations read, each once.
+
+        Every rank gets the same number of micro-batches, as in :meth:`validation`.
+        """
+        yield from self._dealt(self._train, self._trained_ids)
+        yield from self.validation()
+
+    def _dealt(self, samples: Samples, ids: Sequence[int] | I64) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of some samples, with empty rows after the last."""
+        deal = self._deal
         per_round = deal.micro_batch * deal.dp_size
-        for first in range(deal.dp_rank * deal.micro_batch, _round_up(wanted, per_round), per_round):
+        for first in range(deal.dp_rank * deal.micro_batch, _round_up(len(ids), per_round), per_round):
             places = range(first, first + deal.micro_batch)
-            ids = [place * available // wanted if place < wanted else None for place in places]
-            yield self._micro_batch(self._validation, ids)
+            yield self._micro_batch(samples, [int(ids[at]) if at < len(ids) else None for at in places])
+
+    def use_reference(self, sums: npt.NDArray[np.float64]) -> None:
+        """Give later micro-batches the reference's log-probabilities, one sum per document of the corpus."""
+        self._reference = sums
 
     @property
     def evaluated_sequences(self) -> int:
@@ -208,7 +271,24 @@ class Batches:
         if documents is not None:
             labels_BS[torch.from_numpy(documents[:, 1:] != documents[:, :-1])] = IGNORED_LABEL
             documents_BL = torch.from_numpy(documents[:, :-1].copy())
-        return MicroBatch(tokens_BS, labels_BS, documents_BL)
+        pairs = self._pairs(samples, ids, documents, labels_BS) if self._deal.pairs and documents is not None else None
+        return MicroBatch(tokens_BS, labels_BS, documents_BL, pairs=pairs)
+
+    def _pairs(
+        self,
+        samples: Samples,
+        ids: Sequence[int | None],
+        documents: npt.NDArray[np.int32],
+        labels_BS: torch.Tensor,
+    ) -> Pairs:
+        """Return the pairs in the rows ``ids``; ``documents`` numbers each row's documents from 0."""
+        numbers = [np.empty(0, np.int64) if number is None else samples.numbers(number) for number in ids]
+        first = np.cumsum([0, *map(len, numbers[:-1])])
+        numbers_D = np.concatenate(numbers)
+        labelled = (labels_BS != IGNORED_LABEL).numpy()
+        lengths = np.bincount((documents[:, :-1] + first[:, None])[labelled], minlength=len(numbers_D))
+        reference = None if self._reference is None else torch.from_numpy(self._reference[numbers_D])
+        return Pairs(numbers_D, torch.from_numpy(first), torch.from_numpy(lengths[: len(numbers_D)]), reference)
 
 
 def _room(deal: SampleDeal) -> list[MicroBatch]:
@@ -230,7 +310,7 @@ def _moved(micro: MicroBatch, room: MicroBatch) -> MicroBatch:
     room.labels_BS.copy_(micro.labels_BS)
     if room.documents_BL is not None and micro.documents_BL is not None:
         room.documents_BL.copy_(micro.documents_BL)
-    return replace(room, first=micro.first)
+    return replace(room, first=micro.first, pairs=micro.pairs)
 
 
 def _round_up(value: int, multiple: int) -> int:

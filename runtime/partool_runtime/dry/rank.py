@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 
+import numpy as np
 import torch
 
 from partool.plan.rank_trace import CheckpointBlock, CheckpointTrace, Collective, ExecutedParts, RankTrace
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import StatePart, parts_to_load, parts_to_save
-from partool_runtime.data.batches import MicroBatch
+from partool_runtime.data.batches import MicroBatch, Pairs
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.host import Tensors, absent_host
 from partool_runtime.dry.layer_log import LayerLog, Unequal, UnequalLayers
@@ -189,6 +190,7 @@ def _stepper(plan: Plan, prepared: Prepared, ranks: Ranks, memory: MemoryRecord)
         spec=spec,
         kernels=plan.kernels.mode,
         loads=prepared.loads,
+        preferences=prepared.preferences,
     )
 
 
@@ -221,8 +223,16 @@ def micro_batches(plan: Plan) -> list[MicroBatch]:
     documents_BL = None
     if plan.data.attend == "document":
         documents_BL = torch.zeros(shape, dtype=torch.int32)
+    pairs = _pairs(plan.layout.micro_batch) if plan.training.objective.prefers else None
     first = plan.training.adversarial.start_step * plan.training.global_batch
-    return [MicroBatch(tokens_BS, tokens_BS, documents_BL, first)] * plan.layout.derived.accumulation
+    return [MicroBatch(tokens_BS, tokens_BS, documents_BL, first, pairs)] * plan.layout.derived.accumulation
+
+
+def _pairs(rows: int) -> Pairs:
+    """Return one pair of answers in each row."""
+    lengths_D = torch.ones(2 * rows, dtype=torch.int64)
+    reference_D = torch.zeros(2 * rows, dtype=torch.float64)
+    return Pairs(np.arange(2 * rows), torch.arange(rows) * 2, lengths_D, reference_D)
 
 
 def evaluated(

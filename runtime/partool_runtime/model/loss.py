@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -30,6 +30,11 @@ class LossKernels(NamedTuple):
     """Size of the whole vocabulary. Ranks that shard the vocabulary use it to choose equal chunks of positions."""
 
 
+Reduction = Literal["sum", "none"]
+"""``sum``: the sum of the losses of all positions, a scalar; ``none``: the loss of each position, ``[B, S]``, 0 where
+the label is ignored. Kernels and ``z_loss`` are for sums."""
+
+
 def loss(
     hidden_BSH: torch.Tensor,
     head_weight_VH: torch.Tensor,
@@ -40,8 +45,9 @@ def loss(
     tile: int = 0,
     z_loss: float = 0.0,
     kernels: LossKernels | None = None,
+    reduction: Reduction = "sum",
 ) -> torch.Tensor:
-    """Return the sum of the losses of all labelled positions, a scalar in float32 or wider.
+    """Return the sum of the losses of all labelled positions, a scalar in float32 or wider, or see ``Reduction``.
 
     A position's loss is its cross entropy plus ``z_loss`` times the squared logarithm of the sum of its logits'
     exponentials (PaLM, arXiv 2204.02311, section 5). The result is a sum and not a mean, so that the caller can divide
@@ -50,21 +56,31 @@ def loss(
     ``tile`` sets the number of positions whose logits exist at once. With ``kernels.early`` nothing is recomputed.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
+    if reduction == "none":
+        check_plain(kernels, z_loss)
     if kernels is not None and kernels.early and not deferral.is_splitting():
         terms = Terms(z_loss)
         return linear_cross_entropy(
             hidden_TH, head_weight_VH, labels_T, bias=bias_V, terms=terms, rows=tile, mode=kernels.mode
         )
     rows = tile or max(1, chunk_logits // head_weight_VH.shape[0])
+    how: _Terms = (z_loss, kernels, reduction)
     if hidden_TH.shape[0] <= rows:
-        return _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T, (z_loss, kernels))
-    chunks = _Chunks(labels_T, rows, (z_loss, kernels))
-    total: torch.Tensor = _ChunkedLoss.apply(hidden_TH, head_weight_VH, bias_V, chunks)  # type: ignore[no-untyped-call]
-    return total
+        result = _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T, how)
+    else:
+        chunks = _Chunks(labels_T, rows, how)
+        result = _ChunkedLoss.apply(hidden_TH, head_weight_VH, bias_V, chunks)  # type: ignore[no-untyped-call]
+    return result if reduction == "sum" else result.view(labels_BS.shape)
 
 
-_Terms = tuple[float, LossKernels | None]
-"""Weight ``z_loss``, and the options of the kernels that compute the loss."""
+def check_plain(kernels: LossKernels | None, z_loss: float) -> None:
+    """Raise ValueError for what changes the losses of single positions: they would be no log-probabilities."""
+    if kernels is not None or z_loss:
+        raise ValueError("losses of single positions are computed without kernels and without z_loss")
+
+
+_Terms = tuple[float, LossKernels | None, Reduction]
+"""Weight ``z_loss``, the options of the kernels that compute the loss, and what is returned of the positions."""
 
 
 def _logits(
@@ -86,11 +102,11 @@ def _cross_entropy(
 
 
 def _of_logits(logits_TV: torch.Tensor, labels_T: torch.Tensor, terms: _Terms, *, in_place: bool) -> torch.Tensor:
-    """Return the sum of token losses; kernels write the gradients over the logits if ``in_place``."""
-    z_loss, kernels = terms
+    """Return the sum of token losses, or each; kernels write the gradients over the logits if ``in_place``."""
+    z_loss, kernels, reduction = terms
     if kernels is not None:
         return cross_entropy(logits_TV, labels_T, Terms(z_loss), kernels.mode, in_place=in_place)
-    total = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction=reduction)
     if not z_loss:
         return total
     return total + z_loss * logits_TV.logsumexp(1).square().where(labels_T != IGNORED, 0.0).sum()
@@ -103,6 +119,7 @@ def loss_of_logits(
     tile: int = 0,
     z_loss: float = 0.0,
     kernels: LossKernels | None = None,
+    reduction: Reduction = "sum",
 ) -> torch.Tensor:
     """Return what :func:`loss` returns, for a model that computes the logits by itself.
 
@@ -111,11 +128,17 @@ def loss_of_logits(
     logits_TV, labels_T = logits_BSV.flatten(0, -2), labels_BS.flatten()
     rows = tile or max(1, CHUNK_LOGITS // logits_TV.shape[1])
     wide = wide_dtype(logits_TV.dtype)
-    total = logits_TV.new_zeros((), dtype=wide)
+    if reduction == "none":
+        check_plain(kernels, z_loss)
+    total, each = logits_TV.new_zeros((), dtype=wide), []
     for logits_CV, labels_C in zip(*(torch.split(each, rows) for each in (logits_TV, labels_T)), strict=True):
         given = logits_CV if kernels is not None else logits_CV.to(wide)
-        total = total + _of_logits(given, labels_C, (z_loss, kernels), in_place=False)
-    return total
+        chunk = _of_logits(given, labels_C, (z_loss, kernels, reduction), in_place=False)
+        if reduction == "none":
+            each.append(chunk)
+        else:
+            total = total + chunk
+    return total if reduction == "sum" else torch.cat(each).view(labels_BS.shape)
 
 
 class _Chunks(NamedTuple):
@@ -139,11 +162,15 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_TH, head_weight_VH, bias_V, chunks.labels)  # type: ignore[arg-type]
         ctx.rows, ctx.terms = chunks.rows, chunks.terms  # type: ignore[attr-defined]
-        total = hidden_TH.new_zeros((), dtype=wide_dtype(hidden_TH.dtype))
+        total, each = hidden_TH.new_zeros((), dtype=wide_dtype(hidden_TH.dtype)), []
         parts = (torch.split(tensor, chunks.rows) for tensor in (hidden_TH, chunks.labels))
         for hidden_CH, labels_C in zip(*parts, strict=True):
-            total += _cross_entropy(hidden_CH, head_weight_VH, bias_V, labels_C, chunks.terms)
-        return total
+            chunk = _cross_entropy(hidden_CH, head_weight_VH, bias_V, labels_C, chunks.terms)
+            if chunk.ndim:
+                each.append(chunk)
+            else:
+                total += chunk
+        return torch.cat(each) if each else total
 
     @staticmethod
     @once_differentiable
@@ -159,7 +186,10 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             # No variable holds the logits, since it would keep two chunks of them alive.
             grad_logits_CV = _grad_logits(
-                _logits(hidden_TH[part], head_weight_VH, bias_V, wide=wide), labels_T[part], grad, ctx.terms
+                _logits(hidden_TH[part], head_weight_VH, bias_V, wide=wide),
+                labels_T[part],
+                grad[part] if grad.ndim else grad,
+                ctx.terms,
             ).to(hidden_TH.dtype)
             if grad_hidden_TH is not None:
                 torch.mm(grad_logits_CV, head_weight_VH, out=grad_hidden_TH[part])
@@ -175,8 +205,11 @@ def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
 
 
 def _grad_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """Return ``grad`` times the logits' gradient, which is 0 for ignored labels; kernels write it over the logits."""
-    z_loss, kernels = terms
+    """Return ``grad``, one number or one per position, times the logits' gradient, which is 0 for ignored labels.
+
+    Kernels write it over the logits.
+    """
+    z_loss, kernels, _ = terms
     if kernels is not None:
         operators = torch.ops.partool
         highest_C, sums_C, _ = operators.cross_entropy_parts(logits_CV, labels_C, 0, 0.0, kernels.mode)

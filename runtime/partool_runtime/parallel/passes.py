@@ -19,6 +19,8 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 LossOf = Callable[[MicroBatch], torch.Tensor]
 """Function that runs a forward pass over a micro-batch and returns the sum of its token losses."""
+BeforePass = Callable[[MicroBatch], None]
+"""Function that learns which micro-batch's loss is computed next."""
 Perturb = Callable[[MicroBatch, LossOf, torch.Tensor, Timer], None]
 """Function that finds what to add to a micro-batch's embeddings in its next forward pass; its last arguments are those
 of :meth:`Passes.step`."""
@@ -50,7 +52,8 @@ class PlainPasses:
 
     ``model(tokens_BS, labels_BS)`` must return the sum of the token losses. If a micro-batch numbers its documents, the
     call is ``model(tokens_BS, labels_BS, documents_BL)``. If tensor ranks hold only parts of some gradients,
-    ``tensor`` sums these parts. ``perturb`` is called before the passes of each micro-batch.
+    ``tensor`` sums these parts. ``perturb`` is called before the passes of each micro-batch, ``before`` before each
+    forward pass.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class PlainPasses:
         device: torch.device,
         tensor: TensorGradients | None = None,
         perturb: Perturb | None = None,
+        *,
+        before: BeforePass | None = None,
     ) -> None:
         self._model, self._sync, self._device, self._tensor = model, sync, device, tensor
-        self._perturb = perturb
+        self._perturb, self._before = perturb, before
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See :class:`Passes`."""
@@ -84,6 +89,8 @@ class PlainPasses:
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         """Return the sum of a micro-batch's token losses."""
+        if self._before is not None:
+            self._before(micro)
         tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
         labels_BS = micro.labels_BS.to(self._device, non_blocking=True)
         loss: torch.Tensor = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device))
@@ -98,8 +105,7 @@ class PlainPasses:
             if stopping():
                 self._sync.release()
                 return None
-            tokens_BS, labels_BS = micro.tokens_BS.to(self._device), micro.labels_BS.to(self._device)
-            total += self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device)).double()
+            total += self._loss(micro).double()
         self._sync.release()
         return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -22,6 +23,8 @@ class TrainingFigures:
     mfu: float | None = None
     eta_s: float | None = None
     skipped: bool = False
+    preferences: Mapping[str, float] | None = None
+    """Means over pairs of answers since the last log step; None for other objectives."""
 
 
 def line(figures: TrainingFigures) -> str:
@@ -44,7 +47,15 @@ def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
         ("MFU", None if f.mfu is None else f"{f.mfu:.1%}"),
         ("ETA", None if f.eta_s is None else duration(f.eta_s)),
     ]
-    return [(name, text) for name, text in texts if text is not None]
+    shown = [(name, text) for name, text in texts if text is not None]
+    return shown if f.preferences is None else [*shown[:1], *preference_pairs(f.preferences), *shown[1:]]
+
+
+def preference_pairs(means: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return means over pairs of answers as (name, text)."""
+    texts = [("accuracy", f"{means['accuracy']:.1%}"), ("margin", f"{means['margin']:.4f}")]
+    texts += [("rewards", f"{means['chosen']:.3f} / {means['rejected']:.3f}")]
+    return [*texts, ("log odds", f"{means['log_odds']:.4f}")] if "log_odds" in means else texts
 
 
 def seconds(value: float) -> str:

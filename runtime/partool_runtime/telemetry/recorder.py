@@ -26,7 +26,7 @@ from partool_runtime.telemetry._closing import close_run
 from partool_runtime.telemetry._collectives import EXCHANGES, BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
 from partool_runtime.telemetry._events import EventWriter
-from partool_runtime.telemetry._figures import TrainingFigures
+from partool_runtime.telemetry._figures import TrainingFigures, preference_pairs
 from partool_runtime.telemetry._lasting import LastingDisplay
 from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
 from partool_runtime.telemetry._pipeline import BUBBLE, PipelineSteps, Ran
@@ -198,19 +198,30 @@ class Recorder:
         if self._display is not None:
             self._display.message(f"warning: {message}")
 
-    def validation(self, step: int, loss: float, tokens: int) -> None:
+    def note_preferences(self, figures: Mapping[str, float]) -> None:
+        """Take means over pairs of answers, which the next log step shows."""
+        self._figures = replace(self._figures, preferences=figures)
+
+    def validation(self, step: int, loss: float, tokens: int, preferences: Mapping[str, float] | None = None) -> None:
         """Record a validation that has just ended; the step after it is excluded from the medians.
+
+        ``preferences`` are the means over pairs of answers.
 
         The time of a validation between two steps belongs to neither step; inside a step it counts as part of the step.
         """
         self._steady = False
         if not self._spans.begun:
             self._start = self._clock.mark()
-        self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens})
+        of_pairs = {} if preferences is None else {"preferences": dict(preferences)}
+        self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens, **of_pairs})
         if self._tensorboard is not None:
             self._tensorboard.validation(step, loss)
         if self._display is not None:
             self._display.validation(step, loss)
+            if preferences is not None:
+                self._display.message(
+                    f"validation {'  '.join(f'{name} {value}' for name, value in preference_pairs(preferences))}"
+                )
 
     def note_memory(self, term: str, size_bytes: int, measure: str = "counted tensors") -> None:
         """Record bytes of a memory term that the caller has counted; the largest value of a run is kept.
@@ -381,6 +392,8 @@ class Recorder:
         }
         if log:
             data |= {"tokens_per_s": figures.tokens_per_s, "mfu": figures.mfu, "memory_bytes": figures.memory_bytes}
+            if figures.preferences is not None:
+                data["preferences"] = dict(figures.preferences)
         self._events.write("step", data)
 
     def _show(self, *, log: bool) -> None:

@@ -69,7 +69,12 @@ class ConversationSource:
                 yield sample
 
         for encoded in encode_all(self._encoder, samples(), min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))):
-            yield TokenPart(encoded.ids, ends_document=True, loss=encoded.loss, origin=origins.popleft())
+            origin = origins.popleft()
+            if self._kind == "preference" and not len(encoded.ids):
+                # A document without tokens is not written, and every later pair would be two answers to two prompts.
+                help = "leave the record out, or correct the chat template"
+                raise ConfigurationError("PT602", f"{origin}: an answer of the pair has no tokens", help)
+            yield TokenPart(encoded.ids, ends_document=True, loss=encoded.loss, origin=origin)
 
     def texts(self, documents: Collection[int]) -> dict[int, Shown]:
         """Return the samples of some documents of the cache, with each token's message, by the document's number."""

@@ -54,7 +54,12 @@ def _counts(shard: Shard) -> Event:
 
 def _rows(source: ConversationSource, shard: Shard, data: DataSpec, request: dict[str, Any]) -> Iterator[Event]:
     arranged = arrange(
-        shard.lengths(), request["sequence_length"], truncate=data.truncate, pack=data.pack, validation=data.validation
+        shard.lengths(),
+        request["sequence_length"],
+        truncate=data.truncate,
+        pack=data.pack,
+        validation=data.validation,
+        pairs=data.is_preference,
     )
     rows = arranged.train
     wanted = [row for row in request["rows"] if row < rows.count]

@@ -71,3 +71,37 @@ def test_no_document_is_no_row() -> None:
     empty = arranged([], validation=0.5)
     assert (empty.train.count, empty.validation.count) == (0, 0)
     assert rows_of(arranged([1, 1]).train) == []
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_answers_of_a_pair_stay_side_by_side(pack: bool) -> None:
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(2, 13, size=402)
+    result = arranged(tokens.tolist(), pack=pack, validation=0.1, pairs=True)
+    rows = [*rows_of(result.train), *rows_of(result.validation)]
+    for row in rows:
+        assert [each + 1 for each in row[::2]] == row[1::2]
+        assert all(each % 2 == 0 for each in row[::2])
+        assert 0 < result.kept[row].sum() <= 10
+    assert sorted(document for row in rows for document in row) == list(range(402))
+    assert result.validation.count > 0
+    assert result.truncated == (tokens.reshape(-1, 2).sum(1) > 10).sum()
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept", "begins"),
+    [
+        ("right", [3, 7, 5, 5, 4, 6, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]),
+        ("left", [3, 7, 5, 5, 4, 6, 0, 0], [0, 5, 2, 3, 0, 0, 0, 0]),
+        ("drop", [0, 0, 0, 0, 4, 6, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_long_pair_shares_a_row_or_is_left_out(truncate: Any, kept: list[int], begins: list[int]) -> None:
+    # The last pair has an answer without a token to train on.
+    first, last = [1, 1, 1, 1, 1, 1, 1, -1], [2, 11, 6, 7, 3, 5, 2, -1]
+    result = arranged([3, 12, 7, 8, 4, 6, 3, 3], first, last, truncate=truncate, pairs=True)
+    assert result.kept.tolist() == kept
+    assert result.begins.tolist() == begins
+    assert (result.dropped, result.untrained, result.samples) == (2 if truncate == "drop" else 0, 1, 4)
+    with pytest.raises(ValueError, match="not pairs"):
+        arranged([3, 4, 5], pairs=True)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from partool.plan.learning_rate import lr_factor
 from partool.spec.training import OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.jobs.losses import labels_of, loss_until, sharers
+from partool_runtime.jobs.losses import counts_of, labels_of, loss_until, sharers
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.agreement import agreement
 from partool_runtime.optim.grad_norm import GradientCheck, Mode, clip_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.passes import Passes, Timer
+from partool_runtime.parallel.preferences import PreferenceLoss
 from partool_runtime.precision import LossScaler
 
 
@@ -24,7 +27,7 @@ class StepResult:
     """Result of a step, equal on all ranks."""
 
     loss: float
-    """Mean loss over the step's tokens, in nats."""
+    """Mean loss over the step's tokens, or pairs of answers, in nats."""
     grad_norm: float
     """Gradient norm before clipping; NaN if a gradient was not finite."""
     lr: float
@@ -40,7 +43,11 @@ class StepResult:
 
 
 class Stepper:
-    """Runs optimizer steps. The loss is divided by the labels of the whole step, over all ranks and micro-batches."""
+    """Runs optimizer steps.
+
+    The loss is divided by the labels of the whole step, over all ranks and micro-batches; that of pairs of answers by
+    the pairs.
+    """
 
     def __init__(
         self,
@@ -53,8 +60,11 @@ class Stepper:
         spec: OptimizerSpec,
         kernels: Mode = "auto",
         loads: ExpertLoads | None = None,
+        preferences: PreferenceLoss | None = None,
     ) -> None:
         self._passes = passes
+        self.preferences = preferences
+        """The objective of pairs of answers; None where each token counts by itself."""
         self.loads = loads
         """Loads of the experts; None for a dense model."""
         self.optimizer = optimizer
@@ -78,24 +88,35 @@ class Stepper:
         """
         with timer("overhead"):
             self._agreement.begin(step)
-            tokens = self._agreement.tokens(labels_of(batch, self._ranks.device)) / sharers(self._ranks)
+            units, tokens = self._counted(batch)
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
             if self.loads is not None:
                 all_tokens = sum(micro.tokens_BS.numel() for micro in batch) * self._ranks.dp.size
                 self.loads.begin(self._scaler.scale, all_tokens)
-        loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
+        loss_sum = self._passes.step(batch, self._scaler.scale / units.clamp(min=1), timer)
         scale = self._scaler.scale
         with timer(self.optimizer.term):
             sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
             check = self._agreement.check(sums, loss_sum, flags)
-            count = int(tokens)  # read here, where the host waits anyway, and not after the update
+            # Read here, where the host waits anyway, and not after the update.
+            count = int(tokens)
+            unit_count = count if units is tokens else int(units)
         with timer(self.optimizer.term):
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
-        loss, norm = check.loss_sum / max(count, 1), check.norm / scale
+        loss, norm = check.loss_sum / max(unit_count, 1), check.norm / scale
         return StepResult(loss, norm, lr, count, not check.finite, check.flags, local=self._agreement.local)
+
+    def _counted(self, batch: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the losses of all ranks are divided by, and the number of their labels."""
+        device, shared = self._ranks.device, sharers(self._ranks)
+        if self.preferences is None:
+            tokens = self._agreement.tokens(labels_of(batch, device)) / shared
+            return tokens, tokens
+        units, tokens = (self._agreement.tokens(counts_of(batch, device)) / shared).unbind()
+        return units, tokens
 
     def _end(self, check: GradientCheck, lr: float, scale: float) -> None:
         """Apply the update, or skip it if gradients are not finite."""
@@ -111,13 +132,13 @@ class Stepper:
     def validate(
         self, batches: Iterable[MicroBatch], stopping: Callable[[], bool] = lambda: False
     ) -> tuple[float, int] | None:
-        """Return the mean loss over the held-out tokens of all ranks, and the number of these tokens.
+        """Return the mean loss over the held-out tokens, or pairs, of all ranks, and the number of labels.
 
         ``stopping`` is called before each micro-batch and must return the same value on all ranks; if it returns True,
         the result is None.
         """
         result = loss_until(self._passes, self._ranks, batches, stopping)
-        return None if result is None else (result[0] / max(result[1], 1), result[1])
+        return None if result is None else (result.loss_sum / max(result.units, 1), result.tokens)
 
     def _count_nonfinite(self, step: int, finite: bool) -> None:
         self.nonfinite_in_row = self._agreement.most(0 if finite else self.nonfinite_in_row + 1)

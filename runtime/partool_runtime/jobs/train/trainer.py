@@ -16,10 +16,10 @@ from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
 from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.jobs.process import configure_process, watch_compiler
+from partool_runtime.jobs.train.reference import give_reference
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.model import AnyDecoder
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
@@ -59,7 +59,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         watch_compiler(plan, pulse)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
         stepper, saver, first = _open(
-            plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume, pulse=pulse
+            plan, run_dir, ranks, recorder, prepared=prepared, data=data, resume=resume, pulse=pulse
         )
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
@@ -142,11 +142,15 @@ class _Run:
         if result is None:
             self.recorder.event("signal", name=self.stop.reason)
             return False
-        self.recorder.validation(steps_done, *result)
+        preferences = self.stepper.preferences
+        figures = None if preferences is None else preferences.figures(trains=False)
+        self.recorder.validation(steps_done, *result, figures)
         return True
 
     def _record(self, steps_done: int, result: StepResult) -> None:
-        recorder = self.recorder
+        recorder, preferences = self.recorder, self.stepper.preferences
+        if preferences is not None and recorder.is_log_step(steps_done):
+            recorder.note_preferences(preferences.figures(trains=True))
         recorder.step(steps_done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
         if result.skipped:
             recorder.event("nonfinite", step=steps_done, consecutive=self.stepper.nonfinite_in_row)
@@ -199,7 +203,7 @@ def _open(
     recorder: Recorder,
     *,
     prepared: Prepared,
-    fingerprint: str,
+    data: Batches,
     resume: bool,
     pulse: Pulse,
 ) -> tuple[Stepper, Saver, int]:
@@ -218,12 +222,21 @@ def _open(
         spec=plan.optimizer,
         kernels=plan.kernels.mode,
         loads=prepared.loads,
+        preferences=prepared.preferences,
     )
-    notes: tuple[str, ...] = ()
+
+    def start() -> None:
+        """Give the model the weights that training starts from."""
+        folder = None if plan.adapter is None else plan.adapter.weights
+        for note in fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters(), adapter=folder):
+            recorder.warning(note)
+        optimizer.loaded()
+        post_load(model)
+
+    base = ""
     if plan.adapter is not None:  # checkpoints hold no frozen weights
-        notes, base = _fill(plan, model, optimizer), checksum(model, frozen_of(model, plan.frozen), ranks.world)
-    else:
-        base = ""
+        start()
+        base = checksum(model, frozen_of(model, plan.frozen), ranks.world)
     saver = Saver(
         plan,
         run_dir,
@@ -232,25 +245,22 @@ def _open(
         optimizer=optimizer,
         scaler=scaler,
         stepper=stepper,
-        fingerprint=fingerprint,
+        fingerprint=data.fingerprint,
         arena=arena,
         base=base,
     )
     pulse.enter("loading")
+    started = give_reference(plan, run_dir, ranks, prepared=prepared, data=data, start=start, pulse=pulse)
     fallback = falls_back(plan.resume.fallback, plan.launch.target, os.environ)
     first = saver.resume(fallback=fallback) if resume else 0
-    if first == 0 and plan.adapter is None:  # a resumed run does not need its initial weights
-        notes = _fill(plan, model, optimizer)
-    for note in (*saver.notes, *notes):
+    for note in saver.notes:
         recorder.warning(note)
-    optimizer.loaded()
-    post_load(model)
+    if first > 0:  # a resumed run does not need its initial weights
+        optimizer.loaded()
+        post_load(model)
+    elif not started and plan.adapter is None:
+        start()
     return stepper, saver, first
-
-
-def _fill(plan: Plan, model: AnyDecoder, optimizer: Optimizer) -> tuple[str, ...]:
-    folder = None if plan.adapter is None else plan.adapter.weights
-    return fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters(), adapter=folder)
 
 
 def _room_bytes(plan: Plan) -> int | None:

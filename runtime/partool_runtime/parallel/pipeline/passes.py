@@ -21,6 +21,7 @@ from partool_runtime.hf.stages import HfParts, HfStage
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import DecoderParts, StageModule
 from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.passes import BeforePass
 from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.sync import PipelineSync, Timer, Unit
 from partool_runtime.parallel.pipeline.types import Boundary, Done
@@ -66,8 +67,9 @@ The actions are in the order in which their times became known."""
 class DecoderStage:
     """A stage of a decoder; implements the interface ``Stage``, which the engine calls."""
 
-    def __init__(self, module: StageModule | HfStage, device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(self, module: StageModule | HfStage, device: torch.device, before: BeforePass | None = None) -> None:
+        """``before`` is called before each forward pass of the last stage."""
+        self._module, self._device, self._before = module, device, before
 
     @property
     def module(self) -> nn.Module:
@@ -78,6 +80,8 @@ class DecoderStage:
         """Return the hidden state ``[B, S, H]``, or on the last stage the sum of token losses."""
         x = x_BSH if x_BSH is not None else micro.tokens_BS.to(self._device, non_blocking=True)
         last = self._module.last
+        if last and self._before is not None:
+            self._before(micro)
         labels_BS = micro.labels_BS.to(self._device, non_blocking=True) if last else None
         out: torch.Tensor = self._module(x, labels_BS, *on_device(micro.documents_BL, self._device))
         return out
@@ -192,15 +196,19 @@ def pipeline_passes(
     plan: Plan,
     ranks: Ranks,
     report: Report,
+    before: BeforePass | None = None,
 ) -> PipelinePasses:
-    """Return the ``Passes`` of this pipeline rank; a collective of all ranks. The model may be on the meta device."""
+    """Return the ``Passes`` of this pipeline rank; a collective of all ranks. The model may be on the meta device.
+
+    ``before`` is called before each forward pass of the last stage.
+    """
     layout, rank = plan.layout, ranks.pp.place
     sync = PipelineSync(schedule.lists[rank], units, zero=layout.data.zero, replicas=ranks.replicate.size)
     boundary = Boundary(boundary_shape(plan, ranks.cp.place), COMPUTE_DTYPE[plan.training.precision], ranks.device)
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
     lines = open_lines(ranks.groups, ranks.pp.parts, schedule.placement, timeout_s=timeout_s)
     wires = Wires(rank, lines, boundary, timeout_s=timeout_s)
-    stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
+    stages = {number: DecoderStage(module, ranks.device, before) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
     tensor = TensorGradients.of(parts, plan, ranks)
     engine = PipelineEngine(schedule, stages, wires, sync=sync)

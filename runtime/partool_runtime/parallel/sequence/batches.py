@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -48,7 +49,8 @@ class SharedSequences:
             message = f"sequences of {micro.tokens_BS.shape[1]} tokens, but the plan expects {self._length}"
             raise ConfigurationError("PT651", message, "Use sequences of training.sequence_length tokens.")
         tokens_BS, labels_BS = self._share(micro.tokens_BS), self._share(micro.labels_BS)
-        return MicroBatch(tokens_BS, labels_BS, micro.documents_BL, micro.first)
+        pairs = None if micro.pairs is None else replace(micro.pairs, index_S=self._index_S)
+        return MicroBatch(tokens_BS, labels_BS, micro.documents_BL, micro.first, pairs)
 
     def _share(self, whole_BL: torch.Tensor) -> torch.Tensor:
         share_BS = whole_BL.index_select(1, self._index_S)

@@ -20,7 +20,7 @@ from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradi
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
+from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels, Reduction, check_plain
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel.tensor.ops import Team, reduce_from_tp, start_reduce_from_tp, start_tokens, tokens
 from partool_runtime.torch_internals.collectives import finished, start_sum
@@ -107,8 +107,9 @@ def vocabulary_loss(
     chunk_logits: int = CHUNK_LOGITS,
     z_loss: float = 0.0,
     kernels: LossKernels | None = None,
+    reduction: Reduction = "sum",
 ) -> torch.Tensor:
-    """Return the sum of the losses of all labelled positions, the same scalar on every rank.
+    """Return the sum of the losses of all labelled positions, the same scalar on every rank, or see ``Reduction``.
 
     ``hidden`` is the residual stream, all tokens or a share. This rank holds the ``V`` tokens of the vocabulary that
     start at ``first``. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once.
@@ -117,12 +118,14 @@ def vocabulary_loss(
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
-    how = _How(team, labels_BS, first, chunk, sum_input, splits, z_loss, kernels, graph)
+    if reduction == "none":
+        check_plain(kernels, z_loss)
+    how = _How(team, labels_BS, first, chunk, sum_input, splits, z_loss, kernels, graph, reduction)
     if kernels is not None and kernels.early and not how.splits:
         early: torch.Tensor = _EarlyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
         return early
-    total: torch.Tensor = _VocabularyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
-    return total
+    result: torch.Tensor = _VocabularyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
+    return result if reduction == "sum" else result.view(labels_BS.shape)
 
 
 class _How(NamedTuple):
@@ -140,6 +143,7 @@ class _How(NamedTuple):
     kernels: LossKernels | None = None
     graph: bool = True
     """Whether gradients will be computed."""
+    reduction: Reduction = "sum"
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -267,7 +271,8 @@ def _summed(log_total_T: torch.Tensor, target_T: torch.Tensor, how: _How) -> tor
     losses_T = log_total_T - target_T
     if how.z_loss:
         losses_T += how.z_loss * log_total_T.square()
-    return losses_T.where(how.labels.flatten() != IGNORED, 0.0).sum()
+    losses_T = losses_T.where(how.labels.flatten() != IGNORED, 0.0)
+    return losses_T.sum() if how.reduction == "sum" else losses_T
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, how: _How) -> torch.Tensor:
@@ -300,7 +305,9 @@ def _of_all_ranks(seen: _Seen, team: Team) -> tuple[torch.Tensor, torch.Tensor]:
 def _grad_logits(
     logits_CV: torch.Tensor, log_total_C: torch.Tensor, labels_C: torch.Tensor, how: _How, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``grad`` times the loss's gradient for this rank's logits; it is zero where the label is ignored.
+    """Return ``grad``, one number or one per position, times the loss's gradient for this rank's logits.
+
+    It is zero where the label is ignored.
 
     Device kernels overwrite the logits with this gradient.
     """
@@ -332,7 +339,8 @@ def _in_chunks(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     for start in range(0, len(labels_T), how.chunk):
         part = slice(start, start + how.chunk)
         logits_CV = _logits(hidden_TH[part], weight_VH, bias_V, how)
-        grad_CV = _grad_logits(logits_CV, log_total_T[part], labels_T[part], how, grad).to(hidden_TH.dtype)
+        grad_C = grad[part] if grad.ndim else grad
+        grad_CV = _grad_logits(logits_CV, log_total_T[part], labels_T[part], how, grad_C).to(hidden_TH.dtype)
         torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
         if of_weight is not None:
             of_weight += grad_CV.T @ hidden_TH[part]

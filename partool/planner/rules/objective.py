@@ -1,0 +1,82 @@
+"""Checks of objectives that compare pairs of answers, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.planner.problem import Problem
+from partool.spec.objective import READS
+from partool.spec.spec import Spec
+from partool.strategies.schedules import MOVING_WEIGHTS
+
+_PATH = ("training", "objective")
+
+
+def check(problem: Problem) -> Iterator[Diagnostic]:
+    """Yield findings about an objective and its data, settings that it does not read, and what it does not run with."""
+    spec = problem.spec
+    objective = spec.training.objective
+    yield from _data(problem)
+    read = READS[objective.kind] if objective.form == "sigmoid" else ("beta", "form")
+    for name in sorted(objective.model_fields_set - {"kind", *read}):
+        of = f"form: {objective.form}" if name in READS[objective.kind] else f"objective: {objective.kind}"
+        message = f"{name} has no meaning for {of}"
+        yield Diagnostic("PT296", message, path=(*_PATH, name), help="drop it")
+    if not objective.prefers:
+        return
+    for conflicts, what, instead in _excluded(spec):
+        if conflicts:
+            message = f"objective: {objective.kind} does not run with {what}"
+            yield Diagnostic("PT420", message, path=_PATH, help=f"use {instead}, or objective: sft")
+
+
+def _data(problem: Problem) -> Iterator[Diagnostic]:
+    """Yield a finding where the objective, or the job, does not fit the records."""
+    spec = problem.spec
+    kind, records = spec.training.objective.kind, spec.data.records
+    if spec.data.is_preference and not problem.job.backward:
+        message = f"job: {problem.job.name} computes the loss of texts and answers, and the records are pairs of them"
+        yield Diagnostic("PT295", message, path=("data",), help="name data of text, chat or instruct records")
+    elif spec.data.is_preference != spec.training.objective.prefers and problem.job.backward:
+        message = f"objective: {kind} does not train on {records} records"
+        help = "objective: dpo, orpo or simpo trains on preferences"
+        if not spec.data.is_preference:
+            help = "name records with a prompt, a chosen and a rejected answer, or drop objective"
+        yield Diagnostic("PT295", message, path=_PATH, help=help)
+    if spec.data.is_preference and (spec.data.mix or spec.data.validation_source):
+        message = "preferences are read from one source, and validated on a share of it"
+        help = "name all files in data.source, and data.validation: 0.05, say"
+        yield Diagnostic("PT295", message, path=("data",), help=help)
+    if spec.data.is_preference and spec.data.attend == "sequence":
+        message = "attend: sequence lets a rejected answer see the chosen one, which shares its sequence"
+        yield Diagnostic("PT295", message, path=("data", "attend"), help="drop attend")
+
+
+def _excluded(spec: Spec) -> tuple[tuple[bool, str, str], ...]:
+    """Return what pairs of answers cannot have: whether the spec has it, in words, and what to write instead."""
+    parallel, training = spec.parallel, spec.training
+    shape, schedule = parallel.tensor.shape, parallel.pipeline.schedule
+    return (
+        (schedule in MOVING_WEIGHTS, f"schedule: {schedule}", "schedule: 1f1b"),
+        (shape != "auto" and shape[1] > 1, "two-dimensional tensor parallelism", "a tensor.shape of [ranks, 1]"),
+        (bool(training.z_loss), "z_loss, which is no part of a log-probability", "z_loss: 0"),
+        (bool(training.adversarial.epsilon), "perturbed embeddings", "adversarial: {epsilon: 0}"),
+        (spec.optimizer.name.startswith("zero_one"), f"optimizer: {spec.optimizer.name}", "optimizer: adamw"),
+        (spec.engine != "partool", f"engine: {spec.engine}", "engine: partool"),
+    )
+
+
+def sentences(problem: Problem) -> list[str]:
+    """Return a sentence for the plan on what an objective costs beside its steps."""
+    objective = problem.spec.training.objective
+    if not objective.prefers:
+        return []
+    loss = "the loss of each token is computed by torch's operators, in float32 or wider"
+    if not objective.has_reference:
+        return [f"Objective {objective.kind}: pairs of answers share a sequence; {loss}."]
+    return [
+        f"Objective {objective.kind}: pairs of answers share a sequence; {loss}. Before step 1, one pass over the data "
+        "without gradients computes the log-probabilities of the model that training starts from, about a third of the "
+        "time of an epoch; it is in no predicted step or total."
+    ]

@@ -1,0 +1,169 @@
+"""Objectives of pairs of answers: the whole trainer in each layout against plain torch, in float64."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _jobs import Jobs
+from _preference_reference import train_alone
+from _ranks import Pools
+from _tensor_plans import HALVES, ONE, tensor_plan
+from often import often
+
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
+from partool.spec.data import DataSpec
+from partool.spec.objective import ObjectiveSpec
+from partool.spec.training import Validation
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from _chat_case import folder
+
+STEPS, LENGTH, VOCAB = 6, 53, 405
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"kind": "dpo", "beta": 0.7},
+    "cdpo": {"kind": "dpo", "beta": 0.7, "smoothing": 0.2},
+    "ipo": {"kind": "dpo", "beta": 0.7, "form": "ipo"},
+    "hinge": {"kind": "dpo", "beta": 0.7, "form": "hinge"},
+    "orpo": {"kind": "orpo", "weight": 0.4},
+    "simpo": {"kind": "simpo", "gamma": 0.3},
+}
+TWO = Mesh(dp_shard=2)
+LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
+    **{f"{name} alone": (name, ONE, {}) for name in OBJECTIVES},
+    "dpo ZeRO-0": ("dpo", Mesh(dp_replicate=2), {"zero": 0}),
+    **{f"{name} ZeRO-{zero}": (name, TWO, {"zero": zero}) for zero in (1, 2, 3) for name in ("dpo", "orpo")},
+    "dpo three ranks": ("dpo", Mesh(dp_shard=3), {"zero": 3}),
+    **{f"{name} tensor": (name, Mesh(tp=2), {}) for name in ("dpo", "orpo", "simpo")},
+    "dpo tensor with shares": ("dpo", Mesh(tp=2), {"sequence_norms": True, "loss_tile_tokens": 7}),
+    "simpo tied": ("simpo", TWO, {"model": {"tied_embeddings": True}}),
+    "dpo tiles": ("dpo", ONE, {"loss_tile_tokens": 7, "mlp_tile_tokens": 11}),
+    "dpo recomputed": ("dpo", TWO, {"zero": 2, "recompute": "full"}),
+    "dpo offload": ("dpo", TWO, {"offload_optimizer": "cpu"}),
+    "dpo compiled": ("dpo", ONE, {"compile": "block"}),
+    **{
+        f"{name} {method}": (name, Mesh(cp=2), {"sequence_method": method})
+        for name in ("dpo", "orpo")
+        for method in ("ulysses", "ring")
+    },
+    "ipo zigzag beside ranks": ("ipo", Mesh(cp=2, dp_shard=2), {"sequence_method": "ring", "sequence_order": "zigzag"}),
+    "dpo 1f1b": ("dpo", Mesh(pp=2), {"stages": HALVES}),
+    "orpo zero-bubble": ("orpo", Mesh(pp=2), {"stages": HALVES, "schedule": "zb-h1"}),
+    "simpo stages and tensor": ("simpo", Mesh(pp=2, tp=2), {"stages": HALVES}),
+}
+KEPT = [
+    "dpo alone", "cdpo alone", "ipo alone", "hinge alone", "orpo alone", "simpo alone", "dpo ZeRO-0", "dpo ZeRO-3",
+    "orpo ZeRO-2", "dpo ZeRO-1", "dpo tensor", "dpo tiles", "dpo ring", "orpo ulysses", "orpo zero-bubble",
+]  # fmt: skip
+
+
+def write_pairs(path: Path) -> Path:
+    """Write pairs of unequal lengths, a few of them longer than a row."""
+    rng = np.random.default_rng(7)
+    words = ["the", "cat", "sat", "on", "mat", "hello", "what", "is", "two", "plus"]
+
+    def text(least: int, most: int) -> str:
+        return " ".join(rng.choice(words, rng.integers(least, most)))
+
+    records = [
+        {"prompt": f"{n} {text(1, 5)}?", "chosen": f" {text(1, 9)}", "rejected": f" {text(2, 7)} no"} for n in range(45)
+    ]
+    records += [{"prompt": f"{n} {text(2, 3)}", "chosen": f" {text(20, 50)}", "rejected": " a"} for n in range(45, 50)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def plan_of(place: Path, objective: str, mesh: Mesh, *, model: dict[str, Any] | None = None, **layout: Any) -> Plan:
+    settings = {"steps": STEPS, "checkpoint": {"every": 3}}
+    training = {
+        "sequence_length": LENGTH,
+        "objective": ObjectiveSpec(**OBJECTIVES[objective]),
+        "log_every": 1,
+        "validation": Validation(samples=64),
+    }
+    plan = tensor_plan(
+        place, mesh, model={"vocab": VOCAB} | (model or {}), training=training, settings=settings, **layout
+    )
+    data = DataSpec(
+        source=str(place / "pairs.jsonl"), records="preference", tokenizer=str(place / "tokenizer"), attend="document",
+        validation=0.2, cache=str(place / "cache"),
+    )  # fmt: skip
+    return plan.model_copy(update={"data": data})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("preferences")
+    write_pairs(place / "pairs.jsonl")
+    folder(place / "tokenizer")
+    return place
+
+
+@pytest.fixture(scope="module")
+def jobs(pools: Pools, place: Path) -> Jobs:
+    return Jobs(place, pools)
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # beside the ranks, more threads would wait for each other
+    yield cache(
+        lambda objective, tied=False: train_alone(plan_of(place, objective, ONE, model={"tied_embeddings": tied}))
+    )
+    torch.set_num_threads(threads)
+
+
+def run(jobs: Jobs, name: str) -> None:
+    objective, mesh, layout = LAYOUTS[name]
+    jobs.train(name, plan_of(jobs.folder, objective, mesh, **layout), run=name)
+    assert jobs.ended(name) == "done"
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", often(LAYOUTS, KEPT))
+def test_every_layout_equals_one_process(jobs: Jobs, alone: Any, name: str) -> None:
+    run(jobs, name)
+    objective, _, layout = LAYOUTS[name]
+    want = alone(objective, tied="model" in layout)
+    steps = jobs.events(name, "step")
+    assert [step["loss"] for step in steps] == pytest.approx(want["losses"], abs=1e-11)
+    # Before the first step both rewards of dpo are 0, but for rounding.
+    accuracies = [step["preferences"]["accuracy"] for step in steps]
+    assert accuracies[1:] == pytest.approx(want["accuracies"][1:])
+    validation = jobs.events(name, "validation")[-1]
+    assert (validation["loss"], validation["preferences"]["accuracy"]) == pytest.approx(want["validation"], abs=1e-11)
+    state = jobs.state(name, STEPS)
+    for weight, expected in want["weights"].items():
+        difference = float((state[f"model.{weight}"] - expected).abs().max())
+        assert difference <= 1e-10, f"{weight} differs by {difference}"
+
+
+def test_a_resumed_run_reads_the_reference_and_other_weights_are_another(jobs: Jobs, alone: Any) -> None:
+    """The reference is the model before the first step, also for a run that goes on in another layout."""
+    first, second = (plan_of(jobs.folder, "dpo", mesh, zero=3) for mesh in (TWO, Mesh(dp_shard=3)))
+    jobs.train("stopped", first, run="broken", stop_at=3)
+    assert "Preempted" in jobs.ended("stopped")
+    file = jobs.folder / "broken" / "reference.npz"
+    written = file.stat().st_mtime_ns
+    jobs.train("rest", second, run="broken", resume=True)
+    assert file.stat().st_mtime_ns == written
+    losses = [step["loss"] for step in jobs.events("broken", "step")]
+    assert losses == pytest.approx(alone("dpo")["losses"], abs=1e-11)
+    with np.load(file) as content:
+        sums, key = content["sums"], content["key"]
+    jobs.train("again", first, run="damaged", stop_at=3)
+    np.savez(jobs.folder / "damaged" / "reference.npz", key=np.array("of other weights"), sums=0 * sums)
+    jobs.train("rest again", second, run="damaged", resume=True)
+    with np.load(jobs.folder / "damaged" / "reference.npz") as content:
+        assert content["key"] == key
+        np.testing.assert_allclose(content["sums"], sums, atol=1e-11)
+    assert [step["loss"] for step in jobs.events("damaged", "step")] == pytest.approx(losses, abs=1e-11)
