@@ -551,8 +551,8 @@ RULES: tuple[Rule, ...] = (
         "PT295",
         "The objective and the records do not fit",
         "dpo, orpo and simpo compare a chosen with a rejected answer, so they train on preference records and on "
-        "nothing else. sft would train on rejected answers, too. Both answers of a pair share a sequence and see nothing "
-        "of each other.",
+        "nothing else. sft would train on rejected answers, too. Both answers of a pair share a sequence and see "
+        "nothing of each other.",
         BASE + "training: {objective: dpo}\n",
         BASE + "training: {objective: sft}\n",
     ),

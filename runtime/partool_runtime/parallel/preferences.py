@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from partool.spec.objective import ObjectiveSpec
-from partool_runtime.data.batches import MicroBatch, Pairs
+from partool_runtime.data.batches import AnswerPairs, MicroBatch
 from partool_runtime.mesh import Ranks
 from partool_runtime.model.preferences import PairLosses, pair_losses
 from partool_runtime.parallel.comm import sum_over
@@ -67,7 +67,8 @@ class PreferenceLoss:
             sums_2D[0, index_D] = log_probabilities_D.double().cpu()
             sums_2D[1, index_D] = 1.0
         total_D, times_D = sum_over(sums_2D.to(self._ranks.device), self._ranks.world).cpu()
-        return (total_D / times_D).numpy()
+        means: npt.NDArray[np.float64] = (total_D / times_D).numpy()
+        return means
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Return the means over the pairs of all ranks since the last call, with the margin; a collective of all ranks.
@@ -108,7 +109,7 @@ class PreferenceLoss:
         # The ranks of a sequence have the same losses, which one of them counts; each has gradients of its own tokens.
         return total if self._ranks.cp.place == 0 else total - total.detach()
 
-    def _by_document(self, losses_BS: torch.Tensor, pairs: Pairs, documents_BL: torch.Tensor) -> torch.Tensor:
+    def _by_document(self, losses_BS: torch.Tensor, pairs: AnswerPairs, documents_BL: torch.Tensor) -> torch.Tensor:
         """Return the sum of the log-probabilities of each document."""
         device = losses_BS.device
         place_BS = documents_BL.to(device) if pairs.index_S is None else documents_BL[:, pairs.index_S].to(device)
