@@ -21,7 +21,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class AnswerPairs:
     """The pairs of answers in a micro-batch: its documents 2j (chosen) and 2j + 1 (rejected), row after row."""
 
     numbers_D: I64  # noqa: N815
@@ -54,7 +54,7 @@ class MicroBatch:
     first: int = 0
     """Number of the first sequence in the run's order, in which every step follows the one before; the same number in
     any layout. Later sequences of the micro-batch have the next numbers."""
-    pairs: Pairs | None = None
+    pairs: AnswerPairs | None = None
     """The pairs of answers in the sequences; None where each token counts by itself."""
 
 
@@ -280,7 +280,7 @@ class Batches:
         ids: Sequence[int | None],
         documents: npt.NDArray[np.int32],
         labels_BS: torch.Tensor,
-    ) -> Pairs:
+    ) -> AnswerPairs:
         """Return the pairs in the rows ``ids``; ``documents`` numbers each row's documents from 0."""
         numbers = [np.empty(0, np.int64) if number is None else samples.numbers(number) for number in ids]
         first = np.cumsum([0, *map(len, numbers[:-1])])
@@ -288,7 +288,7 @@ class Batches:
         labelled = (labels_BS != IGNORED_LABEL).numpy()
         lengths = np.bincount((documents[:, :-1] + first[:, None])[labelled], minlength=len(numbers_D))
         reference = None if self._reference is None else torch.from_numpy(self._reference[numbers_D])
-        return Pairs(numbers_D, torch.from_numpy(first), torch.from_numpy(lengths[: len(numbers_D)]), reference)
+        return AnswerPairs(numbers_D, torch.from_numpy(first), torch.from_numpy(lengths[: len(numbers_D)]), reference)
 
 
 def _room(deal: SampleDeal) -> list[MicroBatch]:

@@ -14,7 +14,7 @@ import torch
 from partool.plan.rank_trace import CheckpointBlock, CheckpointTrace, Collective, ExecutedParts, RankTrace
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import StatePart, parts_to_load, parts_to_save
-from partool_runtime.data.batches import MicroBatch, Pairs
+from partool_runtime.data.batches import AnswerPairs, MicroBatch
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.host import Tensors, absent_host
 from partool_runtime.dry.layer_log import LayerLog, Unequal, UnequalLayers
@@ -228,11 +228,11 @@ def micro_batches(plan: Plan) -> list[MicroBatch]:
     return [MicroBatch(tokens_BS, tokens_BS, documents_BL, first, pairs)] * plan.layout.derived.accumulation
 
 
-def _pairs(rows: int) -> Pairs:
+def _pairs(rows: int) -> AnswerPairs:
     """Return one pair of answers in each row."""
     lengths_D = torch.ones(2 * rows, dtype=torch.int64)
     reference_D = torch.zeros(2 * rows, dtype=torch.float64)
-    return Pairs(np.arange(2 * rows), torch.arange(rows) * 2, lengths_D, reference_D)
+    return AnswerPairs(np.arange(2 * rows), torch.arange(rows) * 2, lengths_D, reference_D)
 
 
 def evaluated(

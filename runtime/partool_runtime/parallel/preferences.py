@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from partool.spec.objective import ObjectiveSpec
-from partool_runtime.data.batches import MicroBatch, Pairs
+from partool_runtime.data.batches import AnswerPairs, MicroBatch
 from partool_runtime.mesh import Ranks
 from partool_runtime.model.preferences import PairLosses, pair_losses
 from partool_runtime.parallel.comm import sum_over
@@ -109,7 +109,7 @@ class PreferenceLoss:
         # The ranks of a sequence have the same losses, which one of them counts; each has gradients of its own tokens.
         return total if self._ranks.cp.place == 0 else total - total.detach()
 
-    def _by_document(self, losses_BS: torch.Tensor, pairs: Pairs, documents_BL: torch.Tensor) -> torch.Tensor:
+    def _by_document(self, losses_BS: torch.Tensor, pairs: AnswerPairs, documents_BL: torch.Tensor) -> torch.Tensor:
         """Return the sum of the log-probabilities of each document."""
         device = losses_BS.device
         place_BS = documents_BL.to(device) if pairs.index_S is None else documents_BL[:, pairs.index_S].to(device)
