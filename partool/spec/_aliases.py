@@ -87,7 +87,6 @@ ALIASES = {
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "training.epochs"),
     **dict.fromkeys(("train_tokens", "max_tokens", "total_tokens"), "training.tokens"),
     "chat_template": "data.template",
-    "beta": "training.objective.beta",
     "loss_type": "training.objective.form",
     "label_smoothing": "training.objective.smoothing",
     **dict.fromkeys(("simpo_gamma", "gamma_beta_ratio"), "training.objective.gamma"),
