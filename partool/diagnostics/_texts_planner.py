@@ -28,7 +28,7 @@ launch:
   target: k8s
   image: registry.example.com/partool:1
 """
-_SLOW_STORAGE = BASE.replace("per_node: 1", "per_node: 1, storage_gb_per_s: 0.00005")
+_SLOW_STORAGE = BASE.replace("per_node: 1", "per_node: 1, storage_gb_per_s: 0.00005") + "training: {global_batch: 8}\n"
 _SMALL_HOST = """\
 model: llama3.2-1b
 hardware: {accelerator: h100-sxm, per_node: 2, host_memory_gib: 20}

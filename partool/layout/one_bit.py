@@ -77,12 +77,12 @@ class ExchangeSchedule:
 
 
 def exchange_schedule(
-    optimizer: OptimizerSpec, training: TrainingSpec, checkpoint: CheckpointSpec, validation: float
+    optimizer: OptimizerSpec, training: TrainingSpec, checkpoint: CheckpointSpec, validates: bool
 ) -> ExchangeSchedule:
-    """Return the schedule of a run; ``validation`` is the share of the data that is held out."""
+    """Return the schedule of a run; ``validates`` says whether some data are held out."""
     spec, steps = optimizer.one_bit, training.steps
     every = checkpoint.every if isinstance(checkpoint.every, int) else 0
-    periods = tuple(filter(None, (every, training.validation.every if validation else 0)))
+    periods = tuple(filter(None, (every, training.validation.every if validates else 0)))
     freeze = spec.freeze_step
     if freeze is None:
         freeze = max(optimizer.schedule.warmup_steps, math.ceil(_FROZEN_SHARE * steps), 1)

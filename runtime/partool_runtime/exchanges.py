@@ -19,7 +19,7 @@ class Exchanges:
         """Return the exchanges of a plan; None if its optimizer averages gradients in every step."""
         if not OPTIMIZERS[plan.optimizer.name].whole_steps:
             return None
-        return cls(exchange_schedule(plan.optimizer, plan.training, plan.checkpoint, plan.data.validation))
+        return cls(exchange_schedule(plan.optimizer, plan.training, plan.checkpoint, plan.data.validates))
 
     def begin(self, step: int) -> None:
         """Set the current step, counted from 0."""

@@ -116,7 +116,7 @@ def documents() -> dict[str, Node]:
     found = dict(SEEDS)
     for path in sorted((ROOT / "specs").glob("*.yaml")):
         found[path.name] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "templates").glob("*.yaml")):
+    for path in sorted((ROOT / "templates").glob("starter*.yaml")):
         found[path.name] = yaml.safe_load(path.read_text(encoding="utf-8").replace("$preset", "gpt2"))
     return found
 

@@ -26,12 +26,12 @@ _EXCHANGE_BYTES = 48.0
 
 
 def one_bit_updates(
-    optimizer: OptimizerSpec, training: TrainingSpec, checkpoint: CheckpointSpec, validation: float
+    optimizer: OptimizerSpec, training: TrainingSpec, checkpoint: CheckpointSpec, validates: bool
 ) -> OneBitUpdates | None:
     """Return the exchanges of a run; None if the optimizer averages gradients in every step."""
     if not OPTIMIZERS[optimizer.name].whole_steps:
         return None
-    schedule = exchange_schedule(optimizer, training, checkpoint, validation)
+    schedule = exchange_schedule(optimizer, training, checkpoint, validates)
     return OneBitUpdates(tuple(schedule.counts.items()), schedule.local_most > 1)
 
 

@@ -243,7 +243,7 @@ def evaluated(
     Collectives that are not in ``vocabulary`` yet are added to it. The result is empty for a plan that holds no data
     out. The check for a stop request before each micro-batch is part of the evaluation.
     """
-    if plan.data.validation == 0:
+    if not plan.data.validates:
         return ()
     with CollectiveRecord() as record:
         record.vocabulary = vocabulary

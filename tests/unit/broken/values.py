@@ -92,7 +92,6 @@ ALMOST: list[tuple[str, str, str]] = [
     ("optimizer: {lr: .nan}", "PT104", "use a finite number"),
     ("optimizer: {clip: null}", "PT102", "leave the key out for its default"),
     ("optimizer: {name: adamw_torch_fused}", "PT105", "did you mean `adamw`?"),
-    ("optimizer: {schedule: {warmup_ratio: 3}}", "PT101", "less than or equal to 1"),
     ("optimizer: {max_grad_norm: 1.0}", "PT101", "`optimizer.clip`"),
     ("parallel: {recompute: true}", "PT105", "did you mean `full`?"),
     ("parallel: {offload: {gpu_fraction: 50}}", "PT105", "it is a fraction of 1"),

@@ -72,6 +72,12 @@ def of_adapters(piped: dict[str, Any]) -> list[Asked]:
     return [*others, *((of_optimizer(model, name)) for name in ("adamw", "muon", "zero_one_adam"))]
 
 
+def of_preferences(piped: dict[str, Any]) -> list[Asked]:
+    """Return tasks and layouts whose objective compares pairs of answers."""
+    layouts = [needs(), needs(schedule="weipipe", **piped), needs(mesh=CUT, tensor_inner=2)]
+    return [(replace(task, prefers=True), layout) for task, layout in layouts]
+
+
 def of_optimizer(model: ModelConfig, name: str) -> Asked:
     task, layout = needs(model=model)
     return replace(task, optimizer=name), layout
@@ -111,7 +117,7 @@ def every_kind() -> list[Asked]:
         needs(model=MODEL.model_copy(update={"moe": MIXED}), mesh=SHARED, sequence_method="dsp"),
         needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
-        *of_adapters(piped),
+        *of_adapters(piped), *of_preferences(piped),
     ]  # fmt: skip
 
 

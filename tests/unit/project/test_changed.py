@@ -33,7 +33,10 @@ def test_a_helper_and_a_test_choose_themselves_and_what_imports_them() -> None:
 
 def test_pages_and_data_choose_the_tests_that_name_them() -> None:
     assert "project/test_docs_pages.py" in names("docs/guide/launch.md")[0]
-    assert names("tests/unit/golden/{}.json".format("practice"))[0] == ["planner/test_practice.py"]
+    assert names("tests/unit/golden/{}.json".format("practice"))[0] == [
+        "planner/test_practice.py",
+        "planner/test_planner_answers.py",
+    ]
 
 
 def test_modules_without_a_test_are_tested_where_they_are_used() -> None:

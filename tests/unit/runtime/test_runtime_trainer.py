@@ -79,7 +79,7 @@ class Fakes:
     def run(self, first: int) -> int:
         plan: Any = SimpleNamespace(
             training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2)),
-            data=SimpleNamespace(validation=0.1),
+            data=SimpleNamespace(validates=True),
             weights=SimpleNamespace(source="init"),
             model=CONFIG,
         )
@@ -87,12 +87,12 @@ class Fakes:
             timer=lambda term: nullcontext(),
             step=lambda *args: None,
             event=lambda kind, **data: self.log.append(kind),
-            validation=lambda step, loss, tokens: self.log.append(f"validated {step}"),
+            validation=lambda step, loss, tokens, preferences=None: self.log.append(f"validated {step}"),
         )
         saver: Any = SimpleNamespace(
             due=lambda done, flags: False, flags=list, save=self.save, finished_write=lambda: None
         )
-        stepper: Any = SimpleNamespace(step=self.step, validate=self.validate)
+        stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
         return trainer._Run(plan, stepper, data, saver, recorder, self.stop).steps(first)
 
@@ -138,7 +138,7 @@ def test_a_fresh_model_that_learns_nothing_is_told_of(change: dict[str, Any], wa
     said: list[str] = []
     recorder: Any = SimpleNamespace(step=lambda *args: None, warning=said.append)
     saver: Any = SimpleNamespace(finished_write=lambda: None)
-    unused: Any = None
+    unused: Any = SimpleNamespace(preferences=None)
     trainer._Run(plan, unused, unused, saver, recorder, StopRequest())._record(found["first"] + 1, result)
     assert bool(said) == warned
     assert all("PT690: the first loss, 2.8332, is 1.00 × ln 17" in message for message in said)

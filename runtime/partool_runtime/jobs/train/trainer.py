@@ -161,7 +161,7 @@ class _Run:
             _report_loads(steps_done, self.stepper.loads, recorder)
 
     def _validates(self, steps_done: int) -> bool:
-        if self.plan.data.validation == 0:
+        if not self.plan.data.validates:
             return False
         every = self.plan.training.validation.every
         return steps_done == self.plan.training.steps or (every > 0 and steps_done % every == 0)

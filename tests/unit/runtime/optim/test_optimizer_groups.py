@@ -257,6 +257,7 @@ def test_the_second_name_of_a_tied_matrix_is_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("saved", "name"), [("adamw", "lion"), ("sgd", "adamw"), (None, "adagrad")])
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: str | None, name: str) -> None:
     saver = Saver.__new__(Saver)
+    saver._base = ""
     saver._plan = SimpleNamespace(optimizer=spec_of(name))  # type: ignore[assignment]
     with pytest.raises(ConfigurationError) as raised:
         saver._accept(4, {} if saved is None else {"optimizer": saved})
