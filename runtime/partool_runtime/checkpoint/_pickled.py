@@ -41,6 +41,10 @@ class PickledCall:
     state: Any = None
 
 
+MEMBER = GlobalName("builtins", "getattr")
+"""How Python before 3.11.4 pickles the member of an enumeration: as an attribute of its class."""
+
+
 @dataclass(eq=False, slots=True)
 class Pairs:
     """The key-value pairs of a pickled dictionary, whose keys may be unhashable."""
@@ -164,6 +168,10 @@ class _Machine:
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, GlobalName) or not isinstance(arguments, tuple):
             raise PickleError("it calls a value that is no global")
+        if name == MEMBER:  # recorded as a call of the class, as newer versions of Python pickle a member
+            if len(arguments) != 2 or not isinstance(arguments[0], GlobalName) or not isinstance(arguments[1], str):
+                raise PickleError("it reads an attribute of a value that is no class")
+            name, arguments = arguments[0], arguments[1:]
         self._stack.append(PickledCall(name, arguments))
 
     def _build(self) -> None:
