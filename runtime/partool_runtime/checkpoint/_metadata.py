@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from partool_runtime.checkpoint._pickled import MEMBER, GlobalName, Pairs, PickledCall, PickleError, read
+from partool_runtime.checkpoint._pickled import MEMBERS, GlobalName, Pairs, PickledCall, PickleError, read
 from partool_runtime.torch_internals.tensors import StorageInfo
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -35,7 +35,7 @@ _TYPES = {
 }
 _SIZE, _LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
 _STORAGE = GlobalName(filesystem.__name__, "_StorageInfo")
-ALLOWED = frozenset({*(GlobalName(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE, MEMBER})
+ALLOWED = frozenset({*(GlobalName(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE, *MEMBERS})
 """All globals (module and name) to which the pickle of a checkpoint of tensors may refer."""
 _LARGEST = 2**62
 T = TypeVar("T")

@@ -41,8 +41,9 @@ class PickledCall:
     state: Any = None
 
 
-MEMBER = GlobalName("builtins", "getattr")
-"""How Python before 3.11.4 pickles the member of an enumeration: as an attribute of its class."""
+MEMBERS = frozenset({GlobalName("builtins", "getattr"), GlobalName("__builtin__", "getattr")})
+"""How Python before 3.11.4 pickles the member of an enumeration: as an attribute of its class. Pickles of protocol 2
+have the second name."""
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +169,7 @@ class _Machine:
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, GlobalName) or not isinstance(arguments, tuple):
             raise PickleError("it calls a value that is no global")
-        if name == MEMBER:  # recorded as a call of the class, as newer versions of Python pickle a member
+        if name in MEMBERS:  # recorded as a call of the class, as newer versions of Python pickle a member
             if len(arguments) != 2 or not isinstance(arguments[0], GlobalName) or not isinstance(arguments[1], str):
                 raise PickleError("it reads an attribute of a value that is no class")
             name, arguments = arguments[0], arguments[1:]
