@@ -81,9 +81,10 @@ def _show(rows: list[dict[str, Any]], sample: int, output: str) -> None:
 
 def _count(action: str, spec: Spec, data: DataSpec, caches: list[dict[str, Any]], output: str) -> None:
     from partool.planner.data_counts import count_data
+    from partool.report.units import counted
 
     counts = count_data(data, spec.training.sequence_length, trains=True)
-    trained = sum(cache["trained"] for cache in caches)
+    trained = sum(cache["trained"] for cache in caches if cache["trains"])
     if output == "json":
         folders = [cache["folder"] for cache in caches]
         say(json.dumps({"caches": folders, "trained": trained, **_as_dict(counts)}))
@@ -92,14 +93,14 @@ def _count(action: str, spec: Spec, data: DataSpec, caches: list[dict[str, Any]]
         from partool.plan.token_cache import prepared
         from partool.report.data import statistics
 
-        ready = prepared(data)
-        lengths = [] if ready is None else ready.lengths.tokens.tolist()
+        ready = [prepared(part) for part in data.parts]
+        lengths = [size for one in ready if one is not None for size in one.lengths.tokens.tolist()]
         for line in statistics(lengths, counts, trained, spec.training.sequence_length):
             say(line)
         return
     for cache in caches:
-        of = f"{cache['files']:,} files, {cache['documents']:,} documents, {cache['tokens']:,} tokens"
-        say(f"{of} in {cache['folder']}")
+        sizes = (counted(cache["files"], "file"), counted(cache["documents"], "document"))
+        say(f"{', '.join(sizes)}, {cache['tokens']:,} tokens in {cache['folder']}")
         for note in cache["notes"]:
             say(f"  {note}")
         for what, why in (("empty", "hold nothing"), ("masked", "have no token to train on")):

@@ -64,7 +64,9 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
         resolved = resolve_data(spec, launching.launch, base_dir)
         data, tokenizer_vocab, findings = resolved.data, resolved.vocab, reads.kept(resolved.findings)
     with reading() as reads:
-        counted, more = with_steps(spec.model_copy(update={"data": data}))
+        unsound = any(finding.severity == "error" for finding in findings)
+        resolved_spec = spec.model_copy(update={"data": data})
+        counted, more = (resolved_spec, []) if unsound else with_steps(resolved_spec)
         findings += reads.kept(more)
     written, spec = spec, counted
     with reading() as reads:

@@ -91,6 +91,11 @@ class DataSpec(Section):
         return self.model_copy(update={"source": self.validation_source, "mix": [], "validation_source": []})
 
     @property
+    def every_part(self) -> list[DataSpec]:
+        """The sections of all sources: those that are trained on, then that of files for validation alone."""
+        return [*self.parts, *([] if self.held_out is None else [self.held_out])]
+
+    @property
     def validates(self) -> bool:
         """Whether some data are for validation."""
         return bool(self.validation or self.validation_source)

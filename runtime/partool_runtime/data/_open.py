@@ -67,7 +67,7 @@ def open_data(
     if builder is None:
         builder = int(os.environ.get("LOCAL_RANK", dp_rank)) == 0
     data, training = plan.data, plan.training
-    parts = [*data.parts, *([] if data.held_out is None else [data.held_out])]
+    parts = data.every_part
     opened, vocab = _open_shards(plan, parts, barrier, builder)
     divisions = [
         split(Corpus(shards, plan.model.vocab), training.sequence_length, part)

@@ -32,17 +32,27 @@ def answer(request: dict[str, Any]) -> Iterator[Event]:
     Raises ConfigurationError for data that cannot be read or tokenised.
     """
     data = DataSpec.model_validate(request["data"])
-    for part in stretches(files_of(data)):
-        if part[0].format not in TOKENISED:
-            yield {"event": "in place", "files": len(part)}
-            continue
-        cache = TokenCache(cache_of(part, data), source_of(part, data))
-        with cache.lock(wait=True):
-            cache.ensure()
-        shard = cache.open()
-        yield {"event": "cache", "folder": str(cache.folder), "files": len(part), **_counts(shard)}
-        if request["action"] == "show":
-            yield from _rows(ConversationSource(part, data), shard, data, request)
+    shown: list[tuple[ConversationSource, Arrangement]] = []
+    for number, part in enumerate(data.every_part):
+        trains = number < len(data.parts)
+        for files in stretches(files_of(part)):
+            if files[0].format not in TOKENISED:
+                yield {"event": "in place", "files": len(files)}
+                continue
+            cache = TokenCache(cache_of(files, part), source_of(files, part))
+            with cache.lock(wait=True):
+                cache.ensure()
+            shard = cache.open()
+            folder = str(cache.folder)
+            yield {"event": "cache", "folder": folder, "files": len(files), "trains": trains, **_counts(shard)}
+            if request["action"] == "show" and trains:
+                arranged = _arranged(shard, part, request["sequence_length"])
+                shown.append((ConversationSource(files, part), arranged))
+    first, of = 0, sum(arranged.train.count for _, arranged in shown)
+    for source, arranged in shown:
+        for event in _rows(source, arranged, [row - first for row in request["rows"]]):
+            yield {**event, "row": event["row"] + first, "of": of}
+        first += arranged.train.count
 
 
 def _counts(shard: Shard) -> Event:
@@ -52,22 +62,25 @@ def _counts(shard: Shard) -> Event:
             "masked": shard.masked, "first_masked": shard.first_masked, "notes": list(shard.notes)}  # fmt: skip
 
 
-def _rows(source: ConversationSource, shard: Shard, data: DataSpec, request: dict[str, Any]) -> Iterator[Event]:
-    arranged = arrange(
+def _arranged(shard: Shard, data: DataSpec, sequence_length: int) -> Arrangement:
+    return arrange(
         shard.lengths(),
-        request["sequence_length"],
+        sequence_length,
         truncate=data.truncate,
         pack=data.pack,
         validation=data.validation,
         pairs=data.is_preference,
     )
+
+
+def _rows(source: ConversationSource, arranged: Arrangement, numbers: list[int]) -> Iterator[Event]:
     rows = arranged.train
-    wanted = [row for row in request["rows"] if row < rows.count]
+    wanted = [row for row in numbers if 0 <= row < rows.count]
     documents = {row: rows.documents[rows.starts[row] : rows.starts[row + 1]].tolist() for row in wanted}
     shown = source.texts({document for each in documents.values() for document in each})
     for row in wanted:
         parts = [_document(shown[document], document, arranged) for document in documents[row]]
-        yield {"event": "row", "row": row, "of": rows.count, "room": arranged.room, "documents": parts}
+        yield {"event": "row", "row": row, "room": arranged.room, "documents": parts}
 
 
 def _document(shown: Any, document: int, arranged: Arrangement) -> Event:

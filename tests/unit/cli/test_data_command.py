@@ -45,7 +45,7 @@ def test_data_are_prepared_shown_and_counted(spec: str, capfd: pytest.CaptureFix
     assert "PT663" in capfd.readouterr().err
     assert partool("data", "prepare", spec) == 0
     out = capfd.readouterr().out
-    assert "1 files, 12 documents" in out
+    assert "1 file, 12 documents" in out
     assert "1 have no token to train on; the first is" in out
     assert "a.jsonl:12" in out
     epoch = int(out.split("an epoch: ")[1].split(" sequences")[0])
@@ -71,6 +71,31 @@ def test_data_are_prepared_shown_and_counted(spec: str, capfd: pytest.CaptureFix
     assert "12 samples" in out
     assert "in sequences of 121 tokens" in out
     assert "1 are left out" in out
+
+
+def test_sources_of_a_mixture_are_prepared_and_shown_in_order(spec: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = Path(spec)
+    lines = path.with_name("a.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, part in (("b", lines[:4]), ("c", lines[4:9]), ("held", lines[9:11])):
+        path.with_name(f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
+    mix = (
+        "data: {mix: [{source: b.jsonl, epochs: 3}, {source: c.jsonl}], validation_source: held.jsonl, tokenizer: tok}"
+    )
+    text = "\n".join(mix if line.startswith("data:") else line for line in SPEC.splitlines())
+    path.write_text(text, encoding="utf-8")
+    assert partool("data", "prepare", spec) == 0
+    out = capfd.readouterr().out
+    assert [f"{count} documents" in out for count in (4, 5, 2)] == [True] * 3
+    assert partool("plan", spec, "--output", "json") == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["prediction"]["totals"]["data_samples"] == 3 * 4 + 5
+    assert partool("data", "stats", spec) == 0
+    assert "9 samples" in capfd.readouterr().out
+    seen = set()
+    for row in range(1, 6):
+        if partool("data", "show", spec, "--sample", str(row), "--output", "json") == 0:
+            seen |= {one["origin"].split("/")[-1] for one in json.loads(capfd.readouterr().out)["documents"]}
+    assert seen == {f"{name}.jsonl:{line}" for name, count in (("b", 4), ("c", 5)) for line in range(1, count + 1)}
 
 
 def test_what_cannot_be_shown_is_said(spec: str, capfd: pytest.CaptureFixture[str]) -> None:
