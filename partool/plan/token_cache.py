@@ -88,7 +88,7 @@ def prepared(data: DataSpec) -> PreparedTokens | None:
         if len(groups) != 1 or groups[0][0].format not in TOKENISED:
             return None
         return _read(cache_of(groups[0], data))
-    except (DataError, OSError):
+    except (DataError, OSError, ValueError):  # a damaged cache, too: the next run makes it anew
         return None
 
 

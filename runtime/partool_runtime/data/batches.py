@@ -95,10 +95,10 @@ class SampleDeal:
 class Batches:
     """Batches of one rank.
 
-    Step s (from 0) trains on positions ``s·global_batch … (s+1)·global_batch`` of an endless order in which every epoch
-    is a permutation of the samples by (seed, epoch). Rank r takes the r-th of ``dp_size`` equal parts of these
-    positions, so all ranks together take the same samples for any number of ranks. The next step is
-    prefetched in the background.
+    Step s (from 0) trains on positions ``s·global_batch … (s+1)·global_batch`` of an endless order in which every
+    epoch is a permutation of the samples by (seed, epoch), or of a mixture's draws. Rank r takes the r-th of
+    ``dp_size`` equal parts of these positions, so all ranks together take the same samples for any number of ranks.
+    The next step is prefetched in the background.
 
     Pinned memory is taken once, for two steps, as taking it waits for the device. The batches of a step are therefore
     overwritten after the next step has been asked for; by then the device must have read them.

@@ -136,6 +136,10 @@ def test_planning_counts_what_ranks_train_on(tmp_path: Path) -> None:
             assert (counts.rows, counts.tokens) == (batches.samples_per_epoch, batches.train_tokens)
             held = count_data(data, LENGTH, trains=False)
             assert held.tokens == (batches.validation_tokens or batches.train_tokens)
+    assert prepared(data) is not None
+    for bounds in (tmp_path / "cache").glob("*/tokens.trained.bin"):
+        bounds.write_bytes(bounds.read_bytes()[:-8])
+    assert prepared(data) is None, "a damaged cache is not prepared"
     (tmp_path / "a.jsonl").touch()
     assert prepared(data) is None, "a changed file is not prepared"
 

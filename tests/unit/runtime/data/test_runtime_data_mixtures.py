@@ -92,6 +92,8 @@ def test_planning_counts_the_rows_of_the_mixture(tmp_path: Path) -> None:
 def test_validation_files_are_for_validation_alone(tmp_path: Path) -> None:
     write_tokens(tmp_path / "v.bin", [9] * 16)
     data = mixture(tmp_path, {}, {}, {}, validation_source=str(tmp_path / "v.bin"))
+    assert data.validates
+    assert not mixture(tmp_path, {}, {}, {}).validates
     with open_one(data, vocab=1000, sequence_length=3) as batches:
         held = [micro.tokens_BS.tolist() for micro in batches.validation()]
         assert held == [[[9, 9, 9]]] * 5
