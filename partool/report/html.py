@@ -17,6 +17,7 @@ from partool.report.html_timeline import timeline_view
 from partool.report.plan import next_commands
 from partool.report.tables import plan_summary
 from partool.report.units import amount, gib, in_order, probability, seconds
+from partool.report.units import bars as error_bars
 from partool.report.verification import correction, summary, terms
 from partool.spec.numbers import duration
 from partool.strategies.jobs import JOBS
@@ -65,7 +66,9 @@ def page(template: str, **content: Any) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(gib=gib, seconds=seconds, amount=amount, duration=duration, markup=Markup)
+    environment.filters.update(
+        gib=gib, seconds=seconds, amount=amount, duration=duration, markup=Markup, error_bars=error_bars
+    )
     css, js = Markup(asset("report.css")), Markup(asset("report.js"))
     return environment.from_string(asset(template)).render(css=css, js=js, **content)
 

@@ -19,6 +19,7 @@ from partool.report.html import render_html
 from partool.report.html_svg import log_ticks, tick_label, ticks
 from partool.report.timeline import planned
 from partool.report.trace import plan_trace
+from partool.report.units import bars as error_bars
 from partool.report.units import gib, seconds
 
 SPEC = """\
@@ -93,6 +94,10 @@ def test_figures_are_the_plans(plan: Plan) -> None:
     time, memory = plan.prediction.time, plan.prediction.memory
     assert f'<b id="step-time">{seconds(time.step_time_s)}</b>' in source
     assert f"{gib(memory.total_bytes)} of {gib(plan.devices.memory_bytes)} GiB" in words
+    assert f"per step, {error_bars(plan.prediction)}" in words
+    assert len(plan.answers) >= 4
+    for answer in plan.answers:
+        assert f"{answer.question} {answer.text}" in words
     for name, value in time.terms_s.items():
         assert (f'</i>{name}</th><td class="n">{seconds(value)}</td>' in source) == (value > 0)
     for row in plan.candidates:
