@@ -312,6 +312,21 @@ RULES: tuple[Rule, ...] = (
         "model: {config: /models/llama2-7b, weights: {source: hf, path: /models/llama2-7b}}",
     ),
     command_rule(
+        "PT631",
+        "Rows of the embedding are new",
+        "The model has more tokens than the weights. The further rows of the embedding and of the output projection "
+        "start as the mean of the others. An adapter leaves them at that unless it trains both.",
+        "adapter: {kind: lora}   # with data: {special_tokens: ['<|im_start|>']}",
+        "adapter: {kind: lora, train: [embed, head]}",
+    ),
+    command_rule(
+        "PT632",
+        "The special tokens cannot be added",
+        "Special tokens are added to the tokenizer of a Hugging Face folder, each once. Bytes have no further tokens.",
+        "data: {tokenizer: bytes, special_tokens: ['<|im_start|>']}",
+        "data: {tokenizer: models/qwen3-8b, special_tokens: ['<|im_start|>']}",
+    ),
+    command_rule(
         "PT622",
         "The weights are not finite",
         "A NaN or infinity in the weights spreads to everything in the first step.",

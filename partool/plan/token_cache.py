@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any
 from partool.plan.data_files import SourceFile, find_files
 from partool.plan.records import DataError
 from partool.plan.token_files import Sidecar, read_sidecar
+from partool.plan.tokenizer_folder import tokenizer_files
 from partool.spec.data import DataSpec
 
 if TYPE_CHECKING:
     from partool.plan.packing import Lengths
 
-_VERSION = 2
+_VERSION = 3
 TOKENISED = ("text", "jsonl", "parquet", "arrow")
 """Formats of files that are tokenised into a cache; files of tokens are read in place."""
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 def cache_folder(configured: str | None) -> Path:
@@ -61,8 +59,9 @@ def cache_of(files: Sequence[SourceFile], data: DataSpec) -> Path:
 def _tokenizer(data: DataSpec) -> list[Any]:
     if data.tokenizer == "bytes":
         return ["bytes-0"]
-    paths = [Path(data.tokenizer, name) for name in _TOKENIZER_FILES]
-    return [hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None for path in paths]
+    folder = Path(data.tokenizer)
+    hashes = [[str(path), hashlib.sha256((folder / path).read_bytes()).hexdigest()] for path in tokenizer_files(folder)]
+    return [*hashes, data.special_tokens]
 
 
 def stretches(files: Sequence[SourceFile]) -> list[list[SourceFile]]:

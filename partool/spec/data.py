@@ -47,6 +47,9 @@ class DataSpec(Section):
     say."""
     tokenizer: FilePath = "bytes"
     """``bytes``, or the path of a Hugging Face tokenizer folder."""
+    special_tokens: list[_Key] = []
+    """Tokens that are added to the tokenizer, such as ``<|im_start|>``, if it lacks them; ``model.vocab`` must have
+    room for them."""
     text_field: str = "text"
     """Key of the text in JSONL records, or its column in Parquet files."""
     keys: dict[_Key, _Key] = {}

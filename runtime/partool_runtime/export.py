@@ -27,6 +27,7 @@ from partool_runtime.hf.folder import write_model_folder
 from partool_runtime.hf.peft import write_adapter
 from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 from partool_runtime.merge import merged_weights, trained_weights
+from partool_runtime.tokens.exporting import write_tokenizer
 from partool_runtime.weights import check_finite, whole_shapes
 from partool_runtime.weights.from_checkpoint import load_whole
 
@@ -37,18 +38,6 @@ DTYPES: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,  # only products are in 8 bits
 }
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
-"""Tokenizer files of a Hugging Face folder."""
 
 
 def export(
@@ -86,7 +75,7 @@ def export(
             write_adapter(state, plan.model, temporary, base=plan.weights.path or "")
         else:
             write_folder(state, _plain(plan), temporary, generation=plan.generation or _of_tokenizer(plan))
-        tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
+        tokenizer = write_tokenizer(plan.data, temporary)
         stops = _stop_at_turn_end(plan, temporary)
         _give_usual_modes(temporary)
         _move(temporary, out)
@@ -127,7 +116,7 @@ def _of_tokenizer(plan: Plan) -> Generation | None:
     if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):
         return None  # the tokenizer is unknown
     try:
-        end = open_tokenizer(data.tokenizer).separator
+        end = open_tokenizer(data.tokenizer, data.special_tokens).separator
     except ConfigurationError:
         return None  # the folder is not on this machine; the report says so
     return None if end is None or end >= plan.model.vocab else Generation(token_ids={"eos_token_id": end})
@@ -142,9 +131,8 @@ def _stop_at_turn_end(plan: Plan, folder: Path) -> str:
         return ""
     from partool_runtime.chat import Encoder  # jinja2 is not needed for texts
 
-    template = None if plan.data.template is None else Path(plan.data.template)
     try:
-        end = Encoder(Path(plan.data.tokenizer), template).turn_end()
+        end = Encoder.of_data(plan.data).turn_end()
     except ConfigurationError as error:
         return f"\nthe token that ends an answer is unknown: {error.message}"
     if end is None:
@@ -192,25 +180,13 @@ def _check_out(out: Path, force: bool) -> None:
         raise ConfigurationError("PT625", message, "Choose another --out.")
 
 
-def _copy_tokenizer(tokenizer: str, target: Path) -> str:
-    if tokenizer == "bytes":
-        return "the run reads bytes: token numbers are byte values, there are no tokenizer files"
-    source = Path(tokenizer)
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    for file in files:
-        shutil.copyfile(file, target / file.name)
-    if not files:
-        return f"no tokenizer files found in {source}: add them yourself"
-    return f"tokenizer files copied from {source}: {', '.join(file.name for file in files)}"
-
-
 def _give_usual_modes(folder: Path) -> None:
     """Set the usual permissions; new temporary folders and safetensors files are accessible only to their owner."""
     mask = os.umask(0o077)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _move(temporary: Path, out: Path) -> None:

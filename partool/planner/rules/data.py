@@ -15,6 +15,7 @@ from partool.diagnostics.record import Diagnostic, Severity
 from partool.plan.data_files import PYTHON_STDLIB, NoFilesError
 from partool.plan.records import DataError
 from partool.plan.token_cache import TOKENISED
+from partool.plan.tokenizer_folder import vocab_of
 from partool.planner.rules.data_sample import sample
 from partool.planner.rules.data_template import check_template
 from partool.planner.rules.launching import trains_here
@@ -208,22 +209,19 @@ def _vocab_beside(file: Path) -> int:
 def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, list[Diagnostic]]:
     if spec.data.tokenizer == "bytes":
         return BYTES_VOCAB, []
-    file = base_dir / spec.data.tokenizer / "tokenizer.json"
+    folder = base_dir / spec.data.tokenizer
+    file = folder / "tokenizer.json"
     severity, where = lies(spec, launch, str(file))
     try:
-        content = json.loads(file.read_bytes())
-        added = [int(token["id"]) for token in content.get("added_tokens", [])]
-        words = content["model"]["vocab"]
-        ids = words.values() if isinstance(words, dict) else range(len(words))
-        return max([*ids, *added]) + 1, []
+        return vocab_of(folder, spec.data.special_tokens), []
     except FileNotFoundError as error:
         message = f"{file} cannot be read{where}: {error.strerror}"
     except OSError as error:
         severity = of_what_is_here(spec, launch, str(file))
         message = f"{file} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except DataError as error:
         severity = of_what_is_here(spec, launch, str(file))
-        message = f"{file} is no tokenizer file"
+        message = str(error)
     help = "`bytes`, or a folder with a tokenizer.json"
     if _ON_A_HUB.fullmatch(spec.data.tokenizer):
         help += f"; from the Hugging Face hub: hf download {spec.data.tokenizer} tokenizer.json --local-dir DIR"

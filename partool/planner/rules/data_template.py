@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
+from partool.plan.records import DataError
+from partool.plan.tokenizer_folder import templates_of
 from partool.spec.data import DataSpec
 
 _HELP = "data.template names a file with a Jinja template, which a message's tokens are rendered by"
@@ -18,6 +19,7 @@ def check_template(data: DataSpec, place: tuple[Severity, str]) -> Iterator[Diag
 
     ``data`` has absolute paths; ``place`` is the severity of a file that this machine lacks, and the words for it.
     """
+    yield from _special_tokens(data)
     if data.is_text:
         if data.template:
             message = "a template renders conversations, and the records are texts"
@@ -37,11 +39,23 @@ def check_template(data: DataSpec, place: tuple[Severity, str]) -> Iterator[Diag
         yield Diagnostic("PT606", message, path=("data", "tokenizer"), help=_HELP)
 
 
+def _special_tokens(data: DataSpec) -> Iterator[Diagnostic]:
+    """Yield a finding for special tokens that cannot be added to the tokenizer."""
+    path: tuple[str | int, ...] = ("data", "special_tokens")
+    if data.special_tokens and data.tokenizer == "bytes":
+        message, help = "bytes has 256 tokens and no others", "set data.tokenizer to a Hugging Face folder"
+        yield Diagnostic("PT632", message, path=path, help=help)
+    for index, token in enumerate(data.special_tokens):
+        if token in data.special_tokens[:index]:
+            yield Diagnostic("PT632", f"{token!r} is named twice", path=(*path, index), help="drop one of them")
+        elif token != token.strip():
+            message = f"{token!r} begins or ends with a space, which a tokenizer may take for a part of the text"
+            yield Diagnostic("PT632", message, path=(*path, index), help=f"write {token.strip()!r}")
+
+
 def _lacks_template(folder: Path) -> bool:
     """Return True if a folder that exists on this machine has no chat template."""
-    if not folder.is_dir() or any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return False
     try:
-        return not json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
-    except (OSError, ValueError, AttributeError):
+        return folder.is_dir() and not templates_of(folder)
+    except DataError:
         return True

@@ -9,12 +9,14 @@ from typing import Any
 
 from partool.catalog.huggingface import read_config
 from partool.diagnostics.record import Diagnostic, Severity
+from partool.layout.adapters import frozen_beside
 from partool.layout.parameters import frozen_problem
 from partool.layout.tensor.cutting import collapsed_name
 from partool.plan.weight_files import WeightsError, check_weight_file, holds_checkpoint, weight_files
 from partool.planner.problem import Problem
 from partool.planner.rules.data import lies, of_what_is_here
 from partool.planner.rules.optimizer import parameter_names
+from partool.spec.adapter import AdapterSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Moe
 from partool.spec.spec import Spec
@@ -71,7 +73,7 @@ def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: 
     severity = of_what_is_here(spec, launch, str(folder))
     yield from _unreadable(folder, weights.source, severity, path)
     if weights.source == "hf" and (folder / "config.json").is_file() and not spec.model.by_others:
-        yield from _sizes(folder, model, weights.upcycle)
+        yield from _sizes(folder, model, weights.upcycle, spec.adapter)
 
 
 def _unreadable(folder: Path, source: str, severity: Severity, path: tuple[str, ...]) -> Iterator[Diagnostic]:
@@ -109,7 +111,7 @@ def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
         yield Diagnostic("PT229", message, path=("model", "ffn_bias"), help="start from a model without these biases")
 
 
-def _sizes(folder: Path, model: ModelConfig, upcycle: bool) -> Iterator[Diagnostic]:
+def _sizes(folder: Path, model: ModelConfig, upcycle: bool, adapter: AdapterSpec | None) -> Iterator[Diagnostic]:
     fields, _, _ = read_config(folder)
     if fields is None:
         return
@@ -122,7 +124,9 @@ def _sizes(folder: Path, model: ModelConfig, upcycle: bool) -> Iterator[Diagnost
         help = "write weights: {…, upcycle: true} to start each expert as a copy of the dense network, or drop moe"
         yield Diagnostic("PT621", message, path=_PATH, help=help)
         return
-    differ = [*_different(fields, model), *([] if upcycle else _other_experts(fields, model))]
+    if not upcycle:
+        yield from _grown(fields, model, adapter)
+    differ = [*_different(fields, model, grows=not upcycle), *([] if upcycle else _other_experts(fields, model))]
     if differ:
         message = f"the weights in {folder} do not fit the model: {', '.join(differ)}"
         yield Diagnostic(
@@ -130,10 +134,31 @@ def _sizes(folder: Path, model: ModelConfig, upcycle: bool) -> Iterator[Diagnost
         )
 
 
-def _different(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
-    """Yield text for each size that a folder's configuration gives and that the model has otherwise."""
+def _grown(fields: dict[str, Any], model: ModelConfig, adapter: AdapterSpec | None) -> Iterator[Diagnostic]:
+    """Yield a finding if the model has more tokens than the folder."""
+    rows = model.vocab - (fields.get("vocab") or model.vocab)
+    if rows <= 0:
+        return
+    message = f"the model has {rows:,} tokens more than the weights; their rows start as the mean of the others"
+    path = ("model", "vocab")
+    entries = ["embed"] if model.tied_embeddings else ["embed", "head"]
+    matrices = [f"{name}.weight" for name in entries]
+    if adapter is None or not frozen_beside(matrices, adapter.train):
+        yield Diagnostic("PT631", message, "note", path)
+        return
+    help = f"write adapter: {{train: [{', '.join(entries)}]}}"
+    yield Diagnostic("PT631", f"{message}, and the adapter leaves them at that", "warning", path, help=help)
+
+
+def _different(fields: dict[str, Any], model: ModelConfig, *, grows: bool) -> Iterator[str]:
+    """Yield text for each size that a folder's configuration gives and that the model has otherwise.
+
+    ``grows`` means that the model may have more tokens.
+    """
     for name in _SIZES:
         in_folder, in_model = fields.get(name), getattr(model, name)
+        if name == "vocab" and grows and in_folder is not None and in_folder < in_model:
+            continue
         if in_folder is not None and in_folder != in_model:
             yield f"{name} is {_word(in_model)} in the model and {_word(in_folder)} in the folder"
 

@@ -54,14 +54,15 @@ def _exactly(data: bytes, size: int) -> bytes:
 def settings_to_json(settings: EncoderSettings) -> bytes:
     """Return settings as JSON."""
     template = None if settings.template is None else str(settings.template)
-    return json.dumps([str(settings.folder), template, settings.loss, settings.date.isoformat()]).encode()
+    fields = [str(settings.folder), template, settings.loss, settings.date.isoformat(), settings.special_tokens]
+    return json.dumps(fields).encode()
 
 
 def settings_from_json(data: bytes) -> EncoderSettings:
     """Return what ``settings_to_json`` was given."""
-    folder, template, loss, date = json.loads(data)
+    folder, template, loss, date, special_tokens = json.loads(data)
     file = None if template is None else Path(template)
-    return EncoderSettings(Path(folder), file, loss, datetime.date.fromisoformat(date))
+    return EncoderSettings(Path(folder), file, loss, datetime.date.fromisoformat(date), tuple(special_tokens))
 
 
 def samples_to_json(samples: Sequence[Sample]) -> bytes:

@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from partool.plan.conversations import Completion, Conversation
+from partool.spec.data import DataSpec
 from partool_runtime.chat._checks import template_notes, turn_end
-from partool_runtime.chat._folder import read_text, special_tokens_of
+from partool_runtime.chat._folder import special_tokens_of
 from partool_runtime.chat.spans import Loss, TrainedText, message_ends, trained_text
 from partool_runtime.chat.template import DATE, ChatTemplate, Span
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.tokens.tokenizers import open_fast, vocab_of
 
 Sample = Conversation | Completion
 TokenIds = npt.NDArray[np.uint32]
@@ -37,6 +39,8 @@ class EncoderSettings:
     template: Path | None = None
     loss: Loss = "assistant"
     date: datetime.date = DATE
+    special_tokens: tuple[str, ...] = ()
+    """Tokens that the folder's tokenizer gets in addition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,17 @@ class Encoder:
     """
 
     def __init__(
-        self, folder: Path, template: Path | None = None, loss: Loss = "assistant", *, date: datetime.date = DATE
+        self,
+        folder: Path,
+        template: Path | None = None,
+        loss: Loss = "assistant",
+        *,
+        date: datetime.date = DATE,
+        special_tokens: Sequence[str] = (),
     ) -> None:
-        self.settings = EncoderSettings(folder, template, loss, date)
-        content = _tokenizer_json(folder)
-        self._fast = _tokenizer(folder, content)
-        self.vocab = max(self._fast.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        self.settings = EncoderSettings(folder, template, loss, date, tuple(special_tokens))
+        self._fast, content = open_fast(folder, special_tokens)
+        self.vocab = vocab_of(self._fast)
         self._named = special_tokens_of(folder)
         added = self._fast.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added if token.special)
@@ -90,6 +99,18 @@ class Encoder:
             self._refusal = error  # prompts with completions need no template
         identity = [_VERSION, content, self._template and self._template.identity, loss, sorted(self._named.items())]
         self.identity = hashlib.sha256(repr(identity).encode()).hexdigest()
+
+    @classmethod
+    def of_settings(cls, settings: EncoderSettings) -> Encoder:
+        """Return the encoder that ``settings`` describe."""
+        date, special_tokens = settings.date, settings.special_tokens
+        return cls(settings.folder, settings.template, settings.loss, date=date, special_tokens=special_tokens)
+
+    @classmethod
+    def of_data(cls, data: DataSpec) -> Encoder:
+        """Return the encoder of a ``data`` section, whose paths are absolute."""
+        template = None if data.template is None else Path(data.template)
+        return cls(Path(data.tokenizer), template, data.loss, special_tokens=data.special_tokens)
 
     @property
     def template(self) -> ChatTemplate:
@@ -238,26 +259,3 @@ def _messages(
         return np.minimum(token, len(ends) - 1).astype(np.int32)
     owners = np.asarray([-1 if one is None else one for one in text.messages] or [-1], np.int32)
     return np.where(loss, owners[span], -1).astype(np.int32)
-
-
-def _tokenizer_json(folder: Path) -> str:
-    content = read_text(folder / "tokenizer.json")
-    if content is None:
-        fix = "save the tokenizer with transformers' save_pretrained, which writes tokenizer.json"
-        raise ConfigurationError("PT603", f"{folder} has no tokenizer.json", fix)
-    return content
-
-
-def _tokenizer(folder: Path, content: str) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        message = f"{folder} needs the package tokenizers, which is not installed"
-        raise ConfigurationError("PT603", message, 'pip install "partool[hf]"') from error
-    try:
-        fast = Tokenizer.from_str(content)
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigurationError("PT603", f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-    fast.no_truncation()
-    fast.no_padding()
-    return fast

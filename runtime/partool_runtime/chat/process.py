@@ -18,7 +18,7 @@ def serve() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     settings = settings_from_json(read_frame(source)[0])
-    encoder = Encoder(settings.folder, settings.template, settings.loss, date=settings.date)
+    encoder = Encoder.of_settings(settings)
     while parts := read_frame(source):
         try:
             answer = EncodedChunk(encoder.encode(samples_from_json(parts[0])))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partool.plan.conversations import Conversation
-from partool_runtime.chat._folder import DEFAULT, TOOL_USE, read_text, special_tokens_of, templates_of
+from partool.plan.tokenizer_folder import DEFAULT, TOOL_USE
+from partool_runtime.chat._folder import read_text, special_tokens_of, templates_of
 from partool_runtime.chat._messages import PlainMessages, PlainTools, plain_messages, plain_tools
 from partool_runtime.errors import ConfigurationError
 

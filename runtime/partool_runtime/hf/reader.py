@@ -120,6 +120,11 @@ class HfFolder:
             raise ConfigurationError("PT621", message, "Take the model from the folder: model.config: <folder>.")
         return tuple(sorted(unused))
 
+    def rows(self, name: str) -> int | None:
+        """Return the number of rows of a parameter in the folder; None if it is not there."""
+        place = self._place(name)
+        return None if place is None or place.name not in self._handles else self._shape(place)[0]
+
     def _place(self, name: str) -> ParameterPlace | None:
         place = place_of(self.family, name)
         if place is None:

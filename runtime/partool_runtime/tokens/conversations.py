@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +49,7 @@ class ConversationSource:
         self.files = files
         self._data = data
         self._kind: RecordKind = data.records
-        template = None if data.template is None else Path(data.template)
-        self._encoder = Encoder(Path(data.tokenizer), template, data.loss)
+        self._encoder = Encoder.of_data(data)
         self.identity = self._encoder.identity
         self.vocab = self._encoder.vocab
 

@@ -24,7 +24,7 @@ def files_of(data: DataSpec) -> list[SourceFile]:
 def source_of(files: Sequence[SourceFile], data: DataSpec) -> TokenSource:
     """Return what the cache of some files is made from."""
     if data.is_text:
-        return TextSource(files, open_tokenizer(data.tokenizer), data.text_field)
+        return TextSource(files, open_tokenizer(data.tokenizer, data.special_tokens), data.text_field)
     from partool_runtime.tokens.conversations import ConversationSource  # jinja2 is not needed for texts
 
     return ConversationSource(files, data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,21 +55,9 @@ class FolderTokenizer:
     Raises ConfigurationError PT603 if the folder cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Fast
-        except ImportError as error:
-            message = f"data.tokenizer: {folder} needs the package tokenizers, which is not installed"
-            raise ConfigurationError("PT603", message, 'pip install "partool[hf]"') from error
-        content = _read_tokenizer_json(folder)
-        try:
-            self._fast = Fast.from_str(content)
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigurationError("PT603", f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        ids = self._fast.get_vocab(with_added_tokens=True).values()
-        self.vocab = max(ids, default=0) + 1
+    def __init__(self, folder: Path, special_tokens: Sequence[str] = ()) -> None:
+        self._fast, content = open_fast(folder, special_tokens)
+        self.vocab = vocab_of(self._fast)
         self.separator: int | None = self._eos(folder)
         self.identity = hashlib.sha256(f"{self.separator}\n{content}".encode()).hexdigest()
 
@@ -105,9 +93,38 @@ class FolderTokenizer:
             yield np.asarray(encoding.ids, dtype=np.uint32), piece
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str, special_tokens: Sequence[str] = ()) -> Tokenizer:
     """Return the tokenizer ``name`` (``data.tokenizer``); raises ConfigurationError PT603 if it cannot be used."""
-    return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
+    return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name), special_tokens)
+
+
+def open_fast(folder: Path, special_tokens: Sequence[str] = ()) -> tuple[Any, str]:
+    """Return the library's tokenizer of a Hugging Face folder, and its content as JSON.
+
+    It neither cuts nor pads. Those of ``special_tokens`` that it lacks are added to it, and to the content, and get the
+    next ids. Raises ConfigurationError PT603 if the folder cannot be used.
+    """
+    try:
+        from tokenizers import Tokenizer as Fast
+    except ImportError as error:
+        message = f"data.tokenizer: {folder} needs the package tokenizers, which is not installed"
+        raise ConfigurationError("PT603", message, 'pip install "partool[hf]"') from error
+    content = _read_tokenizer_json(folder)
+    try:
+        fast = Fast.from_str(content)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigurationError("PT603", f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+    fast.no_truncation()
+    fast.no_padding()
+    if special_tokens:
+        fast.add_special_tokens(list(special_tokens))
+        content = fast.to_str(pretty=True)
+    return fast, content
+
+
+def vocab_of(fast: Any) -> int:
+    """Return the exclusive upper bound of the ids of the library's tokenizer."""
+    return max(fast.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
 def _decode(piece: DocumentPiece) -> str:

@@ -11,6 +11,8 @@ import torch
 from partool.layout.adapters import is_adapter
 from partool.spec.model import Weights
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.grown import GrownVocabulary
+from partool_runtime.hf.load import HfFiles
 from partool_runtime.hf.model import HfPart
 from partool_runtime.hf.peft import open_adapter
 from partool_runtime.hf.reader import open_folder
@@ -76,7 +78,7 @@ def _fill_base(
                 unused = folder.check(dense_shapes(model.config))
                 fill_from(model, upcycled(model.config, folder.block, seed), masters, _is_base)
         else:
-            with open_folder(path, model.config) if hf is None else hf.open_weights(path) as source:
+            with _open(path, model) as source:
                 unused = source.check({name: shape for name, shape in model.whole_shapes().items() if _is_base(name)})
                 fill_from(model, source.block, masters, _is_base)
         if unused:
@@ -86,6 +88,17 @@ def _fill_base(
     else:
         load_model(model, _path(weights), masters)
     return ()
+
+
+@contextmanager
+def _open(path: Path, model: AnyDecoder) -> Iterator[GrownVocabulary | HfFiles]:
+    """Open a folder of weights, by the names of the model's parameters."""
+    if isinstance(model, HfPart):
+        with model.open_weights(path) as files:
+            yield files
+    else:
+        with open_folder(path, model.config) as folder:
+            yield GrownVocabulary(folder)
 
 
 def _path(weights: Weights) -> Path:

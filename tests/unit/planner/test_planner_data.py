@@ -21,6 +21,7 @@ from partool.planner.resolve import resolve
 from partool.planner.rules import data_size
 from partool.planner.rules.data_sample import files_of
 from partool.planner.rules.data_size import UncountedError, count_tokens
+from partool.planner.rules.data_template import check_template
 from partool.spec import load_text
 from partool.spec.data import DataSpec
 
@@ -262,3 +263,20 @@ def test_a_plan_says_tokens_epochs_and_cost(tmp_path: Path) -> None:
         assert (other.checkpoint_bytes > totals.checkpoint_bytes) == ("fp64" in change)
         assert other.checkpoint_bytes != totals.checkpoint_bytes
     assert "prediction" in NOT_RUN  # prices and counted tokens do not change what runs
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "path", "help"),
+    [
+        ("bytes", ["<a>"], ("data", "special_tokens"), "Hugging Face folder"),
+        ("tok", ["<a>", "<b>", "<a>"], ("data", "special_tokens", 2), "drop one"),
+        ("tok", ["<a> "], ("data", "special_tokens", 0), "write '<a>'"),
+    ],
+)
+def test_special_tokens_that_cannot_be_added(
+    tokenizer: str, tokens: list[str], path: tuple[str | int, ...], help: str
+) -> None:
+    data = DataSpec(source="a", records="chat", tokenizer=tokenizer, special_tokens=tokens, template="/no/template")
+    (finding,) = [one for one in check_template(data, ("note", "")) if one.code == "PT632"]
+    assert finding.path == path
+    assert help in (finding.help or "")

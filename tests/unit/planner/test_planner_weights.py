@@ -55,6 +55,9 @@ def findings(config: dict[str, Any], folder: Path, *, upcycle: bool, **model: An
         (DENSE, {"moe": MOE, "layers": 3}, True, "PT621", "model.weights.path", "layers is 3"),
         (MIXTRAL, {"moe": MOE | {"experts": 4}}, False, "PT621", "model.weights.path", "moe.experts is 4"),
         (MIXTRAL, {"moe": MOE | {"bias_rate": 0.1}}, False, "PT621", "model.weights.path", "selection biases"),
+        (DENSE, {"vocab": 250}, False, "PT621", "model.weights.path", "vocab is 250"),
+        (DENSE, {"vocab": 260}, False, "PT631", "model.vocab", "4 tokens more"),
+        (DENSE, {"vocab": 260, "moe": MOE}, True, "PT621", "model.weights.path", "vocab is 260"),
         (DENSE, {"moe": MOE}, True, "", "", ""),
         (MIXTRAL, {}, False, "", "", ""),
     ],
@@ -65,6 +68,33 @@ def test_weights_of_experts(
     found = findings(config, tmp_path, upcycle=upcycle, **model)
     assert [one[:2] for one in found] == ([(code, at)] if code else [])
     assert says in (found[0][2] if found else "")
+
+
+@pytest.mark.parametrize(
+    ("tied", "train", "severity", "help"),
+    [
+        (False, [], "warning", "train: [embed, head]"),
+        (False, ["embed"], "warning", "train: [embed, head]"),
+        (False, ["embed", "head"], "note", ""),
+        (False, ["*.weight"], "note", ""),
+        (True, ["norms"], "warning", "train: [embed]"),
+        (True, ["embed"], "note", ""),
+    ],
+)
+def test_an_adapter_should_train_new_tokens(
+    tmp_path: Path, tied: bool, train: list[str], severity: str, help: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"tie_word_embeddings": tied}))
+    write_weights(tmp_path)
+    model = {"config": str(tmp_path), "vocab": 260, "weights": {"source": "hf", "path": str(tmp_path)}}
+    spec = Spec.model_validate(
+        {"model": model, "adapter": {"train": train}, "data": "x", "hardware": {"accelerator": "cpu"}}
+    )
+    resolved = resolve_model(spec.model, tmp_path).config
+    assert resolved is not None
+    (finding,) = check_weights(spec, LaunchSpec(), resolved, tmp_path)
+    assert (finding.code, finding.severity) == ("PT631", severity)
+    assert help in (finding.help or "")
 
 
 SPEC = """model: {{layers: 2, hidden: 64, heads: 4, vocab: 256, weights: {{source: {}, path: {}}}}}
