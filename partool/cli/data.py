@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from partool.spec.spec import Spec
 
 _ERRORS, _ENVIRONMENT = 1, 3
+_ON_A_PAGE = 3
+"""Sequences that a page shows."""
 
 
 def command(
@@ -30,6 +32,9 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     sample: Annotated[int, typer.Option("--sample", min=1, help="show: number of the sequence, from 1.")] = 1,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+    html: Annotated[
+        Path | None, typer.Option("--html", help="show, stats: also write lengths and three sequences as a page.")
+    ] = None,
 ) -> None:
     """Tokenise the data of a spec, count them, and show what the model sees."""
     from partool.launch.data import DataProcessError, ask
@@ -38,12 +43,18 @@ def command(
     length = loaded.training.sequence_length
     if action == "show" and data.is_text:
         raise typer.BadParameter("show is for conversations, and prompts with completions; these data are texts")
+    if html is not None and action == "prepare":
+        raise typer.BadParameter("--html is for show and stats")
+    shows = action == "show" or (html is not None and not data.is_text)
+    wanted = range(sample - 1, sample - 1 + (1 if html is None else _ON_A_PAGE))
     try:
-        events = ask("show" if action == "show" else "prepare", data, length, [sample - 1])
+        events = ask("show" if shows else "prepare", data, length, wanted)
     except DataProcessError as error:
         fail(error.code, str(error), error.help, _ERRORS)
     caches = [event for event in events if event["event"] == "cache"]
     rows = [event for event in events if event["event"] == "row"]
+    if html is not None:
+        _write_page(html, loaded, data, caches, rows)
     if action == "show":
         _show(rows, sample, output)
     else:
@@ -84,18 +95,15 @@ def _count(action: str, spec: Spec, data: DataSpec, caches: list[dict[str, Any]]
     from partool.report.units import counted
 
     counts = count_data(data, spec.training.sequence_length, trains=True)
-    trained = sum(cache["trained"] for cache in caches if cache["trains"])
+    trained = _trained(caches)
     if output == "json":
         folders = [cache["folder"] for cache in caches]
         say(json.dumps({"caches": folders, "trained": trained, **_as_dict(counts)}))
         return
     if action == "stats":
-        from partool.plan.token_cache import prepared
         from partool.report.data import statistics
 
-        ready = [prepared(part) for part in data.parts]
-        lengths = [size for one in ready if one is not None for size in one.lengths.tokens.tolist()]
-        for line in statistics(lengths, counts, trained, spec.training.sequence_length):
+        for line in statistics(_lengths(data), counts, trained, spec.training.sequence_length):
             say(line)
         return
     for cache in caches:
@@ -111,6 +119,33 @@ def _count(action: str, spec: Spec, data: DataSpec, caches: list[dict[str, Any]]
         say(f"an epoch: {counts.rows:,} sequences, {steps:,} steps of {spec.training.global_batch:,}")
     else:
         say(f"not counted: {counts.unknown or 'the data have no sequence of this length'}")
+
+
+def _trained(caches: list[dict[str, Any]]) -> int:
+    """Return the number of tokens that are trained on in an epoch."""
+    return sum(cache["trained"] for cache in caches if cache["trains"])
+
+
+def _lengths(data: DataSpec) -> list[int]:
+    """Return the tokens of each sample that is trained on."""
+    from partool.plan.token_cache import prepared
+
+    ready = [prepared(part) for part in data.parts]
+    return [size for one in ready if one is not None for size in one.lengths.tokens.tolist()]
+
+
+def _write_page(
+    path: Path, spec: Spec, data: DataSpec, caches: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> None:
+    from partool.cli._files import write_or_exit
+    from partool.planner.data_counts import count_data
+    from partool.report.html_data import render_data_html
+
+    length = spec.training.sequence_length
+    counts, name = count_data(data, length, trains=True), spec.name or path.stem
+    shown = render_data_html(name, _lengths(data), counts, trained=_trained(caches), length=length, rows=rows)
+    write_or_exit(shown, path)
+    say(f"partool: wrote {path}", err=True)
 
 
 def _as_dict(counts: DataCounts) -> dict[str, Any]:

@@ -105,3 +105,17 @@ def test_what_cannot_be_shown_is_said(spec: str, capfd: pytest.CaptureFixture[st
     path.write_text(path.read_text(encoding="utf-8") + '{"messages": 5}\n', encoding="utf-8")
     assert partool("data", "prepare", spec) == 1
     assert "a.jsonl:13: 'messages' is a int" in capfd.readouterr().err
+
+
+def test_lengths_and_sequences_are_a_page(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    chats = tmp_path / "a.jsonl"
+    content = chats.read_text().replace("what is 3?", "<script>alert(3)</script>")
+    chats.write_text(content, encoding="utf-8")
+    assert partool("data", "stats", spec, "--html", str(tmp_path / "d.html")) == 0
+    assert "in sequences of 121 tokens" in capfd.readouterr().out
+    page = (tmp_path / "d.html").read_text(encoding="utf-8")
+    assert "12 samples" in page
+    assert page.count('class="run trained"') >= 3
+    assert "<script>alert" not in page
+    assert "http" not in page.split("</style>")[1].replace("http://www.w3.org", "")
+    assert partool("data", "prepare", spec, "--html", str(tmp_path / "d.html")) == 2
