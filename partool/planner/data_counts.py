@@ -10,6 +10,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.packing import arrange, drawn
 from partool.plan.token_cache import PreparedTokens, prepared
 from partool.planner.rules.data_size import UncountedError, count_tokens
+from partool.planner.token_estimate import estimate_tokens
 from partool.spec.checks import check_steps
 from partool.spec.data import DataSpec
 from partool.spec.numbers import MOST_STEPS
@@ -64,17 +65,26 @@ def _count(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:
     if not data.is_text:
         ready = prepared(data)
         if ready is None:
-            return DataCounts(None, unknown="not tokenised yet: partool data prepare SPEC counts it")
+            return DataCounts(None, unknown=_estimated(data))
         return _arranged(ready, data, sequence_length, trains=trains)
     try:
         tokens = count_tokens(data)
     except UncountedError as error:
         ready = prepared(data)
         if ready is None:
-            return DataCounts(None, unknown=str(error))
+            return DataCounts(None, unknown=str(error) if data.tokenizer == "bytes" else _estimated(data, str(error)))
         tokens = ready.sidecar.count
     tokens = round(tokens * (1.0 - data.validation if trains else data.validation or 1.0))
     return DataCounts(tokens, max(tokens - 1, 0) // sequence_length if data.pack else None)
+
+
+def _estimated(data: DataSpec, otherwise: str = "") -> str:
+    """Return why the tokens are not counted, with an estimate of their number where there is one."""
+    tokens = estimate_tokens(data)
+    if tokens is None:
+        return otherwise or "not tokenised yet: partool data prepare SPEC counts it"
+    rounded = round(tokens, 2 - len(str(tokens)))
+    return f"about {rounded:,} by the files' beginnings: partool data prepare SPEC counts them"
 
 
 def _arranged(ready: PreparedTokens, data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:

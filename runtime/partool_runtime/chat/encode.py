@@ -29,6 +29,8 @@ _VERSION = 1
 """Changes when equal settings give other tokens or masks than before."""
 _BATCH = 512
 """Samples that the library tokenises at a time."""
+_NAMED = 8
+"""Conversations that an error names beside the first, of those in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,25 @@ class Encoder:
         """Return the text of tokens, special tokens included."""
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
 
+    def _trained_texts(self, conversations: Sequence[Conversation]) -> list[TrainedText]:
+        """Return the rendered conversations; raises one ConfigurationError that names all that cannot be used."""
+        texts: list[TrainedText] = []
+        refused: list[tuple[str, ConfigurationError]] = []
+        template = self.template if conversations else None  # prompts with completions need none
+        for one in conversations:
+            assert template is not None
+            try:
+                texts.append(trained_text(template, one, self.settings.loss, self.special_tokens))
+            except ConfigurationError as error:
+                refused.append((one.origin, error))
+        if refused:
+            raise _of_all(refused)
+        return texts
+
     def _encode_batch(self, samples: Sequence[Sample], messages: bool) -> list[Encoded]:
         results: dict[int, Encoded] = {}
         conversations = [(i, one) for i, one in enumerate(samples) if isinstance(one, Conversation) and one.messages]
-        texts = [self._trained(one) for _, one in conversations]
+        texts = self._trained_texts([one for _, one in conversations])
         encodings = self._fast.encode_batch([text.text for text in texts], add_special_tokens=False)
         for (index, one), text, encoding in zip(conversations, texts, encodings, strict=True):
             ends = self._message_ends(one) if messages else None
@@ -160,9 +177,6 @@ class Encoder:
         results.update(self._completions(completions))
         empty = Encoded(np.zeros(0, np.uint32), np.zeros(0, np.uint8))
         return [results.get(index, empty) for index in range(len(samples))]
-
-    def _trained(self, conversation: Conversation) -> TrainedText:
-        return trained_text(self.template, conversation, self.settings.loss, self.special_tokens)
 
     def _message_ends(self, conversation: Conversation) -> list[int]:
         try:
@@ -259,3 +273,14 @@ def _messages(
         return np.minimum(token, len(ends) - 1).astype(np.int32)
     owners = np.asarray([-1 if one is None else one for one in text.messages] or [-1], np.int32)
     return np.where(loss, owners[span], -1).astype(np.int32)
+
+
+def _of_all(refused: Sequence[tuple[str, ConfigurationError]]) -> ConfigurationError:
+    """Return the first error, with the places of the others."""
+    (_, first), *others = refused
+    if not others:
+        return first
+    places = ", ".join(origin.rpartition("/")[2] for origin, _ in others[:_NAMED])
+    more = ", …" if len(others) > _NAMED else ""
+    message = f"{first.message}; nor can {len(others):,} of the next samples be used: {places}{more}"
+    return ConfigurationError(first.code, message, first.help)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,17 @@ def test_what_cannot_encode_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "cannot be read" in refused("PT603", lambda: Encoder(path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "needs the package tokenizers" in refused("PT603", lambda: Encoder(path))
+
+
+def test_conversations_that_cannot_be_used_are_named_together(tmp_path: Path) -> None:
+    source = MARKED.replace(
+        "{{ bos_token }}", "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    )
+    encoder = Encoder(folder(tmp_path / "m", source))
+    good, bad = talk("u: hello\na: the cat"), talk("s: be brief\nu: hello\na: the cat")
+    samples = [replace(bad if n % 3 else good, origin=f"/data/a.jsonl:{n}") for n in range(1, 20)]
+    said = refused("PT607", lambda: encoder.encode(samples))
+    assert "a.jsonl:1" in said
+    assert "nor can 12 of the next samples be used: a.jsonl:2, a.jsonl:4, a.jsonl:5" in said
+    assert "…" in said
+    assert "nor can" not in refused("PT607", lambda: encoder.encode(samples[2:4]))
