@@ -53,7 +53,7 @@ KERNEL_LAYERS = [
     ["fp8"],
     ["gemm", "gemm_a8w8", "adamw", "cross_entropy", "glu", "moe", "norm", "onebit", "rope"],
     ["grouped_gemm", "linear_cross_entropy"],
-    ["select"],
+    ["quantised", "select"],
     ["fp8_linear"],
     ["compiled", "__init__"],
     ["proof"],
