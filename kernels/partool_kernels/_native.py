@@ -20,7 +20,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "partool_finite_sum_squares": [_POINTER, _COUNT, _CODE, _POINTER, _POINTER],
     "partool_onebit_pack": [_POINTER, _CODE, _POINTER, _CODE, _COUNT, _COUNT, _CODE, _POINTER, _POINTER],
     "partool_onebit_unpack": [_POINTER, _POINTER, _CODE, _COUNT, _COUNT, _COUNT, _COUNT, _POINTER, _CODE],
-    "partool_dequantise": [_POINTER, _CODE, _POINTER, _COUNT, _COUNT, _POINTER, _CODE],
+    "partool_dequantise": [_POINTER, _CODE, _POINTER, _COUNT, _COUNT, _COUNT, _POINTER, _CODE],
     "partool_update": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _CODE, _CODE],
     "partool_sums": [_POINTER, _POINTER, _COUNT],
     "partool_convert": [_POINTER, _POINTER, _COUNT],

@@ -27,8 +27,8 @@ LAYERS = [
 RUNTIME_LAYERS = [
     ["__init__", "errors", "exchanges", "groups", "losses", "placement", "precision", "private", "pulse"],
     ["stop", "threads", "torch_internals", "deferral", "chat"],
-    ["tokens"],
-    ["plan_file", "model", "mesh", "pieces"],
+    ["tokens", "pieces"],
+    ["plan_file", "model", "mesh"],
     ["graph", "building", "data", "hf.patches"],
     ["fp8", "hf"],
     ["fused", "usermodel"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from partool_kernels.cases import Case
-from partool_kernels.quantised.codes import quantise_int8, quantise_nf4, reference
+from partool_kernels.quantised.codes import Place, packed, quantise_int8, quantise_nf4, reference
 from partool_kernels.quantised.op import launch
 from partool_kernels.registry import Config, Request
 
@@ -17,16 +17,18 @@ def case(request: Request, device: torch.device, seed: int) -> Case:
     generator = torch.Generator(device).manual_seed(seed)
     columns, dtype = request.width["n"], getattr(torch, request.dtypes[0])
     matrix = torch.randn(request.rows, columns, device=device, generator=generator)
-    codes, scales = (quantise_nf4 if request.kernel == "dequantise_nf4" else quantise_int8)(matrix)
+    four = request.kernel == "dequantise_nf4"
+    codes, scales = (quantise_nf4 if four else quantise_int8)(matrix)
+    codes, place = packed(codes) if four else codes, Place(columns, (0, columns), ((0, request.rows),))
     out = torch.empty(request.rows, columns, dtype=dtype, device=device)
 
     def run(config: Config) -> Sequence[torch.Tensor]:
-        launch(codes, scales, out, config)
+        launch(codes, scales, place, out, config)
         return (out,)
 
     return Case(
         run=run,
-        eager=lambda: (reference(codes, scales, columns, dtype),),
-        exact=lambda: (reference(codes, scales.double(), columns, torch.float64),),
+        eager=lambda: (reference(codes, scales, place, dtype),),
+        exact=lambda: (reference(codes, scales.double(), place, torch.float64),),
         factors=(0.0,),
     )

@@ -1,9 +1,9 @@
 """Codes of quantised matrices: how a matrix becomes codes and scales, and the reference of the way back.
 
-nf4 (Dettmers et al., QLoRA, arXiv 2305.14314, section 3 and appendix E): each row is divided into blocks of 64 elements,
-of which the last may be shorter. A block is divided by its largest magnitude, and each element becomes the nearest of 16
-numbers, the quantiles of a normal distribution. Double quantisation stores the magnitudes less their mean in 8 bits, in
-blocks of 256 over all rows.
+nf4 (Dettmers et al., QLoRA, arXiv 2305.14314, section 3 and appendix E): each row is divided into blocks of 64
+elements, of which the last may be shorter. A block is divided by its largest magnitude, and each element becomes the
+nearest of 16 numbers, the quantiles of a normal distribution. Double quantisation stores the magnitudes less their mean
+in 8 bits, in blocks of 256 over all rows.
 
 int8 (Dettmers et al., LLM.int8(), arXiv 2208.07339, section 3.1): a row is divided by its largest magnitude, and its
 elements become the nearest of -127 to 127.
@@ -42,7 +42,7 @@ class Quantised(NamedTuple):
     """Rows of a matrix in few bits."""
 
     codes: torch.Tensor
-    """nf4: uint8 ``[rows, ceil(columns / 2)]``, the first of two elements in the higher bits; int8: ``[rows, columns]``."""
+    """``[rows, columns]``: 0 to 15 in uint8, or int8."""
     absmax: torch.Tensor
     """Largest magnitudes in float32: ``[rows, ceil(columns / 64)]``, for int8 ``[rows, 1]``."""
 
@@ -60,12 +60,9 @@ def quantise_nf4(matrix: torch.Tensor) -> Quantised:
         rest = wide[:, full:]
         last = rest.abs().amax(1, keepdim=True).clamp(min=_LEAST)
         absmax, scaled = torch.cat([absmax, last], 1), torch.cat([scaled, rest / last], 1)
-    if columns % 2:
-        scaled = torch.nn.functional.pad(scaled, (0, 1))
     numbers = torch.tensor(NF4, dtype=torch.float32, device=matrix.device)
     nearest = torch.bucketize(scaled.clamp(-1.0, 1.0), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
-    codes = nearest.to(torch.uint8)
-    return Quantised((codes[:, ::2] << 4) | codes[:, 1::2], absmax)
+    return Quantised(nearest.to(torch.uint8), absmax)
 
 
 def quantise_int8(matrix: torch.Tensor) -> Quantised:
@@ -124,43 +121,62 @@ def _nearest_eight_bit() -> torch.Tensor:
 
 
 class Place(NamedTuple):
-    """Rows and blocks of a whole matrix that a rank holds, which tell where its scales have theirs."""
+    """The part of a matrix that a rank holds: some rows, and some consecutive columns.
 
-    across: int
-    """Blocks of a row of the whole matrix."""
+    A block that the first or the last column cuts has its scale on both ranks, so that any cut keeps the whole matrix's
+    numbers.
+    """
+
+    width: int
+    """Columns of the whole matrix."""
+    columns: tuple[int, int]
     rows: tuple[tuple[int, int], ...]
     """Ranges of rows."""
-    blocks: tuple[tuple[int, int], ...]
-    """Ranges of blocks within each row."""
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Return the range of a row's blocks of which the part has columns."""
+        start, stop = self.columns
+        return start // NF4_BLOCK, -(-stop // NF4_BLOCK) if stop > start else start // NF4_BLOCK
 
     def flat(self) -> list[int]:
         """Return the place as numbers, which operators take."""
-        return [self.across, len(self.rows), *(edge for span in (*self.rows, *self.blocks) for edge in span)]
+        return [self.width, *self.columns, *(edge for span in self.rows for edge in span)]
 
     @classmethod
     def of_flat(cls, numbers: Sequence[int]) -> Place:
         """Return the place of :meth:`flat`."""
-        spans = tuple(zip(numbers[2::2], numbers[3::2], strict=True))
-        return cls(numbers[0], spans[: numbers[1]], spans[numbers[1] :])
+        width, start, stop, *edges = numbers
+        return cls(width, (start, stop), tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
-def scales_of(absmax: torch.Tensor, seconds: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
+def scales_of(absmax: torch.Tensor, seconds: torch.Tensor, place: Place) -> torch.Tensor:
     """Return scales in float32; ``seconds`` without elements means that ``absmax`` has them already."""
     if seconds.numel() == 0 or absmax.numel() == 0:
         return absmax.float()
-    at, device = Place.of_flat(place), absmax.device
-    rows, blocks = (
-        torch.cat([torch.arange(*span, device=device) for span in spans]) for spans in (at.rows, at.blocks)
-    )
-    second = seconds[torch.div(rows[:, None] * at.across + blocks, SCALES_BLOCK, rounding_mode="floor")]
+    device, across = absmax.device, -(-place.width // NF4_BLOCK)
+    rows = torch.cat([torch.arange(*span, device=device) for span in place.rows])
+    number = rows[:, None] * across + torch.arange(*place.blocks, device=device)
+    second = seconds[torch.div(number, SCALES_BLOCK, rounding_mode="floor")]
     return eight_bit_numbers().to(device)[absmax.int()] * second + seconds[-1]
 
 
-def reference(codes: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix ``[rows, columns]``: products in float32, rounded to ``dtype``."""
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return 4-bit codes ``[rows, columns]`` as bytes, the first of two in the higher bits."""
+    even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return (even[:, ::2] << 4) | even[:, 1::2]
+
+
+def unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the 4-bit codes of :func:`packed`, a byte each."""
+    return torch.stack([codes >> 4, codes & 15], 2).flatten(1)[:, :columns]
+
+
+def reference(codes: torch.Tensor, scales: torch.Tensor, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    """Return a part ``[rows, columns]`` of a matrix: products in float32, rounded to ``dtype``."""
     if codes.dtype == torch.int8:
         return (codes * scales * _INT8_STEP).to(dtype)
+    columns, skipped = place.columns[1] - place.columns[0], place.columns[0] % NF4_BLOCK
     numbers = torch.tensor(NF4, dtype=torch.float32, device=codes.device)
-    pairs = torch.stack([codes >> 4, codes & 15], 2).flatten(1)[:, :columns]
-    widened = scales.repeat_interleave(NF4_BLOCK, 1)[:, :columns]
-    return (numbers[pairs.int()] * widened).to(dtype)
+    widened = scales.repeat_interleave(NF4_BLOCK, 1)[:, skipped : skipped + columns]
+    return (numbers[unpacked(codes, columns).int()] * widened).to(dtype)

@@ -22,7 +22,8 @@ def _default(request: Request) -> Config:
 def _kernel(name: str, codes: str, code_bytes: float, scale_bytes: float) -> Kernel:
     def signature(request: Request, config: Config) -> Signature:
         arguments = {"codes": codes, "scales": "*fp32", "out": f"*{TRITON_TYPE[request.dtypes[0]]}", "columns": "i32"}
-        return Signature(arguments | {"BLOCK": "constexpr"}, config.constants, ("columns",))
+        arguments["skipped"] = "i32"
+        return Signature(arguments | {"BLOCK": "constexpr"}, config.constants, ("columns", "skipped"))
 
     def examples(architecture: str) -> Iterator[Request]:
         for width in (4096, 14336):

@@ -22,20 +22,23 @@ def _number(code):
 
 
 @triton.jit
-def dequantise_nf4(codes, scales, out, columns, BLOCK: tl.constexpr):
-    """Write ``BLOCK`` elements of a row; 64 elements share a scale, and the first of two has a byte's higher bits."""
+def dequantise_nf4(codes, scales, out, columns, skipped, BLOCK: tl.constexpr):
+    """Write ``BLOCK`` elements of a row; the first of two has a byte's higher bits.
+
+    64 elements share a scale, of which the first block lacks ``skipped``.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     byte = tl.load(codes + row * ((columns + 1) // 2) + at // 2, mask=inside, other=0).to(tl.int32)
-    scale = tl.load(scales + row * ((columns + 63) // 64) + at // 64, mask=inside, other=0.0)
+    scale = tl.load(scales + row * ((skipped + columns + 63) // 64) + (skipped + at) // 64, mask=inside, other=0.0)
     number = _number((byte >> ((1 - at % 2) * 4)) & 15) * scale
     tl.store(out + row * columns + at, number.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def dequantise_int8(codes, scales, out, columns, BLOCK: tl.constexpr):
-    """Write ``BLOCK`` elements of a row, which have one scale."""
+def dequantise_int8(codes, scales, out, columns, skipped, BLOCK: tl.constexpr):
+    """Write ``BLOCK`` elements of a row, which have one scale; ``skipped`` is not used."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns

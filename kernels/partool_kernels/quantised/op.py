@@ -1,8 +1,8 @@
 """Products with frozen matrices in 4 or 8 bits, which exist as numbers only while a product is computed.
 
-Forward and backward passes make the numbers anew: between them, only codes and scales are kept. The matrix is frozen, so
-there is no gradient for it. One operator computes both products, since compilers would keep the numbers of a separate
-conversion for the backward pass.
+Forward and backward passes make the numbers anew: between them, only codes and scales are kept. The matrix is frozen,
+so there is no gradient for it. One operator computes both products, since compilers would keep the numbers of a
+separate conversion for the backward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_kernels.quantised import native
-from partool_kernels.quantised.codes import NF4_BLOCK, reference, scales_of
+from partool_kernels.quantised.codes import NF4_BLOCK, Place, reference, scales_of
 from partool_kernels.registry import Config
 
 
@@ -31,8 +31,6 @@ class Stored(NamedTuple):
     """Scales of the whole matrix's scales, and their mean; no elements if ``absmax`` is in float32."""
     place: Sequence[int]
     """Where the part lies in the whole matrix (``Place.flat``)."""
-    columns: int
-    """I."""
 
 
 def dequantise(stored: Stored, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
@@ -40,16 +38,14 @@ def dequantise(stored: Stored, dtype: torch.dtype, mode: str = "auto") -> torch.
 
     ``mode`` is as in ``partool_kernels.device.uses_triton``.
     """
-    scales = scales_of(stored.absmax, stored.seconds, stored.place)
-    codes, like = stored.codes, scales.new_empty(1, dtype=dtype)
-    if not uses_triton(mode, like, codes):
-        if not native.takes(mode, codes, dtype):
-            return reference(codes, scales, stored.columns, dtype)
-        out = codes.new_empty(len(codes), stored.columns, dtype=dtype)
-        native.dequantise(codes.contiguous(), scales.contiguous(), out)
-        return out
-    out = codes.new_empty(len(codes), stored.columns, dtype=dtype)
-    launch(codes.contiguous(), scales.contiguous(), out)
+    place, codes = Place.of_flat(stored.place), stored.codes
+    scales = scales_of(stored.absmax, stored.seconds, place)
+    native_takes, like = native.takes(mode, codes, dtype), scales.new_empty(1, dtype=dtype)
+    by_triton = uses_triton(mode, like, codes)
+    if not by_triton and not native_takes:
+        return reference(codes, scales, place, dtype)
+    out = codes.new_empty(len(codes), place.columns[1] - place.columns[0], dtype=dtype)
+    (launch if by_triton else native.dequantise)(codes.contiguous(), scales.contiguous(), place, out)
     return out
 
 
@@ -71,54 +67,50 @@ def grouped(rows_RI: torch.Tensor, stored: Stored, ends_E: torch.Tensor, mode: s
 @torch.library.custom_op(
     "partool::quantised_product",
     mutates_args=(),
-    schema="(Tensor x, Tensor codes, Tensor absmax, Tensor seconds, int[] place, SymInt columns, Tensor? ends, "
+    schema="(Tensor x, Tensor codes, Tensor absmax, Tensor seconds, int[] place, Tensor? ends, "
     "bool back, str mode) -> Tensor",
 )
-def _product(
+def _product(  # noqa: PLR0917 - operators have no keywords
     x: torch.Tensor,
     codes: torch.Tensor,
     absmax: torch.Tensor,
     seconds: torch.Tensor,
     place: Sequence[int],
-    columns: int,
     ends: torch.Tensor | None,
     back: bool,
     mode: str,
 ) -> torch.Tensor:
-    matrix = dequantise(Stored(codes, absmax, seconds, place, columns), x.dtype, mode)
+    matrix = dequantise(Stored(codes, absmax, seconds, place), x.dtype, mode)
     if ends is None:
         return x @ matrix if back else F.linear(x, matrix)
-    matrices = matrix.view(len(ends), len(matrix) // len(ends), columns)
+    matrices = matrix.view(len(ends), len(matrix) // len(ends), matrix.shape[1])
     return grouped_gemm(x.contiguous(), matrices if back else matrices.mT, ends, mode)
 
 
 @_product.register_fake
-def _(
+def _(  # noqa: PLR0917 - as above
     x: torch.Tensor,
     codes: torch.Tensor,
     absmax: torch.Tensor,
     seconds: torch.Tensor,
     place: Sequence[int],
-    columns: int,
     ends: torch.Tensor | None,
     back: bool,
     mode: str,
 ) -> torch.Tensor:
     rows = codes.shape[0] if ends is None else codes.shape[0] // ends.shape[0]
-    return x.new_empty(*x.shape[:-1], columns if back else rows)
+    return x.new_empty(*x.shape[:-1], place[2] - place[1] if back else rows)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, codes, absmax, seconds, ctx.place, ctx.columns, ends, ctx.back, ctx.mode = inputs
+    _, codes, absmax, seconds, ctx.place, ends, ctx.back, ctx.mode = inputs
     ctx.save_for_backward(codes, absmax, seconds, ends)
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     codes, absmax, seconds, ends = ctx.saved_tensors
-    of_x = torch.ops.partool.quantised_product(
-        grad, codes, absmax, seconds, ctx.place, ctx.columns, ends, not ctx.back, ctx.mode
-    )
-    return (of_x, *[None] * 8)
+    of_x = torch.ops.partool.quantised_product(grad, codes, absmax, seconds, ctx.place, ends, not ctx.back, ctx.mode)
+    return (of_x, *[None] * 7)
 
 
 _product.register_autograd(_gradient, setup_context=_keep)
@@ -128,7 +120,9 @@ QUANTISED: Any = torch.ops.partool.quantised_product.default
 """The operator of products with stored matrices, for policies of recomputation."""
 
 
-def launch(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, config: Config | None = None) -> None:
+def launch(
+    codes: torch.Tensor, scales: torch.Tensor, place: Place, out: torch.Tensor, config: Config | None = None
+) -> None:
     """Write the numbers of codes to ``out`` by Triton; without ``config`` the registry chooses the configuration.
 
     All tensors are contiguous.
@@ -140,8 +134,6 @@ def launch(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, config:
     call = KernelCall(name, (out.dtype,), (("n", columns),), rows)
     config = config or choose(call, out.device).config
     grid = (rows, -(-columns // config.constants["BLOCK"]))
+    skipped = place.columns[0] % NF4_BLOCK
     with on(out.device):
-        getattr(kernel, name)[grid](codes, scales, out, columns, **launch_options(config, out.device))
-
-
-__all__ = ["NF4_BLOCK", "QUANTISED", "Stored", "dequantise", "grouped", "launch", "linear"]
+        getattr(kernel, name)[grid](codes, scales, out, columns, skipped, **launch_options(config, out.device))
