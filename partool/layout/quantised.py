@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from partool.layout.parameters import ParameterInfo, is_frozen, parameters, projection_of
 from partool.spec.adapter import LowRank
@@ -75,3 +76,23 @@ def stored_tensors(adapter: LowRank, shape: Sequence[int]) -> tuple[StoredTensor
 def stored_bytes(adapter: LowRank, shape: Sequence[int]) -> int:
     """Return the bytes in which a matrix ``[O, I]`` is stored."""
     return sum(tensor.size_bytes for tensor in stored_tensors(adapter, shape))
+
+
+class FewBits(NamedTuple):
+    """What decides in how many bytes each parameter is stored."""
+
+    adapter: LowRank
+    frozen: tuple[str, ...]
+    compute_bytes: int
+    """Bytes of an element in the type of computation."""
+
+    def elements(self, info: ParameterInfo) -> float:
+        """Return the number of elements in the type of computation that take as many bytes as the parameter."""
+        if not is_quantised(info, self.adapter, self.frozen):
+            return info.elements
+        return stored_bytes(self.adapter, info.shape) / self.compute_bytes
+
+
+def weighed(info: ParameterInfo, few_bits: FewBits | None) -> float:
+    """Return a parameter's elements, or with matrices of few bits those of :meth:`FewBits.elements`."""
+    return info.elements if few_bits is None else few_bits.elements(info)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -151,14 +152,24 @@ def summed(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter: Adap
     return weight + adapter.alpha / root * torch.cat(products)
 
 
-def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
-    """Train in this process: a decoder without adapters, whose matrices are sums, and torch's own optimizer."""
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def by_torch(
+    plan: Plan, adapter: AdapterSpec, changed: Change = lambda name, matrix: matrix
+) -> dict[str, torch.Tensor]:
+    """Train in this process: a decoder without adapters, whose matrices are sums, and torch's own optimizer.
+
+    ``changed`` returns what the base has in the place of a parameter.
+    """
     plain = plan.model.model_copy(update={"adapter": None})
     decoder, shapes = Decoder(plain).double(), {info.name: info.shape for info in parameters(plan.model)}
     fill_from(decoder, init_source(plain, plan.training.seed))
     drawn = noise(plan.training.seed)
     added = {n: drawn(n, s, (0, 0), s).double() for n, s in shapes.items() if is_adapter(n)}
-    weights = dict(decoder.named_parameters()) | {n: torch.nn.Parameter(t) for n, t in added.items()}
+    weights = {n: torch.nn.Parameter(changed(n, p.detach())) for n, p in decoder.named_parameters()} | {
+        n: torch.nn.Parameter(t) for n, t in added.items()
+    }
     patterns = frozen_beside(list(shapes), adapter.train)
     trained = {n: p for n, p in weights.items() if not any(torch_matches(n, each) for each in patterns)}
     spec = plan.optimizer
