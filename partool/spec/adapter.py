@@ -26,8 +26,9 @@ Dropout = Annotated[float, Field(ge=0.0, lt=1.0)]
 class LowRank(Section):
     """What an adapter adds to a model: to the product with a matrix W of x, ``scale · B (A x)``."""
 
-    kind: Literal["lora"] = "lora"
-    """lora: Hu et al., arXiv 2106.09685."""
+    kind: Literal["lora", "auto"] = "lora"
+    """lora: Hu et al., arXiv 2106.09685. auto, in a spec only: the first of these that fits the machines: all weights
+    trained, lora beside a base in bf16, in int8, in nf4."""
     rank: Width = 16
     """Rows of A and columns of B."""
     alpha: Factor = 32.0
