@@ -30,6 +30,8 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """Numbers of the 16 codes (QLoRA, appendix E)."""
+_ZERO = 7
+"""Code of zero, which fills the last byte of a row of odd length."""
 _INT8_STEP = 7.874015718698502e-3
 """1 / 127 in the bits that bitsandbytes multiplies by."""
 _LEAST = 1e-38
@@ -163,7 +165,7 @@ def scales_of(absmax: torch.Tensor, seconds: torch.Tensor, place: Place) -> torc
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Return 4-bit codes ``[rows, columns]`` as bytes, the first of two in the higher bits."""
-    even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2), value=_ZERO)
     return (even[:, ::2] << 4) | even[:, 1::2]
 
 
