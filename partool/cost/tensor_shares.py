@@ -111,7 +111,7 @@ def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int, 
         row = rows.get(info.name)
         target = expert if info.kind == "expert" else common
         for rank in range(tensor):
-            elements = info.elements if row is None else _elements_of_rank(row, rank)
+            elements: float = info.elements if row is None else _elements_of_rank(row, rank)
             if few_bits is not None:
                 elements *= weighed(info, few_bits) / max(info.elements, 1)
             target[rank] += elements

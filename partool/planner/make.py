@@ -108,7 +108,7 @@ def _tuned(
     from partool.planner.search.solve import solve
 
     assert spec.adapter is not None, "no adapter"
-    too_large = []
+    too_large: list[tuning.Tried] = []
     findings: list[Diagnostic] = []
     for way in tuning.ways(spec.adapter):
         wanted = tuning.with_way(spec, way)

@@ -20,7 +20,7 @@ _BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TuningWay:
     """A way to tune a model."""
 
     name: str
@@ -32,7 +32,7 @@ class Way:
 class Tried:
     """A way whose layouts were searched."""
 
-    way: Way
+    way: TuningWay
     need_bytes: int
     """Bytes per rank of the layout that was taken, or of the smallest one where none fits."""
     capacity_bytes: int
@@ -46,23 +46,23 @@ class Tried:
         return f"{self.need_bytes / GIB:.1f}"
 
 
-def ways(adapter: AdapterSpec) -> Iterator[Way]:
+def ways(adapter: AdapterSpec) -> Iterator[TuningWay]:
     """Yield the ways to tune in the order of preference: all weights, then adapters beside ever smaller bases.
 
     An adapter to start from excludes training all weights, and a base that the spec names excludes the others.
     """
     if adapter.weights is None:
-        yield Way("full fine-tuning", None)
+        yield TuningWay("full fine-tuning", None)
     for base in (adapter.base,) if "base" in adapter.model_fields_set else _BASES:
-        yield Way(f"LoRA with a base in {base}", adapter.model_copy(update={"kind": "lora", "base": base}))
+        yield TuningWay(f"LoRA with a base in {base}", adapter.model_copy(update={"kind": "lora", "base": base}))
 
 
-def with_way(spec: Spec, way: Way) -> Spec:
+def with_way(spec: Spec, way: TuningWay) -> Spec:
     """Return the spec with the section ``adapter`` of a way."""
     return spec.model_copy(update={"adapter": way.adapter})
 
 
-def tried(way: Way, problem: Problem, solution: Solution) -> Tried | None:
+def tried(way: TuningWay, problem: Problem, solution: Solution) -> Tried | None:
     """Return what the search of a way's layouts showed; None if no layout meets the spec's constraints at all."""
     from partool.planner.explain.changes import smallest
 

@@ -11,10 +11,10 @@ import pytest
 import test_adapters
 import torch
 from _adapter_worker import UNCHANGED, train_adapter
+from _bases import NF4, WIDE, numbers
 from _jobs import Jobs
 from _ranks import Pools
 from _tensor_plans import HALVES, ONE, QUARTERS
-from often import often
 from test_adapters import ADAPTERS, EXPERTS, HOST, MODELS, STEPS, STOP, TOLERANCE, Ran, adapter_plan, by_torch
 from test_tensor_trainer import assert_same_state
 
@@ -23,32 +23,20 @@ from partool.layout.quantised import quantised_names
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.spec.adapter import AdapterSpec
-from partool_kernels.quantised.codes import (
-    Place,
-    packed,
-    quantise_int8,
-    quantise_nf4,
-    quantise_scales,
-    reference,
-    scales_of,
-)
 from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
 from partool_runtime.merge import merged_weights
 from partool_runtime.model import Decoder
 from partool_runtime.weights import fill_from
 from partool_runtime.weights.draw import init_source
 
-WIDE = {"hidden": 70, "heads": 5, "kv_heads": 5, "head_dim": 18, "ffn_hidden": 133, "ffn_bias": True, "out_bias": True}
-"""Rows of 70, 90 and 133 elements, of which no rank's columns begin with a block of 64."""
+pytestmark = pytest.mark.long  # test_adapters.py runs one of the cases each time
 BASES: dict[str, tuple[dict[str, Any], AdapterSpec]] = {
-    "nf4": (WIDE, AdapterSpec(rank=3, alpha=5.0, base="nf4", train=["head", "norms", "layers.1.ffn.up.*"])),
+    "nf4": (WIDE, NF4),
     "nf4 single": (WIDE, AdapterSpec(rank=2, alpha=3.0, base="nf4", double_quant=False, targets=("q", "v", "down"))),
     "int8": (WIDE, AdapterSpec(rank=3, alpha=5.0, base="int8")),
     "nf4 experts": (EXPERTS, AdapterSpec(rank=3, alpha=5.0, base="nf4")),
     "int8 experts": (EXPERTS, AdapterSpec(rank=3, alpha=5.0, base="int8")),
 }
-CORE = ("nf4 zero-3 tensor shares",)
-"""Cases that run every time; the others are long."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,21 +88,8 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     return chosen
 
 
-def numbers(plan: Plan, adapter: AdapterSpec, name: str, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix that the codes of ``matrix`` stand for."""
-    if name not in quantised_names(plan.model, plan.frozen):
-        return matrix
-    four = adapter.base == "nf4"
-    codes, absmax = (quantise_nf4 if four else quantise_int8)(matrix)
-    rows, columns = matrix.shape
-    place = Place(columns, (0, columns), ((0, rows),))
-    if four and adapter.double_quant:
-        absmax = scales_of(*quantise_scales(absmax), place)
-    return reference(packed(codes) if four else codes, absmax, place, torch.float64)
-
-
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("base", often(BASES, ["nf4"]))
+@pytest.mark.parametrize("base", BASES)
 def test_one_process_follows_the_matrices_of_the_codes(ran: Ran, base: str) -> None:
     plan, adapter = adapter_plan(ran.text, ONE, 0, base), ADAPTERS[base]
     state = ran.jobs.state(ran.reference(base), STEPS)
@@ -127,7 +102,7 @@ def test_one_process_follows_the_matrices_of_the_codes(ran: Ran, base: str) -> N
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", often(cases(Path("text")), CORE))
+@pytest.mark.parametrize("name", cases(Path("text")))
 def test_training_equals_one_process(ran: Ran, name: str) -> None:
     plan, base = cases(ran.text)[name]
     run = ran.run(name, plan)
@@ -138,7 +113,6 @@ def test_training_equals_one_process(ran: Ran, name: str) -> None:
         assert any(each.endswith(".codes") for each in unchanged)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
     """The checksum of codes and scales is that of any layout; another base is refused."""
@@ -159,7 +133,7 @@ def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("base", often(BASES, ["nf4"]))
+@pytest.mark.parametrize("base", BASES)
 def test_merged_weights_compute_what_the_adapter_does(ran: Ran, base: str) -> None:
     """The base of a merge is the matrix that the codes stand for."""
     plan, adapter = adapter_plan(ran.text, ONE, 0, base), ADAPTERS[base]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from partool_kernels.cases import Case
-from partool_kernels.quantised.codes import Place, packed, quantise_int8, quantise_nf4, reference
+from partool_kernels.quantised.codes import PartPlace, packed, quantise_int8, quantise_nf4, reference
 from partool_kernels.quantised.op import launch
 from partool_kernels.registry import Config, Request
 
@@ -19,7 +19,7 @@ def case(request: Request, device: torch.device, seed: int) -> Case:
     matrix = torch.randn(request.rows, columns, device=device, generator=generator)
     four = request.kernel == "dequantise_nf4"
     codes, scales = (quantise_nf4 if four else quantise_int8)(matrix)
-    codes, place = packed(codes) if four else codes, Place(columns, (0, columns), ((0, request.rows),))
+    codes, place = packed(codes) if four else codes, PartPlace(columns, (0, columns), ((0, request.rows),))
     out = torch.empty(request.rows, columns, dtype=dtype, device=device)
 
     def run(config: Config) -> Sequence[torch.Tensor]:

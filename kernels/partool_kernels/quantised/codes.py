@@ -40,7 +40,7 @@ _EXPONENTS, _PLACES = 7, 65536
 """Powers of ten of the 8-bit numbers, and the number of places between -1 and 1 at which the nearest is looked up."""
 
 
-class Quantised(NamedTuple):
+class RowCodes(NamedTuple):
     """Rows of a matrix in few bits."""
 
     codes: torch.Tensor
@@ -49,7 +49,7 @@ class Quantised(NamedTuple):
     """Largest magnitudes in float32: ``[rows, ceil(columns / 64)]``, for int8 ``[rows, 1]``."""
 
 
-def quantise_nf4(matrix: torch.Tensor) -> Quantised:
+def quantise_nf4(matrix: torch.Tensor) -> RowCodes:
     """Return a matrix ``[rows, columns]`` in blocks of 4 bits."""
     rows, columns = matrix.shape
     wide = matrix.float()
@@ -64,15 +64,15 @@ def quantise_nf4(matrix: torch.Tensor) -> Quantised:
         absmax, scaled = torch.cat([absmax, last], 1), torch.cat([scaled, rest / last], 1)
     numbers = torch.tensor(NF4, dtype=torch.float32, device=matrix.device)
     nearest = torch.bucketize(scaled.clamp(-1.0, 1.0), (numbers[:-1] + numbers[1:]) / 2, out_int32=True)
-    return Quantised(nearest.to(torch.uint8), absmax)
+    return RowCodes(nearest.to(torch.uint8), absmax)
 
 
-def quantise_int8(matrix: torch.Tensor) -> Quantised:
+def quantise_int8(matrix: torch.Tensor) -> RowCodes:
     """Return a matrix ``[rows, columns]`` in 8 bits per element and a scale per row."""
     wide = matrix.float()
     absmax = wide.abs().amax(1, keepdim=True)
     codes = torch.round(wide * (127.0 / absmax)).nan_to_num(0.0)  # rows of zeros
-    return Quantised(codes.to(torch.int8), absmax)
+    return RowCodes(codes.to(torch.int8), absmax)
 
 
 class Scales(NamedTuple):
@@ -122,7 +122,7 @@ def _nearest_eight_bit() -> torch.Tensor:
     return torch.bucketize(places.float(), (numbers[:-1] + numbers[1:]) / 2).to(torch.uint8)
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """The part of a matrix that a rank holds: some rows, and some consecutive columns.
 
     A block that the first or the last column cuts has its scale on both ranks, so that any cut keeps the whole matrix's
@@ -146,13 +146,13 @@ class Place(NamedTuple):
         return [self.width, *self.columns, *(edge for span in self.rows for edge in span)]
 
     @classmethod
-    def of_flat(cls, numbers: Sequence[int]) -> Place:
+    def of_flat(cls, numbers: Sequence[int]) -> PartPlace:
         """Return the place of :meth:`flat`."""
         width, start, stop, *edges = numbers
         return cls(width, (start, stop), tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
-def scales_of(absmax: torch.Tensor, seconds: torch.Tensor, place: Place) -> torch.Tensor:
+def scales_of(absmax: torch.Tensor, seconds: torch.Tensor, place: PartPlace) -> torch.Tensor:
     """Return scales in float32; ``seconds`` without elements means that ``absmax`` has them already."""
     if seconds.numel() == 0 or absmax.numel() == 0:
         return absmax.float()
@@ -174,7 +174,7 @@ def unpacked(codes: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.stack([codes >> 4, codes & 15], 2).flatten(1)[:, :columns]
 
 
-def reference(codes: torch.Tensor, scales: torch.Tensor, place: Place, dtype: torch.dtype) -> torch.Tensor:
+def reference(codes: torch.Tensor, scales: torch.Tensor, place: PartPlace, dtype: torch.dtype) -> torch.Tensor:
     """Return a part ``[rows, columns]`` of a matrix: products in float32, rounded to ``dtype``."""
     if codes.dtype == torch.int8:
         return (codes * scales * _INT8_STEP).to(dtype)

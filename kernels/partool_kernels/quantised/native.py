@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from partool_kernels import _native
-from partool_kernels.quantised.codes import NF4_BLOCK, Place
+from partool_kernels.quantised.codes import NF4_BLOCK, PartPlace
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -16,7 +16,7 @@ def takes(mode: str, codes: torch.Tensor, dtype: torch.dtype) -> bool:
     return here and mode != "torch" and _native.library() is not None
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, place: Place, out: torch.Tensor) -> None:
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, place: PartPlace, out: torch.Tensor) -> None:
     """Write the numbers of contiguous codes and float32 scales to ``out`` ``[rows, columns]``."""
     if out.numel() == 0:
         return

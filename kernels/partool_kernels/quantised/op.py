@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_kernels.quantised import native
-from partool_kernels.quantised.codes import NF4_BLOCK, Place, reference, scales_of
+from partool_kernels.quantised.codes import NF4_BLOCK, PartPlace, reference, scales_of
 from partool_kernels.registry import Config
 
 
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
     seconds: torch.Tensor
     """Scales of the whole matrix's scales, and their mean; no elements if ``absmax`` is in float32."""
     place: Sequence[int]
-    """Where the part lies in the whole matrix (``Place.flat``)."""
+    """Where the part lies in the whole matrix (``PartPlace.flat``)."""
 
 
 def dequantise(stored: Stored, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
@@ -38,7 +38,7 @@ def dequantise(stored: Stored, dtype: torch.dtype, mode: str = "auto") -> torch.
 
     ``mode`` is as in ``partool_kernels.device.uses_triton``.
     """
-    place, codes = Place.of_flat(stored.place), stored.codes
+    place, codes = PartPlace.of_flat(stored.place), stored.codes
     scales = scales_of(stored.absmax, stored.seconds, place)
     native_takes, like = native.takes(mode, codes, dtype), scales.new_empty(1, dtype=dtype)
     by_triton = uses_triton(mode, like, codes)
@@ -121,7 +121,7 @@ QUANTISED: Any = torch.ops.partool.quantised_product.default
 
 
 def launch(
-    codes: torch.Tensor, scales: torch.Tensor, place: Place, out: torch.Tensor, config: Config | None = None
+    codes: torch.Tensor, scales: torch.Tensor, place: PartPlace, out: torch.Tensor, config: Config | None = None
 ) -> None:
     """Write the numbers of codes to ``out`` by Triton; without ``config`` the registry chooses the configuration.
 

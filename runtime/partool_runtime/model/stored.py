@@ -17,7 +17,7 @@ from torch import nn
 
 from partool.layout.quantised import ABSMAX, CODES, NF4_BLOCK, SECONDS, stored_tensors
 from partool.spec.adapter import LowRank
-from partool_kernels.quantised.codes import Place, Quantised, quantise_int8, quantise_nf4, unpacked
+from partool_kernels.quantised.codes import PartPlace, RowCodes, quantise_int8, quantise_nf4, unpacked
 from partool_kernels.quantised.op import Stored, dequantise, grouped, linear
 from partool_runtime.model.moe import Stacked
 from partool_runtime.model.projection import Linear
@@ -54,17 +54,17 @@ class QuantisedMatrix:
         return self.four_bits and self.adapter.double_quant
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> PartPlace:
         """The part's place, as operators take it."""
         rows, columns = self.placement.spans
-        return Place(self.placement.shape[1], columns[0] if columns else (0, 0), rows)
+        return PartPlace(self.placement.shape[1], columns[0] if columns else (0, 0), rows)
 
     @cached_property
     def _numbers_of_place(self) -> tuple[int, ...]:
         return tuple(self.place.flat())
 
     @property
-    def quantise(self) -> Callable[[torch.Tensor], Quantised]:
+    def quantise(self) -> Callable[[torch.Tensor], RowCodes]:
         """The function from rows of the matrix to codes and scales."""
         return quantise_nf4 if self.four_bits else quantise_int8
 

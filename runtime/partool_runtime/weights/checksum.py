@@ -35,7 +35,8 @@ def checksum(model: AnyDecoder, names: Collection[str], group: dist.ProcessGroup
     for name, whole in model.whole_shapes().items():
         if name not in names:
             continue
-        shapes, parts = {name: whole}, {}
+        shapes: dict[str, tuple[int, ...]] = {name: whole}
+        parts: dict[str, list[TensorBlock]] = {}
         if name in quantised:
             shapes, parts = _of_few_bits(model, name, whole)
         elif name in parameters:

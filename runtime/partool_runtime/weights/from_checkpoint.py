@@ -16,7 +16,7 @@ from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import placed
-from partool_runtime.weights.blocks import fill_from, fill_stored, targets
+from partool_runtime.weights.blocks import fill_from, targets
 from partool_runtime.weights.upcycle import WholeTensors, dense_shapes, upcycled
 
 _MODEL = "model."
@@ -32,17 +32,18 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
     """
     folder = find_checkpoint(path)
     _check(folder, {name: shape for name, shape in model.whole_shapes().items() if not is_adapter(name)})
+    if model.stored:  # codes are made of whole rows
+        with _all_ranks() as ranks:
+            whole = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
+        fill_from(model, whole.block, masters, lambda name: not is_adapter(name))
+        return
     state = {
         _MODEL + name: placed(tensor.detach(), model.placements.get(name))
         for name, tensor in targets(model, masters).items()
         if not is_adapter(name)
     }
-    state = {key: value for key, value in state.items() if key.removeprefix(_MODEL) in model.whole_shapes()}
     with _all_ranks() as ranks:
         load_folder(folder, state, ranks, cast=True)
-        source = WholeTensors(VerifiedFolder(folder, ranks), _MODEL) if model.stored else None
-    if source is not None:
-        fill_stored(model, source.block)
 
 
 def load_upcycled(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from partool_kernels.quantised.codes import Quantised, packed, quantise_scales
+from partool_kernels.quantised.codes import RowCodes, packed, quantise_scales
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.stored import QuantisedMatrix
 from partool_runtime.pieces import local_part
@@ -42,7 +42,7 @@ def fill_matrix(name: str, module: nn.Module, matrix: QuantisedMatrix, source: B
             at = rows.stop
 
 
-def _quantised(name: str, matrix: QuantisedMatrix, source: BlockSource, rows: range) -> Iterator[tuple[int, Quantised]]:
+def _quantised(name: str, matrix: QuantisedMatrix, source: BlockSource, rows: range) -> Iterator[tuple[int, RowCodes]]:
     """Yield the first row and the codes and scales of consecutive rows of the whole matrix."""
     shape = matrix.placement.shape
     step = block_rows(shape) * max(1, _ROW_ELEMENTS // (block_rows(shape) * max(1, shape[1])))

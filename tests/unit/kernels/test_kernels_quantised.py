@@ -17,7 +17,7 @@ from partool.layout import quantised as layout
 from partool_kernels import _native, isa
 from partool_kernels.quantised import codes as forms
 from partool_kernels.quantised.codes import (
-    Place,
+    PartPlace,
     packed,
     quantise_int8,
     quantise_nf4,
@@ -33,8 +33,8 @@ RECORDED = json.loads((Path(__file__).parents[2] / "data/quantised/bitsandbytes.
 NOTHING = torch.empty(0)
 
 
-def whole(shape: tuple[int, int]) -> Place:
-    return Place(shape[1], (0, shape[1]), ((0, shape[0]),))
+def whole(shape: tuple[int, int]) -> PartPlace:
+    return PartPlace(shape[1], (0, shape[1]), ((0, shape[0]),))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -69,7 +69,7 @@ def test_zeros_stay_zeros() -> None:
 
 def parts_of(values: torch.Tensor, base: str, rows: list[tuple[int, int]], columns: tuple[int, int]) -> Stored:
     """Return a rank's part of a matrix in few bits."""
-    place = Place(values.shape[1], columns, tuple(rows))
+    place = PartPlace(values.shape[1], columns, tuple(rows))
     codes, absmax = (quantise_int8 if base == "int8" else quantise_nf4)(values)
     seconds = NOTHING
     if base == "double":
