@@ -85,7 +85,7 @@ test-long: venv
 
 # Training systems that judge what is written for them. Without their dependencies, of which .venv has the large ones;
 # Megatron's package is for Python 3.12 and newer, and its arguments work in 3.11.
-PEERS := deepspeed==0.19.8 accelerate==1.15.0 torchtitan==0.2.2 peft==0.21.2 hjson py-cpuinfo msgpack einops psutil tyro \
+PEERS := deepspeed==0.19.8 bitsandbytes==0.50.2 accelerate==1.15.0 torchtitan==0.2.2 peft==0.21.2 hjson py-cpuinfo msgpack einops psutil tyro \
 	docstring-parser typeguard shtab rich markdown-it-py mdurl pygments trl==1.16.0 datasets==5.2.0 multiprocess dill \
 	pandas python-dateutil pytz six tzdata xxhash
 

@@ -10,7 +10,7 @@ import site
 import sys
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISA_VARIABLE = "PARTOOL_ISA"
 """Environment variable that names the instruction set to use."""
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -20,6 +20,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "partool_finite_sum_squares": [_POINTER, _COUNT, _CODE, _POINTER, _POINTER],
     "partool_onebit_pack": [_POINTER, _CODE, _POINTER, _CODE, _COUNT, _COUNT, _CODE, _POINTER, _POINTER],
     "partool_onebit_unpack": [_POINTER, _POINTER, _CODE, _COUNT, _COUNT, _COUNT, _COUNT, _POINTER, _CODE],
+    "partool_dequantise": [_POINTER, _CODE, _POINTER, _COUNT, _COUNT, _COUNT, _POINTER, _CODE],
     "partool_update": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _CODE, _CODE],
     "partool_sums": [_POINTER, _POINTER, _COUNT],
     "partool_convert": [_POINTER, _POINTER, _COUNT],

@@ -14,6 +14,7 @@ import numpy as np
 from partool.cost.case import Column, Layouts
 from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups
+from partool.layout.quantised import FewBits, weighed
 from partool.layout.tensor import Partition, by_name, own_partition
 from partool.spec.model import ModelConfig
 from partool.work.base import Workload
@@ -55,15 +56,15 @@ def stream(job: Workload, layouts: Layouts) -> Column:
 class Share(NamedTuple):
     """Numbers of elements of one group of parameters, on the tensor rank that has the most elements."""
 
-    common: int
+    common: float
     """Number of elements outside of experts."""
-    expert: int
+    expert: float
     """Number of elements of experts if experts are sharded over tensor ranks."""
-    whole_expert: int
+    whole_expert: float
     """Number of elements of experts on all tensor ranks together."""
-    summed: int
+    summed: float
     """Number of elements whose gradients are summed over tensor ranks once a step."""
-    matrices: int = 0
+    matrices: float = 0
     """Part of ``common`` that an optimizer of whole matrices updates."""
 
 
@@ -77,8 +78,18 @@ class Shares(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int, sequence_norms: bool) -> Shares:
-    """Return the numbers of elements of each group on the fullest of ``tensor`` ranks."""
+def shares(  # noqa: PLR0917 - a cached function of plain values
+    model: ModelConfig,
+    padded_vocab: int | None,
+    tensor: int,
+    inner: int,
+    sequence_norms: bool,
+    few_bits: FewBits | None = None,
+) -> Shares:
+    """Return the numbers of elements of each group on the fullest of ``tensor`` ranks.
+
+    A matrix in few bits counts as fewer elements, of as many bytes.
+    """
     first = [next((at for at in range(model.layers) if model.is_moe_layer(at) == moe), None) for moe in (False, True)]
     # Layers after the first of each kind have the same sizes, and cutting the parameters of all layers takes long.
     changes: dict[str, object] = {"layers": 1 + max(at for at in first if at is not None)}
@@ -88,23 +99,25 @@ def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int
     partition = own_partition(model, tensor, inner, sequence_norms)
 
     def share(infos: list[ParameterInfo]) -> Share:
-        return _share(infos, by_name(partition, [info.name for info in infos]), tensor)
+        return _share(infos, by_name(partition, [info.name for info in infos]), tensor, few_bits)
 
     layers = [Share(0, 0, 0, 0) if at is None else share(by_group[1 + at]) for at in first]
     return Shares(share(by_group[0]), (layers[0], layers[1]), share(by_group[-1]))
 
 
-def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int) -> Share:
-    common, expert, summed, matrices = ([0] * tensor for _ in range(4))
+def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int, few_bits: FewBits | None) -> Share:
+    common, expert, summed, matrices = ([0.0 if few_bits else 0] * tensor for _ in range(4))
     for info in infos:
         row = rows.get(info.name)
         target = expert if info.kind == "expert" else common
         for rank in range(tensor):
-            elements = info.elements if row is None else _elements_of_rank(row, rank)
+            elements: float = info.elements if row is None else _elements_of_rank(row, rank)
+            if few_bits is not None:
+                elements *= weighed(info, few_bits) / max(info.elements, 1)
             target[rank] += elements
             matrices[rank] += elements * (target is common and takes_whole_matrices(info))
             summed[rank] += elements * (row is not None and row.gradients == "summed")
-    expert_elements = sum(info.elements for info in infos if info.kind == "expert")
+    expert_elements = sum(weighed(info, few_bits) for info in infos if info.kind == "expert")
     return Share(max(common), max(expert), expert_elements, max(summed), max(matrices))
 
 
@@ -132,10 +145,12 @@ def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
     tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
     code = (tp * 4096 + inner) * 2 + norms
     cases = sorted(set(code.ravel().tolist()))
-    table = [shares(job.model, job.padded_vocab, one // 8192, one // 2 % 4096, bool(one % 2)) for one in cases]
+    table = [
+        shares(job.model, job.padded_vocab, one // 8192, one // 2 % 4096, bool(one % 2), job.few_bits) for one in cases
+    ]
     index = np.searchsorted(np.array(cases), code)
 
-    def column(values: list[int]) -> Column:
+    def column(values: list[float]) -> Column:
         return values[0] if len(values) == 1 else np.array(values)[index]
 
     def outside(kind: str) -> Column:
@@ -149,7 +164,7 @@ def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
         expert: Column = 0.0
         if expert_elements and job.model.moe is not None:
             size, parts = job.model.moe.ffn_hidden, np.asarray(layouts.etp)
-            shared = expert_elements // size * width(size, parts) / layouts.ep
+            shared = expert_elements / size * width(size, parts) / layouts.ep
             expert = np.where(layouts.ep > 1, shared, column([share.expert for share in of_kind]))
         layers.append((column([share.common for share in of_kind]), expert))
     summed = (

@@ -485,6 +485,31 @@ RULES: tuple[Rule, ...] = (
         _EXPERTS + _TWO_GPUS + "adapter: {dropout: 0.1, targets: [q, k, v, o]}\n",
     ),
     Rule(
+        "PT297",
+        "A base of few bits for a model that other code builds",
+        "Matrices in int8 and nf4 belong to partool's own decoder; the linear layers of transformers and of your own "
+        "code multiply by a weight in the type of computation.",
+        "model: {hf: Llama-3.2-1B}\nadapter: {base: nf4}   # transformers builds the model",
+        "model: {config: Llama-3.2-1B, weights: {source: hf, path: Llama-3.2-1B}}\nadapter: {base: nf4}",
+        "command",
+    ),
+    Rule(
+        "PT298",
+        "adapter: auto, and no way to tune the model fits",
+        "All weights, and adapters beside bases in bf16, int8 and nf4 were tried: even the smallest needs more memory "
+        "per rank than may be used.",
+        "model: llama3-405b\n" + _ONE_GPU + "parallel: {offload: none}\nadapter: auto\n",
+        "model: llama3-8b\n" + _ONE_GPU + "parallel: {offload: none}\nadapter: auto\n",
+    ),
+    Rule(
+        "PT299",
+        "double_quant without base: nf4",
+        "Double quantisation stores the scales of 4-bit blocks in 8 bits. A base in int8 has one scale per row, and "
+        "bf16 has none.",
+        _MODEL + _TWO_GPUS + "adapter: {base: int8, double_quant: true}\n",
+        _MODEL + _TWO_GPUS + "adapter: {base: nf4, double_quant: true}\n",
+    ),
+    Rule(
         "PT340",
         "A stop has less time than a step and its checkpoint may take",
         "A request to stop takes effect as a step ends, and the checkpoint that follows has to be complete before the "

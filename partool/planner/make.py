@@ -20,7 +20,7 @@ from partool.planner.forms.runnable import gaps, of_engine, task
 from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, SearchBudget
-from partool.planner.resolve import Resolved, resolve
+from partool.planner.resolve import Resolved, resolve, spec_hash
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
 from partool.planner.rules.tensor_cuts import partition
@@ -78,16 +78,67 @@ def make_plan(
     if not fits(FilePath, str(base_dir)):  # paths of the plan begin with this folder
         message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
         return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
-    resolved = resolve(spec, base_dir, budget)
-    if resolved.problem is None:
-        return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)])
-    problem = resolved.problem
+    is_open = spec.adapter is not None and spec.adapter.kind == "auto"
+    make = _tuned if is_open else _as_given
     try:
-        problem = replace(problem, trace=traced(problem)) if trace else problem
+        result, used = make(spec, base_dir, default_name, trace=trace, budget=budget or SearchBudget())
     except TraceError as error:
         help = "partool plan without --trace uses the data that come with partool"
-        return PlanResult(None, [*resolved.diagnostics, Diagnostic("PT303", str(error), path=("model",), help=help)])
-    return _checked(_planned(spec, resolved, problem, base_dir, default_name), forgive, problem.trace)
+        return PlanResult(None, [Diagnostic("PT303", str(error), path=("model",), help=help)])
+    return _checked(result, forgive, used)
+
+
+def _as_given(
+    spec: Spec, base_dir: Path, default_name: str, *, trace: bool, budget: SearchBudget
+) -> tuple[PlanResult, Trace | None]:
+    """Plan a spec that says how the model is tuned; return the trace that prices used, too."""
+    resolved = resolve(spec, base_dir, budget)
+    if resolved.problem is None:
+        return PlanResult(None, [*resolved.diagnostics, *_beside(spec, resolved.diagnostics, base_dir)]), None
+    problem = replace(resolved.problem, trace=traced(resolved.problem)) if trace else resolved.problem
+    return _planned(spec, resolved, problem, base_dir, default_name), problem.trace
+
+
+def _tuned(
+    spec: Spec, base_dir: Path, default_name: str, *, trace: bool, budget: SearchBudget
+) -> tuple[PlanResult, Trace | None]:
+    """Plan a spec with ``adapter: auto``: the first way to tune the model of which a layout fits."""
+    from partool.planner import tuning
+    from partool.planner.explain import changes
+    from partool.planner.search.solve import solve
+
+    assert spec.adapter is not None, "no adapter"
+    too_large: list[tuning.Tried] = []
+    findings: list[Diagnostic] = []
+    for way in tuning.ways(spec.adapter):
+        wanted = tuning.with_way(spec, way)
+        resolved = resolve(wanted, base_dir, budget)
+        findings = resolved.diagnostics
+        if resolved.problem is None:
+            return PlanResult(None, [*findings, *_beside(wanted, findings, base_dir)]), None
+        problem = replace(resolved.problem, trace=traced(resolved.problem)) if trace else resolved.problem
+        solution = solve(problem)
+        tried = tuning.tried(way, problem, solution)
+        if tried is None:
+            return PlanResult(None, [*findings, changes.no_layout(solution)]), None
+        if tried.step_s is not None:
+            result = _planned(wanted, resolved, problem, base_dir, default_name, solution)
+            return _as_written(result, spec, tuning.reason(too_large, tried)), problem.trace
+        too_large.append(tried)
+    return PlanResult(None, [*findings, tuning.nothing_fits(too_large)]), None
+
+
+def _as_written(result: PlanResult, spec: Spec, reason: str) -> PlanResult:
+    """Return a plan whose adapter the planner chose for a ``reason``, with the spec that the user wrote."""
+    plan = result.plan
+    if plan is None:
+        return result
+    update = {
+        "reasons": (reason, *plan.reasons),
+        "inputs": {**plan.inputs, "spec": spec_hash(spec)},
+        "spec": spec.model_dump(mode="json", exclude_defaults=True),
+    }
+    return PlanResult(plan.model_copy(update=update), result.diagnostics)
 
 
 def check_rest(rest: Rest, base_dir: Path, seen: Iterable[Diagnostic] = ()) -> list[Diagnostic]:
@@ -105,8 +156,15 @@ def _beside(spec: Spec, findings: list[Diagnostic], base_dir: Path) -> list[Diag
     return check_rest(rest, base_dir, findings)
 
 
-def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
-    """Search the problem's layouts and build the plan."""
+def _planned(  # noqa: PLR0917 - one step of make_plan
+    spec: Spec,
+    resolved: Resolved,
+    problem: Problem,
+    base_dir: Path,
+    default_name: str,
+    solution: Solution | None = None,
+) -> PlanResult:
+    """Search the problem's layouts, unless ``solution`` has the result, and build the plan."""
     from partool.planner.explain import reasons
     from partool.planner.explain.batches import awkward_batch
     from partool.planner.explain.fewer import fewer_are_as_fast
@@ -117,7 +175,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     from partool.planner.stopping import decided, forecast
 
     findings = resolved.diagnostics
-    solution = solve(problem)
+    solution = solution or solve(problem)
     best = solution.chosen
     if best is None:
         from partool.planner.explain import changes
@@ -181,7 +239,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     return PlanResult(None if _failed(limits) else plan.model_copy(update={"findings": recorded}), findings)
 
 
-def _checked(result: PlanResult, forgive: Collection[str], trace: Trace) -> PlanResult:
+def _checked(result: PlanResult, forgive: Collection[str], trace: Trace | None) -> PlanResult:
     """Return ``result`` with the findings of rules that check whole plans; if any is an error, the plan is None."""
     plan = result.plan
     if plan is None:
@@ -192,8 +250,8 @@ def _checked(result: PlanResult, forgive: Collection[str], trace: Trace) -> Plan
     return PlanResult(None if _failed(findings) else plan, [*result.diagnostics, *findings])
 
 
-def _elastic(plan: Plan, trace: Trace) -> list[Diagnostic]:
-    if plan.launch.min_nodes is None:
+def _elastic(plan: Plan, trace: Trace | None) -> list[Diagnostic]:
+    if plan.launch.min_nodes is None or trace is None:
         return []
     from partool.planner.elastic import check_elastic
 

@@ -169,8 +169,12 @@ def _measured_kernels(devices: Devices, *, experts: bool) -> dict[str, str]:
     return {f"catalog/silicon/{family}": family_hash(family) for family in sorted(families)}
 
 
+def spec_hash(spec: Spec) -> str:
+    """Return the hash of all that a user wrote in a spec."""
+    return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
 def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    inputs = {"spec": hashlib.sha256(text.encode()).hexdigest(), "catalog/accelerators": table_hash("accelerators")}
+    inputs = {"spec": spec_hash(spec), "catalog/accelerators": table_hash("accelerators")}
     machines = {f"catalog/{name}": table_hash(name) for name in ("hosts", "fabrics", "network_env")}
     return {**inputs, **machines, **model_inputs}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from partool.layout.parameters import count, is_frozen, parameters
+from partool.layout.quantised import quantised_names, stored_bytes
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.totals import Totals
 from partool.plan.types import Plan
@@ -90,7 +91,15 @@ def _adapter(plan: Plan, adapter: AdapterSpec) -> str:
 
 
 def _stored_as(plan: Plan) -> str:
-    return "bf16" if plan.training.precision == "fp8" else plan.training.precision
+    """Return the type of frozen weights; with matrices in few bits, their bytes, too."""
+    wide, adapter = "bf16" if plan.training.precision == "fp8" else plan.training.precision, plan.model.adapter
+    if adapter is None or adapter.base == "bf16":
+        return wide
+    names = quantised_names(plan.model, plan.frozen)
+    infos = [info for info in parameters(plan.model) if info.name in names]
+    stored = sum(stored_bytes(adapter, info.shape) for info in infos)
+    bits = 8 * stored / max(count(infos), 1)
+    return f"{wide}, but for projections in {adapter.base}: {bits:.3g} bits each, {gib(stored)} GiB in all"
 
 
 def _machines(plan: Plan) -> str:

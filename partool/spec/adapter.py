@@ -19,14 +19,16 @@ def _as_tuple(value: Any) -> Any:
 
 
 Targets = Annotated[Literal["all-linear"] | tuple[Pattern, ...], BeforeValidator(_as_tuple)]
+Base = Literal["bf16", "int8", "nf4"]
 Dropout = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LowRank(Section):
     """What an adapter adds to a model: to the product with a matrix W of x, ``scale · B (A x)``."""
 
-    kind: Literal["lora"] = "lora"
-    """lora: Hu et al., arXiv 2106.09685."""
+    kind: Literal["lora", "auto"] = "lora"
+    """lora: Hu et al., arXiv 2106.09685. auto, in a spec only: the first of these that fits the machines: all weights
+    trained, lora beside a base in bf16, in int8, in nf4."""
     rank: Width = 16
     """Rows of A and columns of B."""
     alpha: Factor = 32.0
@@ -38,6 +40,11 @@ class LowRank(Section):
     targets: Targets = "all-linear"
     """Matrices that get an adapter: all projections of the layers, or glob patterns of their names, such as
     ``layers.*.attention.q``, or last parts of their names, such as ``q`` (``q_proj`` means the same)."""
+    base: Base = "bf16"
+    """Type in which the frozen matrices of the layers are stored: that of computation (``bf16``), 8 bits and a scale
+    per row (Dettmers et al., arXiv 2208.07339), or 4 bits and a scale per 64 elements (QLoRA, arXiv 2305.14314)."""
+    double_quant: bool = True
+    """With ``nf4``, whether the scales are stored in 8 bits, too."""
 
     @property
     def scale(self) -> float:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from partool.layout.parameters import is_frozen
+from partool.layout.quantised import FewBits
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -78,6 +79,14 @@ class Workload:
         if moe is None or moe.routing == "balanced":
             return 1.0
         return self.expert_imbalance if moe.capacity is None else min(self.expert_imbalance, moe.capacity)
+
+    @cached_property
+    def few_bits(self) -> FewBits | None:
+        """Which frozen matrices are stored in few bits; None if none are."""
+        adapter = self.model.adapter
+        if adapter is None or adapter.base == "bf16" or not self.frozen:
+            return None
+        return FewBits(adapter, tuple(self.frozen), self.compute_bytes)
 
     @property
     def compute_bytes(self) -> int:

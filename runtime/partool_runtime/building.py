@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from partool.layout.parameters import frozen_problem, is_frozen, parameters
+from partool.layout.parameters import frozen_problem, is_frozen, is_selection_bias, parameters
+from partool.layout.quantised import quantised_names
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.model.moe import Stacked
+from partool_runtime.model.projection import Linear
+from partool_runtime.model.stored import store
 from partool_runtime.pieces import local_part
 
 
@@ -46,9 +51,12 @@ def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtyp
 
 @torch.no_grad()
 def poison(root: nn.Module) -> None:
-    """Fill this rank's part of a module's parameters with NaN, so that :func:`post_load` finds unfilled values."""
+    """Fill this rank's part of a module's parameters with NaN, so that :func:`post_load` finds unfilled values.
+
+    Integers become zero; the scales beside them are NaN.
+    """
     for parameter in root.parameters():
-        local_part(parameter).fill_(torch.nan)
+        local_part(parameter).fill_(torch.nan if parameter.is_floating_point() else 0)
 
 
 def post_load(model: AnyDecoder) -> None:
@@ -87,6 +95,28 @@ def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
         if name in frozen:
             parameter.requires_grad_(False)
     return sorted(frozen)
+
+
+def narrow(model: AnyDecoder, patterns: Sequence[str], dtype: torch.dtype) -> None:
+    """Store frozen parameters in the type of computation, or in the few bits that the adapter's base asks for.
+
+    Without updates they need no more. Selection biases of routers stay wide, since the loads of experts change them by
+    little. Call it after tensor ranks have cut the parameters, and before they are sharded.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not is_selection_bias(name):
+            parameter.data = parameter.data.to(dtype)
+    adapter = model.config.adapter
+    wanted = quantised_names(model.config, patterns)
+    if adapter is None or not wanted:
+        return
+    modules = {f"{name}.weight": module for name, module in model.named_modules()}
+    stored = {}
+    for name in (name for name, _ in list(model.named_parameters()) if name in wanted):
+        module = modules[name]
+        assert isinstance(module, Linear | Stacked), name
+        stored[name] = module, store(module, adapter, model.placements.get(name), dtype=dtype)
+    model.stored = MappingProxyType(stored)
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from partool.layout.adapters import A, B, is_adapter
-from partool.layout.parameters import is_frozen, is_selection_bias, parameters
+from partool.layout.parameters import is_frozen, parameters
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool_runtime.checkpoint import load_folder
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.model import AnyDecoder
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
-from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise
+from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise, narrow
 from partool_runtime.weights.from_checkpoint import load_whole
 
 
@@ -37,9 +38,7 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
     precision = plan.training.precision
     model = build(plan.model).to(MASTER_DTYPE[precision])
     freeze(model, plan.frozen)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and not is_selection_bias(name):
-            parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
+    narrow(model, plan.frozen, COMPUTE_DTYPE[precision])
     materialise(model, "cpu")
     fill(model, plan.weights, seed=plan.training.seed)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -49,15 +48,23 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
         message = "model.weights gives other weights than those beside which the adapter was trained"
         raise ConfigurationError("PT618", message, "Restore the folder that the run started from.")
     return {
-        name: _merged(state, name, plan.model).to(dtype)
-        for name in state
+        name: _merged(state, _numbers(model, state, name), name, plan.model).to(dtype)
+        for name in model.whole_shapes()
         if not is_adapter(name)
-    }  # fmt: skip
+    }
 
 
-def _merged(state: dict[str, torch.Tensor], name: str, config: ModelConfig) -> torch.Tensor:
-    """Return a parameter plus the product of its adapter's matrices, if it has any."""
-    projection, weight = name.removesuffix(".weight"), state[name]
+def _numbers(model: AnyDecoder, state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a parameter of the base, which may be stored in few bits, as the run multiplied by it."""
+    if name not in model.stored:
+        return state[name]
+    module, matrix = model.stored[name]
+    return matrix.numbers(module)
+
+
+def _merged(state: dict[str, torch.Tensor], weight: torch.Tensor, name: str, config: ModelConfig) -> torch.Tensor:
+    """Return a parameter ``weight`` plus the product of its adapter's matrices, if it has any."""
+    projection = name.removesuffix(".weight")
     a, b = (state.get(f"{projection}.{each}") for each in (A, B))
     if a is None or b is None or config.adapter is None:
         return weight

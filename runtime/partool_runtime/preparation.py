@@ -10,7 +10,6 @@ from weakref import finalize
 import torch
 from torch import nn
 
-from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.adversarial import Perturbed, check_perturbable
@@ -42,7 +41,7 @@ from partool_runtime.parallel.zero import grads_stay_16bit, shard, shard_stages
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.usermodel.model import ModuleDecoder
-from partool_runtime.weights import build, build_parts, freeze, materialise, poison
+from partool_runtime.weights import build, build_parts, freeze, materialise, narrow, poison
 
 _SPARE = 1.1
 """Ratio of the host memory reserved for layers to the predicted amount; memory added during the run is slower."""
@@ -166,14 +165,9 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
 
 
 def _freeze(model: AnyDecoder, plan: Plan) -> None:
-    """Freeze what the plan does not train, and store it in the type of computation: without updates, it needs no more.
-
-    Selection biases of routers stay wide, since the loads of experts change them by little.
-    """
+    """Freeze what the plan does not train, and store it in no more bits than it needs."""
     freeze(model, plan.frozen)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and not is_selection_bias(name):
-            parameter.data = parameter.data.to(COMPUTE_DTYPE[plan.training.precision])
+    narrow(model, plan.frozen, COMPUTE_DTYPE[plan.training.precision])
 
 
 def _own_buffers(model: nn.Module) -> None:

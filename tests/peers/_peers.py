@@ -23,6 +23,7 @@ MODULES = {
     "torchtitan": "torchtitan/config",
     "trl": "trl/chat_templates",
     "peft": "peft",
+    "bitsandbytes": "bitsandbytes",
 }
 
 

@@ -25,6 +25,8 @@ struct Builds {
                  bool squared, uint8_t* bits, void* scales);
     void (*unpack)(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t senders, int64_t chunks,
                    int64_t chunk, int64_t count, void* out, int32_t out_type);
+    void (*dequantise)(const void* codes, int32_t bits, const float* scales, int64_t rows, int64_t columns,
+                       int64_t skipped, void* out, int32_t out_type);
 };
 
 static inline int64_t size_of(int32_t type) { return type == PARTOOL_F64 ? 8 : type == PARTOOL_F32 ? 4 : 2; }

@@ -2,6 +2,7 @@
 #include "block.h"
 #include "formats.h"
 #include "onebit.h"
+#include "quantised.h"
 #include "rules.h"
 #include "squares.h"
 
@@ -269,9 +270,19 @@ void unpack(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t
     unpack_real(bits, static_cast<const float*>(scales), senders, chunks, chunk, count, out, out_type);
 }
 
+void dequantise(const void* codes, int32_t bits, const float* scales, int64_t rows, int64_t columns,
+                int64_t skipped, void* out, int32_t out_type) {
+    switch (out_type) {
+        case PARTOOL_F32: return dequantise_as<F32>(codes, bits, scales, rows, columns, skipped, out);
+        case PARTOOL_F64: return dequantise_as<F64>(codes, bits, scales, rows, columns, skipped, out);
+        case PARTOOL_BF16: return dequantise_as<BF16>(codes, bits, scales, rows, columns, skipped, out);
+        default: return dequantise_as<F16>(codes, bits, scales, rows, columns, skipped, out);
+    }
+}
+
 }  // namespace
 
 extern const Builds PASTE(builds_, PARTOOL_ISA);
-const Builds PASTE(builds_, PARTOOL_ISA) = {update, sums, convert_any, accumulate_any, pack, unpack};
+const Builds PASTE(builds_, PARTOOL_ISA) = {update, sums, convert_any, accumulate_any, pack, unpack, dequantise};
 
 }  // namespace partool

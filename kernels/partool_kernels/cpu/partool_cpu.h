@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#define PARTOOL_ABI_VERSION 3
+#define PARTOOL_ABI_VERSION 4
 #define PARTOOL_BLOCK 65536  // elements whose squares are summed together, and the unit of work of a thread
 
 enum partool_dtype : int32_t { PARTOOL_NONE = -1, PARTOOL_F32 = 0, PARTOOL_F64 = 1, PARTOOL_BF16 = 2, PARTOOL_F16 = 3 };
@@ -62,6 +62,12 @@ int32_t partool_onebit_pack(const void* x, int32_t x_type, void* error, int32_t 
 // The mean of the senders' compressed arrays of `count` elements; each sender has `chunks` chunks.
 int32_t partool_onebit_unpack(const uint8_t* bits, const void* scales, int32_t scale_type, int64_t senders,
                               int64_t chunks, int64_t chunk, int64_t count, void* out, int32_t out_type);
+
+// `rows` rows of `columns` elements in 4 or 8 bits, as numbers. The float32 scales are one per 64 elements of a row,
+// where the first lack `skipped` and the last may be fewer, or with 8 bits one per row. A row of 4-bit codes begins with
+// a byte of its own.
+int32_t partool_dequantise(const void* codes, int32_t bits, const float* scales, int64_t rows, int64_t columns,
+                           int64_t skipped, void* out, int32_t out_type);
 
 // Start threads, each pinned to one of `cores` unless `core_count` is 0. Returns null, errno in `error`, on failure.
 void* partool_pool_open(int32_t threads, const int32_t* cores, int32_t core_count, int32_t* error);

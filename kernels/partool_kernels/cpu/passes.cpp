@@ -185,3 +185,12 @@ extern "C" int32_t partool_onebit_unpack(const uint8_t* bits, const void* scales
     run_here(work);
     return PARTOOL_OK;
 }
+
+extern "C" int32_t partool_dequantise(const void* codes, int32_t bits, const float* scales, int64_t rows,
+                                      int64_t columns, int64_t skipped, void* out, int32_t out_type) {
+    if (!is_known(out_type) || (bits != 4 && bits != 8)) return PARTOOL_INVALID;
+    if (skipped < 0 || skipped >= 64 || rows < 0 || columns < 0) return PARTOOL_INVALID;
+    auto work = [&] { builds().dequantise(codes, bits, scales, rows, columns, skipped, out, out_type); };
+    run_here(work);
+    return PARTOOL_OK;
+}

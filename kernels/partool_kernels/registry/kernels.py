@@ -12,6 +12,7 @@ from partool_kernels.grouped_gemm import describe as grouped_gemm
 from partool_kernels.moe import describe as moe
 from partool_kernels.norm import describe as norm
 from partool_kernels.onebit import describe as onebit
+from partool_kernels.quantised import describe as quantised
 from partool_kernels.registry.types import Kernel
 from partool_kernels.rope import describe as rope
 
@@ -27,6 +28,7 @@ KERNELS: dict[str, Kernel] = {
         *grouped_gemm.KERNELS,
         *moe.KERNELS,
         *onebit.KERNELS,
+        *quantised.KERNELS,
         *rope.KERNELS,
         *norm.KERNELS,
     )

@@ -14,6 +14,7 @@ from partool.cost.memory.in_flight import handed_over
 from partool.cost.tensor_shares import share_columns
 from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
+from partool.layout.quantised import FewBits, weighed
 from partool.spec.model import ModelConfig
 from partool.work.base import Workload
 
@@ -24,11 +25,11 @@ DENSE, MOE = 0, 1
 class Elements(NamedTuple):
     """Number of elements of a group of parameters, counted separately for each way in which elements are sharded."""
 
-    cut: int
+    cut: float
     """Number of elements sharded by tensor parallelism."""
-    replicated: int
+    replicated: float
     """Number of elements of norms and routers; every tensor rank has all of them."""
-    expert: int
+    expert: float
     """Number of elements sharded by both expert and tensor parallelism."""
 
 
@@ -113,25 +114,27 @@ class RankLoad:
 
 
 @lru_cache(maxsize=16)
-def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str, ...]) -> GatherGroups:
-    """Return the model's groups of parameters."""
+def model_groups(
+    model: ModelConfig, padded_vocab: int | None, frozen: tuple[str, ...], few_bits: FewBits | None = None
+) -> GatherGroups:
+    """Return the model's groups of parameters; a matrix in few bits counts as fewer elements, of as many bytes."""
     rows = model if padded_vocab is None else model.model_copy(update={"vocab": padded_vocab})
     kinds: list[Elements] = []
     for kind in (DENSE, MOE):
         layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
-        kinds.append(_elements([] if layer is None else layer_parameters(model, layer)))
+        kinds.append(_elements([] if layer is None else layer_parameters(model, layer), few_bits))
     outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
-    all_trained = GatherGroups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
-    return replace(all_trained, **_trained(model, frozen)) if frozen else all_trained
+    all_trained = GatherGroups(_elements(outer[0], few_bits), (kinds[0], kinds[1]), _elements(outer[-1], few_bits))
+    return replace(all_trained, **_trained(model, frozen, few_bits)) if frozen else all_trained
 
 
-def _elements(infos: Sequence[ParameterInfo]) -> Elements:
-    replicated = sum(info.elements for info in infos if info.kind in ("norm", "router", "position"))
-    expert = sum(info.elements for info in infos if info.kind == "expert")
-    return Elements(sum(info.elements for info in infos) - replicated - expert, replicated, expert)
+def _elements(infos: Sequence[ParameterInfo], few_bits: FewBits | None) -> Elements:
+    replicated = sum(weighed(info, few_bits) for info in infos if info.kind in ("norm", "router", "position"))
+    expert = sum(weighed(info, few_bits) for info in infos if info.kind == "expert")
+    return Elements(sum(weighed(info, few_bits) for info in infos) - replicated - expert, replicated, expert)
 
 
-def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
+def _trained(model: ModelConfig, frozen: tuple[str, ...], few_bits: FewBits | None) -> dict[str, Any]:
     """Return the trained shares of the groups; for layers, the mean over all layers of a kind."""
     first, *layers, last = groups(model)
     kinds = [
@@ -139,18 +142,18 @@ def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
         for kind in (DENSE, MOE)
     ]
     return {
-        "trained_embedding": _share(first, frozen),
-        "trained_layers": tuple(_share(infos, frozen) for infos in kinds),
-        "trained_head": _share(last, frozen),
+        "trained_embedding": _share(first, frozen, few_bits),
+        "trained_layers": tuple(_share(infos, frozen, few_bits) for infos in kinds),
+        "trained_head": _share(last, frozen, few_bits),
         "trained_matrices": tuple(
-            _share([info for info in infos if takes_whole_matrices(info)], frozen) for infos in kinds
+            _share([info for info in infos if takes_whole_matrices(info)], frozen, few_bits) for infos in kinds
         ),
     }
 
 
-def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
-    elements = sum(info.elements for info in infos)
-    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(elements, 1)
+def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...], few_bits: FewBits | None) -> float:
+    elements = sum(weighed(info, few_bits) for info in infos)
+    return 1.0 - sum(weighed(info, few_bits) for info in infos if is_frozen(info.name, frozen)) / max(elements, 1)
 
 
 def load_of_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:

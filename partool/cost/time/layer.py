@@ -13,7 +13,7 @@ from partool.cost.kinds import Kind
 from partool.cost.repeats import codes, distinct
 from partool.cost.sequence.price import exchange
 from partool.cost.silicon.products import quantises
-from partool.cost.time import adapter, attention, experts, layer_products
+from partool.cost.time import adapter, attention, experts, layer_products, quantised
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.elementwise import elementwise_s, gap_s
 from partool.cost.time.gemm import in_tiles, products_s
@@ -164,13 +164,20 @@ def _pass(
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
     adapted = adapter.added(job, layouts, kind.moe, backward=backward)
     operators = operators + adapted.operators
+    conversion = quantised.converted(job, layouts, kind.moe)
+    operators = operators + conversion.operators
     shared = exchange(job, layouts, kind, backward=backward)
     operators = operators + shared.operators
     layer_pass = LayerPass(
         matmul_s=matmul + derate * adapted.matmul_s,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
         elementwise_s=derate
-        * (elementwise_s(job, layouts, kind, backward=backward) + shared.merges + adapted.elementwise_s)
+        * (
+            elementwise_s(job, layouts, kind, backward=backward)
+            + shared.merges
+            + adapted.elementwise_s
+            + conversion.seconds
+        )
         + operators * gap_s(job),
         tensor_s=tensor.total,
         sequence_s=shared.total,

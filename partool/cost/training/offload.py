@@ -113,7 +113,7 @@ def offload(
 
 def _stored(job: TrainingWork, elements: Column) -> Column:
     """Return the number of a rank's parameters, frozen ones included, of which ``elements`` are trained."""
-    return elements / max(trained_share(job.model, job.frozen), 1e-12)
+    return elements / max(trained_share(job.model, job.frozen, job.few_bits), 1e-12)
 
 
 def chain(job: TrainingWork, layouts: Layouts, elements: Column) -> Chain:

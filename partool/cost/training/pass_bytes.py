@@ -25,6 +25,7 @@ from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoa
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import exchange_bytes, loss_bytes
 from partool.cost.sequence import shares as sequence_shares
+from partool.cost.time.quantised import numbers_bytes
 from partool.work.training import TrainingWork
 
 _ON_DEVICE = 3.0
@@ -88,6 +89,8 @@ class PassBytes:
     """Bytes of the last stage's result, which a pipeline holds until its backward pass."""
     tables: Column
     """Bytes of the tables of rotations."""
+    numbers: Column
+    """Bytes of the largest frozen matrix of few bits as numbers, which a product needs."""
     inputs: Column
     """Bytes of stage inputs in flight that came as messages: ``received`` has them, too."""
     received: Column
@@ -148,6 +151,7 @@ def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: Ra
         result=result,
         handed=np.where(np.asarray(layouts.pp) > 1, result, 0.0),
         tables=_tables_bytes(job, layouts),
+        numbers=numbers_bytes(job, layouts) + 0.0 * stream,
         inputs=inputs,
         received=buffers,
         layers=load.layer_count,
@@ -166,7 +170,18 @@ def _forward_only(passes: PassBytes, layers: Layers) -> PassBytes:
 
     A layer frees tensors as it goes on: the sum of all of them is a bound from above.
     """
-    kept = ("stream", "loss", "loss_within", "tables", "received", "layers", "of_stage", "exchanged", "copies")
+    kept = (
+        "stream",
+        "loss",
+        "loss_within",
+        "tables",
+        "numbers",
+        "received",
+        "layers",
+        "of_stage",
+        "exchanged",
+        "copies",
+    )
     nothing: dict[str, Any] = {field.name: 0.0 * passes.stream for field in fields(PassBytes) if field.name not in kept}
     largest = np.maximum.reduce(
         np.broadcast_arrays(*(layer.saved for (_, policy), layer in layers.items() if not policy))

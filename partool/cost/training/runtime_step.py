@@ -255,5 +255,6 @@ class Step:
         idle = np.maximum(self.pool - message, 0.0) + np.maximum(state.gradients_at_step - of_stream, 0.0)
         parts["communication"] = parts.get("communication", 0.0) + message + passes.copies + passes.received
         # Inputs of stages are in the buffers in which they were received.
-        parts["activations"] = np.maximum(parts["activations"] - passes.inputs, 0.0) + passes.tables
+        parts["activations"] = np.maximum(parts["activations"] - passes.inputs, 0.0)
+        parts["activations"] = parts["activations"] + passes.tables + passes.numbers
         return Moment(name, grads_offloading=state.grads_offloading, idle=idle, **parts)

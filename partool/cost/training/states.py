@@ -268,7 +268,7 @@ def _dense_first(model: ModelConfig) -> bool:
 
 
 def _groups(job: TrainingWork) -> GatherGroups:
-    return model_groups(job.model, job.padded_vocab, job.frozen)
+    return model_groups(job.model, job.padded_vocab, job.frozen, job.few_bits)
 
 
 def element_counts(job: TrainingWork, layouts: Layouts, load: RankLoad) -> ElementCounts:

@@ -72,7 +72,7 @@ def owned_elements(job: TrainingWork, layouts: Layouts, dense: Column, expert: C
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
     owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.expert_ranks, 1))
     cut = np.where(layouts.zero > 0, owners, 1.0)
-    return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
+    return trained_share(job.model, job.frozen, job.few_bits) * (dense / shards + expert / cut)
 
 
 def saved_bytes(job: TrainingWork, layouts: Layouts) -> Column:

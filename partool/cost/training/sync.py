@@ -77,7 +77,7 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     everyone = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
     reduce_bytes, whole_bytes = _wire_bytes(job)
-    reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
+    reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen, job.few_bits)
     # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.scatter_s, parameters, reduce_bytes, (shards, owners))
     gather_bytes = whole_bytes * _gathered_share(job, layouts, zero)
@@ -127,7 +127,7 @@ def _gathered_share(job: TrainingWork, layouts: Layouts, zero: Column) -> Column
     if not job.backward or not memory_stack(job.stack.name).narrow_frozen:
         return 1.0
     everything = (np.asarray(zero) == 3) | np.asarray(layouts.ring)
-    return np.where(everything, 1.0, trained_share(job.model, job.frozen))
+    return np.where(everything, 1.0, trained_share(job.model, job.frozen, job.few_bits))
 
 
 def _one_bit(
@@ -143,7 +143,7 @@ def _one_bit(
     bits come after the passes, which hide nothing of them.
     """
     full, one_bit = updates.share("full"), updates.share("one_bit")
-    trained = trained_share(job.model, job.frozen)
+    trained = trained_share(job.model, job.frozen, job.few_bits)
     message = message_bytes(job, parameters.dense * trained)
     least = None if parameters.least is None else message_bytes(job, parameters.least.dense * trained)
     exchange = np.where(

@@ -16,7 +16,8 @@ from partool.cost.training.gathers import controls_of_layout, kept_elements, mes
 from partool.cost.training.one_bit import exchange_bytes
 from partool.cost.training.optimizer import matrix_bytes, norm_bytes
 from partool.cost.training.tensor_sums import tensor_bytes
-from partool.layout.parameters import count, groups, is_frozen, parameters
+from partool.layout.parameters import ParameterInfo, groups, is_frozen, parameters
+from partool.layout.quantised import FewBits, weighed
 from partool.plan.layout import Layout
 from partool.plan.types import ExchangePart
 from partool.spec.model import ModelConfig
@@ -84,7 +85,7 @@ def _traffic(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> ZeroTr
     shards = layout.mesh.dp_shard * cp if zero else 1
     replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
     elements = sum(on_rank)
-    trained = elements * trained_share(job.model, job.frozen)
+    trained = elements * trained_share(job.model, job.frozen, job.few_bits)
     # Below ZeRO-3, frozen parameters are whole on each rank; a group without others is neither gathered nor reduced.
     narrow = bool(job.frozen) and bool(job.backward) and memory_stack(job.stack.name).narrow_frozen
     narrow = narrow and not moves_weights(layout)
@@ -125,7 +126,7 @@ def _of_experts(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> Zer
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
     units = sum(job.model.is_moe_layer(layer) for layer in layers)
     elements = units * int(share_columns(job, encode(layout)).layers[True][1])
-    trained = elements * _trained_experts(job.model, job.frozen)
+    trained = elements * _trained_experts(job.model, job.frozen, job.few_bits)
     shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert_ranks
     ring, replicas = (shards - 1) / shards, mesh.dp_replicate
     gathers = 0 if shards == 1 else 1 if zero < 3 else (1 + job.backward) * k
@@ -140,9 +141,13 @@ def _of_experts(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> Zer
 
 
 @lru_cache(maxsize=16)
-def _trained_experts(model: ModelConfig, frozen: tuple[str, ...]) -> float:
-    infos = [info for info in parameters(model) if info.kind == "expert"]
-    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / max(count(infos), 1)
+def _trained_experts(model: ModelConfig, frozen: tuple[str, ...], few_bits: FewBits | None) -> float:
+    return _trained([info for info in parameters(model) if info.kind == "expert"], frozen, few_bits)
+
+
+def _trained(infos: Sequence[ParameterInfo], frozen: tuple[str, ...], few_bits: FewBits | None) -> float:
+    fixed = sum(weighed(info, few_bits) for info in infos if is_frozen(info.name, frozen))
+    return 1.0 - fixed / max(sum(weighed(info, few_bits) for info in infos), 1)
 
 
 def _ring_bytes(job: TrainingWork, layout: Layout) -> float:
@@ -154,12 +159,9 @@ def _ring_bytes(job: TrainingWork, layout: Layout) -> float:
 
 
 @lru_cache(maxsize=16)
-def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
-    """Return the share of the parameters' elements that is trained."""
-    if not frozen:
-        return 1.0
-    infos = parameters(model)
-    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
+def trained_share(model: ModelConfig, frozen: tuple[str, ...], few_bits: FewBits | None = None) -> float:
+    """Return the share of the parameters' elements that is trained; matrices in few bits count as fewer elements."""
+    return _trained(parameters(model), frozen, few_bits) if frozen else 1.0
 
 
 def _rank_groups(job: TrainingWork, layout: Layout, stages: Iterable[int]) -> list[int]:

@@ -37,18 +37,18 @@ class Change:
 
 def does_not_fit(solution: Solution) -> Diagnostic:
     """Return the finding that no layout fits; it lists helpful changes, and the smallest layout's memory terms."""
-    smallest = _smallest(solution)
-    memory = smallest.memory
+    least = smallest(solution)
+    memory = least.memory
     largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
     terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     message = (
-        f"no layout fits: the smallest ({summary(smallest.layout)}) needs {memory.total_bytes / GIB:.1f} GiB "
+        f"no layout fits: the smallest ({summary(least.layout)}) needs {memory.total_bytes / GIB:.1f} GiB "
         f"per rank, {memory.capacity_bytes / GIB:.1f} GiB are there (GiB: {terms})"
     )
-    if smallest.memory.total_bytes <= memory.capacity_bytes:
+    if least.memory.total_bytes <= memory.capacity_bytes:
         have = host_limit(solution.problem) / GIB
         message = (
-            f"no layout fits: {summary(smallest.layout)} needs {smallest.host_bytes / GIB:.0f} GiB of host memory "
+            f"no layout fits: {summary(least.layout)} needs {least.host_bytes / GIB:.0f} GiB of host memory "
             f"per node, {have:.0f} GiB may be used"
         )
     ways = sorted(
@@ -194,7 +194,7 @@ def _larger_slices(problem: Problem) -> Values:
             yield "null" if profile is None else profile, replace(problem, devices=devices)
 
 
-def _smallest(solution: Solution) -> Priced:
+def smallest(solution: Solution) -> Priced:
     """Return the exact price of the layout that needs least memory."""
     search: Search = solution.search
     group, policy = search.smallest()

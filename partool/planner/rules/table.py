@@ -11,7 +11,18 @@ from partool.planner.forms import experts, gathers, tiles
 from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
-from partool.planner.rules import adapter, adversarial, engine, jobs, objective, offload, optimizer, pipeline, tensor
+from partool.planner.rules import (
+    adapter,
+    adversarial,
+    engine,
+    jobs,
+    objective,
+    offload,
+    optimizer,
+    pipeline,
+    quantised,
+    tensor,
+)
 from partool.planner.rules.sequence import check_sequence
 from partool.planner.rules.tensor_cuts import check_tensor
 from partool.planner.rules.weights import check_frozen
@@ -132,8 +143,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
-    check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, optimizer.check, _recompute,
-    offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check, objective.check,
+    check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, quantised.check, optimizer.check,
+    _recompute, offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check, objective.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -42,8 +42,7 @@ class Adapted(Linear):
 
     def product(self, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
         """See :class:`~partool_runtime.model.projection.Projection`."""
-        out = deferral.linear(x, self.weight, self.bias if biased else None)
-        return out + self.added(x)
+        return self.base(x, biased=biased) + self.added(x)
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``scale · B (A x)``."""

@@ -23,6 +23,7 @@ from partool_runtime.model.loss import loss
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
+from partool_runtime.model.stored import QuantisedMatrix
 from partool_runtime.placement import Placement
 
 
@@ -195,6 +196,8 @@ class AnyDecoder(nn.Module):
     """Names of parameters that this rank leaves out of the gradient norm, as another rank counts an equal gradient."""
     placements: Mapping[str, Placement] = MappingProxyType({})
     """Placements of parameters that are sharded over tensor ranks, by name; all other parameters are whole."""
+    stored: Mapping[str, tuple[nn.Module, QuantisedMatrix]] = MappingProxyType({})
+    """Of each frozen weight that this rank stores in few bits, by name: its module, and how the module stores it."""
 
     def roots(self) -> tuple[nn.Module, ...]:
         """Return the modules that are sharded separately; together they hold every parameter once."""

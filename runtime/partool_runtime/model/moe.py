@@ -13,6 +13,7 @@ from partool.spec.model import ModelConfig
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_kernels.moe.op import permute, route, unpermute
 from partool_runtime.model.ffn import ACTIVATIONS, FeedForward
+from partool_runtime.model.projection import StoredMatrix
 from partool_runtime.model.routing import Choices, Router
 
 Beside = Callable[[], torch.Tensor]
@@ -21,6 +22,9 @@ Beside = Callable[[], torch.Tensor]
 
 class Stacked(nn.Module):
     """The matrices of one projection of all experts, row under row: ``weight [E · rows, columns]``."""
+
+    stored: StoredMatrix | None = None
+    """How the frozen matrices are stored; None means as ``weight``."""
 
     def __init__(self, experts: int, rows: int, columns: int, std: float) -> None:
         super().__init__()
@@ -35,6 +39,8 @@ class Stacked(nn.Module):
 
     def product(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the product ``[R, O]`` of each row, sorted by expert, with its expert's matrix."""
+        if self.stored is not None:
+            return self.stored.grouped(rows_RI, self, ends_E)
         return grouped_gemm(rows_RI, self.matrices(self.weight, ends_E), ends_E)
 
 

@@ -45,17 +45,38 @@ class Projection(Protocol):
         """Return the product with the bias; modules are called, so that hooks may gather their parameters first."""
 
 
+class StoredMatrix(Protocol):
+    """How a module's frozen matrix is stored, if not as its parameter ``weight``."""
+
+    def linear(self, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """Return ``x [..., I]`` times the transpose of the module's matrix ``[O, I]``."""
+
+    def grouped(self, rows_RI: torch.Tensor, module: nn.Module, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return the product of each row, sorted by expert, with its expert's matrix of the module's stack."""
+
+
 class Linear(nn.Linear):
     """A projection whose matrix multiplies as it is; the gradient of its weight may be deferred."""
+
+    stored: StoredMatrix | None = None
+    """How the frozen matrix is stored; None means as ``weight``."""
 
     @property
     def matrix(self) -> torch.Tensor | None:
         """See :class:`Projection`."""
-        return self.weight
+        return self.weight if self.stored is None else None
 
     def product(self, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
         """See :class:`Projection`."""
-        return deferral.linear(x, self.weight, self.bias if biased else None)
+        return self.base(x, biased=biased)
+
+    def base(self, x: torch.Tensor, *, biased: bool) -> torch.Tensor:
+        """Return the product with the matrix alone, plus the bias if ``biased``."""
+        bias = self.bias if biased else None
+        if self.stored is None:
+            return deferral.linear(x, self.weight, bias)
+        out = self.stored.linear(x, self)
+        return out if bias is None else out + bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[..., I]`` to ``[..., O]``."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from partool.spec.parallel import Recompute
 from partool_kernels.fp8_linear import FP8_LINEARS
 from partool_kernels.grouped_gemm.op import GROUPED
+from partool_kernels.quantised.op import QUANTISED
 from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.hf.patches import Patch, patch_forward
@@ -53,6 +54,7 @@ SAVED = frozenset(
         _aten.bmm.default,
         FP8_LINEARS,
         GROUPED,
+        QUANTISED,
         *summing_operators(),
         *ATTENTION,
     }

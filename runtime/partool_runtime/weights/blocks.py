@@ -10,6 +10,7 @@ import torch
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import TensorBlock, pieces
 from partool_runtime.weights.draw import BlockSource, block_rows
+from partool_runtime.weights.quantise import fill_matrix
 
 _COPY_ELEMENTS = 2**20
 """Maximum number of elements copied at a time from a source; limits the memory needed in addition to the model."""
@@ -24,15 +25,28 @@ def fill_from(
 ) -> None:
     """Copy this rank's blocks of the ``wanted`` parameters from ``source``.
 
-    Values are cast to the type of the parameter or its master.
+    Values are cast to the type of the parameter or its master, or quantised where the parameter is stored so.
     """
+    fill_stored(model, source, wanted)
+    shapes = model.whole_shapes() if model.stored else None
     for name, parameter in targets(model, masters).items():
-        if not wanted(name):
+        if not wanted(name) or (shapes is not None and name not in shapes):
             continue
         placement = model.placements.get(name)
         shape = tuple(parameter.shape) if placement is None else placement.shape
         for piece in pieces(parameter, placement):
             _fill_piece(piece, name, shape, source)
+
+
+@torch.no_grad()
+def fill_stored(model: AnyDecoder, source: BlockSource, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Quantise this rank's parts of the ``wanted`` matrices that are stored in few bits.
+
+    Raises ConfigurationError PT622 for a matrix with a NaN or an infinity.
+    """
+    for name, (module, matrix) in model.stored.items():
+        if wanted(name):
+            fill_matrix(name, module, matrix, source)
 
 
 def targets(model: AnyDecoder, masters: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

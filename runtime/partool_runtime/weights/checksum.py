@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
 from partool.layout.parameters import is_frozen
+from partool.layout.quantised import CODES, quantised_names, stored_tensors
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import TensorBlock, pieces
 from partool_runtime.weights.draw import mixed
@@ -25,26 +26,53 @@ def checksum(model: AnyDecoder, names: Collection[str], group: dist.ProcessGroup
 
     Each element of a rank's part is hashed with its column. Hashes are summed over each row and over ranks; several
     ranks may hold a row, so the number of its elements is summed, too. The checksum depends on the types of the
-    parameters. ``group`` None means one rank.
+    parameters; of matrices in few bits it covers codes and scales. ``group`` None means one rank.
     """
     parameters = dict(model.named_parameters())
+    quantised = quantised_names(model.config, names)
     digest = hashlib.sha256()
     device = next(iter(parameters.values())).device
-    for name, shape in model.whole_shapes().items():
+    for name, whole in model.whole_shapes().items():
         if name not in names:
             continue
-        rows, columns = shape[0] if len(shape) > 1 else 1, shape[-1] if shape else 1
-        sums = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        if name in parameters:
-            for piece in pieces(parameters[name], model.placements.get(name)):
-                _add(sums, piece, rows)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        hashes, counts = sums.cpu()
-        copies = counts // columns
-        digest.update(f"{name}\0{list(shape)}\0".encode())
-        digest.update(_divided(hashes, copies).numpy().tobytes())
+        shapes: dict[str, tuple[int, ...]] = {name: whole}
+        parts: dict[str, list[TensorBlock]] = {}
+        if name in quantised:
+            shapes, parts = _of_few_bits(model, name, whole)
+        elif name in parameters:
+            parts = {name: pieces(parameters[name], model.placements.get(name))}
+        for each, shape in shapes.items():
+            sums = _sums(parts.get(each, []), shape, device)
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+            hashes, counts = sums.cpu()
+            copies = counts // (shape[-1] if shape else 1)
+            digest.update(f"{each}\0{list(shape)}\0".encode())
+            digest.update(_divided(hashes, copies).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _of_few_bits(
+    model: AnyDecoder, name: str, whole: tuple[int, ...]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[TensorBlock]]]:
+    """Return the shapes of a matrix's codes and scales, and the blocks of them that this rank holds."""
+    adapter, projection = model.config.adapter, name.rpartition(".")[0]
+    assert adapter is not None, "few bits without an adapter"
+    tensors = {each.name: each.shape for each in stored_tensors(adapter, whole)} | {CODES: whole}
+    shapes = {f"{projection}.{each}": shape for each, shape in tensors.items()}
+    if name not in model.stored:
+        return shapes, {}
+    module, matrix = model.stored[name]
+    return shapes, {f"{projection}.{part.name}": pieces(part.values, part.placement) for part in matrix.parts(module)}
+
+
+def _sums(blocks: Sequence[TensorBlock], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the sums of the hashes of each row's elements, and the numbers of elements."""
+    rows = shape[0] if len(shape) > 1 else 1
+    sums = torch.zeros(2, rows, dtype=torch.int64, device=device)
+    for block in blocks:
+        _add(sums, block, rows)
+    return sums
 
 
 def frozen_of(model: AnyDecoder, patterns: Collection[str]) -> set[str]:
@@ -74,6 +102,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     if values.dtype == torch.float64:
         wide = values.view(torch.int32)
         return mixed(wide[..., 0::2].clone()) ^ wide[..., 1::2]
+    if values.itemsize == 1:
+        return values.to(torch.int32)
     return values.view(torch.int32 if values.itemsize == 4 else torch.int16).to(torch.int32)
 
 

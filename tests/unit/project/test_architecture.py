@@ -76,7 +76,7 @@ INSIDE = {
         ["search"],
         ["findings"],
         ["explain"],
-        ["elastic", "totals", "queries", "longest"],
+        ["elastic", "totals", "queries", "longest", "tuning"],
         ["make"],
         ["__init__"],
     ],

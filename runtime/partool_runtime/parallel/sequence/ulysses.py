@@ -113,7 +113,7 @@ def _attended(
     if torch.compiler.is_compiling() or deferral.is_splitting():
         apart = True
     else:  # a wrapped matrix computes more than a product, or has to be gathered
-        apart = attention.output is not alone or type(attention.o) is not Linear
+        apart = attention.output is not alone or type(attention.o) is not Linear or attention.o.stored is not None
     if apart:
         return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2), attention.o)
     return exchange.projected(out_BnLD, way, attention.o)
