@@ -2,7 +2,7 @@
 
 Beside ``layers.{i}.attention.q.weight [O, I]`` lie ``layers.{i}.attention.q.lora_a [r, I]`` and ``….lora_b [O, r]``.
 Those of a layer's experts are stacked as the experts' matrices are: ``….experts.up.lora_a [E·r, I]``, expert after
-expert, and ``….experts.up.lora_b [E·O, r]``.
+expert, and ``….experts.up.lora_b [E·O, r]``. DoRA adds ``….attention.q.magnitude [O]``, but none for experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from partool.spec.adapter import LowRank
 
-A, B = "lora_a", "lora_b"
+A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 _WEIGHT = ".weight"
 _SHORT = {"embed": ("embed.weight",), "head": ("head.weight",), "norms": ("*norm.weight", "*norm.bias")}
 """Short names in ``adapter.train``, and the patterns that they stand for."""
@@ -20,7 +20,7 @@ _SHORT = {"embed": ("embed.weight",), "head": ("head.weight",), "norms": ("*norm
 
 def is_adapter(name: str) -> bool:
     """Return True if a parameter belongs to an adapter."""
-    return name.endswith((f".{A}", f".{B}"))
+    return name.endswith((f".{A}", f".{B}", f".{MAGNITUDE}"))
 
 
 def is_target(adapter: LowRank, projection: str) -> bool:
@@ -41,11 +41,13 @@ def unmatched_targets(adapter: LowRank, projections: Collection[str]) -> list[st
 
 def added(
     adapter: LowRank, projection: str, shape: tuple[int, int], matrices: int = 1
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield name and shape of A and B of a projection; ``matrices`` of one shape are stacked row under row."""
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of what an adapter adds to a projection; ``matrices`` are stacked row under row."""
     rows, columns = shape
     yield f"{projection}.{A}", (matrices * adapter.rank, columns)
     yield f"{projection}.{B}", (rows, adapter.rank)
+    if adapter.kind == "dora" and matrices == 1:
+        yield f"{projection}.{MAGNITUDE}", (rows,)
 
 
 def train_patterns(train: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:

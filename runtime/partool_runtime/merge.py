@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from partool.layout.adapters import A, B, is_adapter
+from partool.layout.adapters import A, B, MAGNITUDE, is_adapter
 from partool.layout.parameters import is_frozen, is_selection_bias, parameters
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
@@ -56,7 +56,7 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
 
 
 def _merged(state: dict[str, torch.Tensor], name: str, config: ModelConfig) -> torch.Tensor:
-    """Return a parameter plus the product of its adapter's matrices, if it has any."""
+    """Return a parameter plus the product of its adapter's matrices, if it has any, with the rows' magnitudes."""
     projection, weight = name.removesuffix(".weight"), state[name]
     a, b = (state.get(f"{projection}.{each}") for each in (A, B))
     if a is None or b is None or config.adapter is None:
@@ -64,4 +64,9 @@ def _merged(state: dict[str, torch.Tensor], name: str, config: ModelConfig) -> t
     wide = torch.promote_types(weight.dtype, torch.float32)
     count = len(a) // config.adapter.rank  # experts have one each
     pairs = zip(a.to(wide).chunk(count), b.to(wide).chunk(count), strict=True)
-    return weight.to(wide) + config.adapter.scale * torch.cat([low_b @ low_a for low_a, low_b in pairs])
+    merged = weight.to(wide) + config.adapter.scale * torch.cat([low_b @ low_a for low_a, low_b in pairs])
+    magnitude = state.get(f"{projection}.{MAGNITUDE}")
+    if magnitude is None:
+        return merged
+    norms = torch.linalg.vector_norm(merged, dim=1).clamp_min(torch.finfo(wide).tiny)
+    return merged * (magnitude.to(wide) / norms)[:, None]

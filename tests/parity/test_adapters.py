@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -54,8 +55,12 @@ ADAPTERS: dict[str, AdapterSpec] = {
     "experts": AdapterSpec(rank=3, alpha=5.0),
     "lamb": AdapterSpec(rank=2, alpha=3.0),
 }
+MODELS |= {f"{name} dora": MODELS[name] for name in ("five", "tied", "shared", "latent")}
+ADAPTERS |= {
+    f"{name} dora": ADAPTERS[name].model_copy(update={"kind": "dora"}) for name in ("five", "tied", "shared", "latent")
+}
 HOST = {"offload_optimizer": "cpu", "gradients": "fp32", "bucket_mib": 2**-3, "undo_gib": 2**-10, "speculate": True}
-CORE = ("zero-1 tensor shares", "zb-v tensor")
+CORE = ("zero-1 tensor shares", "zb-v tensor", "dora three tensor ranks", "dora zero-3 tensor shares")
 """Cases that run every time; the others are long."""
 
 
@@ -113,8 +118,38 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
         "experts uncut": make(two, 1, "experts"),
         "experts on tensor ranks": make(two, 1, "experts", expert=2),
     }
+    chosen |= dora_cases(make)
     models = {plan.model: name for name, plan in ((name, make(ONE, 0, name)) for name in MODELS)}
     return {name: (plan, models[plan.model]) for name, plan in chosen.items()}
+
+
+def dora_cases(make: Callable[..., Plan]) -> dict[str, Plan]:
+    """Return plans of DoRA, whose norms are those of gathered rows, of a rank's rows, or sums over tensor ranks."""
+    two, norms, ring = Mesh(tp=2, dp_shard=2), {"sequence_norms": True}, {"sequence_method": "ring"}
+    piped = Mesh(tp=2, pp=2)
+    plans = {
+        "zero-0": make(Mesh(dp_replicate=2), 0, "five dora"),
+        "zero-1": make(Mesh(dp_shard=2), 1, "tied dora"),
+        "zero-2 tiles": make(Mesh(dp_shard=2), 2, "five dora", mlp_tile_tokens=4, recompute="full"),
+        "zero-3": make(Mesh(dp_shard=2), 3, "latent dora"),
+        "zero-1 tensor": make(two, 1, "five dora"),
+        "zero-3 tensor shares": make(two, 3, "five dora", **norms),
+        "zero-3 tensor latent": make(two, 3, "latent dora"),
+        "three tensor ranks": make(Mesh(tp=3), 0, "shared dora", **norms),
+        "compiled": make(Mesh(tp=2), 0, "five dora", compile="block"),
+        "compiled zero-3": make(Mesh(dp_shard=2), 3, "five dora", compile="block"),
+        **{
+            f"{policy} zero-3": make(two, 3, "shared dora", recompute=policy, **norms)
+            for policy in ("selective", "full", "keep_attention")
+        },
+        "1f1b": make(Mesh(pp=2, dp_shard=2), 2, "tied dora", stages=HALVES, schedule="1f1b"),
+        "zb-h1 tensor": make(piped, 0, "five dora", stages=HALVES, schedule="zb-h1"),
+        "zb-v tensor": make(piped, 0, "five dora", stages=QUARTERS, schedule="zb-v", **norms),
+        "ring": make(Mesh(dp_shard=2, cp=2), 1, "five dora", **ring, sequence_order="zigzag"),
+        "ulysses": make(Mesh(dp_shard=2, cp=2), 3, "five dora", sequence_method="ulysses"),
+        "parameters on the host": make(Mesh(dp_shard=2), 3, "five dora", **HOST, offload_parameters="cpu"),
+    }
+    return {f"dora {name}": plan for name, plan in plans.items()}
 
 
 class Ran:
@@ -144,11 +179,14 @@ def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(Jobs(tmp_path_factory.mktemp("adapters"), pools, train_adapter))
 
 
-def summed(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter: AdapterSpec, matrices: int) -> torch.Tensor:
+def summed(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, m: torch.Tensor | None, adapter: AdapterSpec, matrices: int
+) -> torch.Tensor:
     """Return the matrix with the adapter's product; stacked matrices have adapters of their own."""
     root = math.sqrt(adapter.rank) if adapter.rslora else adapter.rank
     products = [low_b @ low_a for low_a, low_b in zip(a.chunk(matrices), b.chunk(matrices), strict=True)]
-    return weight + adapter.alpha / root * torch.cat(products)
+    both = weight + adapter.alpha / root * torch.cat(products)
+    return both if m is None else m[:, None] * both / both.norm(dim=1, keepdim=True).detach()
 
 
 def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
@@ -158,6 +196,9 @@ def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
     fill_from(decoder, init_source(plain, plan.training.seed))
     drawn = noise(plan.training.seed)
     added = {n: drawn(n, s, (0, 0), s).double() for n, s in shapes.items() if is_adapter(n)}
+    first = dict(decoder.named_parameters())
+    for name in [name for name in added if name.endswith(".magnitude")]:
+        added[name] = first[name.replace("magnitude", "weight")].detach().norm(dim=1)
     weights = dict(decoder.named_parameters()) | {n: torch.nn.Parameter(t) for n, t in added.items()}
     patterns = frozen_beside(list(shapes), adapter.train)
     trained = {n: p for n, p in weights.items() if not any(torch_matches(n, each) for each in patterns)}
@@ -177,8 +218,8 @@ def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
             values = dict(weights)
             for name in [each.removesuffix(".lora_a") for each in added if each.endswith("lora_a")]:
                 matrices = plan.model.moe.experts if ".experts." in name and plan.model.moe else 1
-                pair = weights[f"{name}.lora_a"], weights[f"{name}.lora_b"]
-                values[f"{name}.weight"] = summed(weights[f"{name}.weight"], *pair, adapter, matrices)
+                parts = (weights[f"{name}.lora_a"], weights[f"{name}.lora_b"], weights.get(f"{name}.magnitude"))
+                values[f"{name}.weight"] = summed(weights[f"{name}.weight"], *parts, adapter, matrices)
             of_model = {name: value for name, value in values.items() if not is_adapter(name)}
             (functional_call(decoder, of_model, (micro.tokens_BS, micro.labels_BS)) / labels).backward()
         norm = clip_grad_norm_(list(trained.values()), math.inf)  # torch adds 1e-6 to the norm that it clips
@@ -196,7 +237,7 @@ def torch_matches(name: str, pattern: str) -> bool:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("model", often([name for name in MODELS if name != "lamb"], ["five"]))
+@pytest.mark.parametrize("model", often([name for name in MODELS if name != "lamb"], ["five", "five dora"]))
 def test_one_process_follows_summed_matrices(ran: Ran, model: str) -> None:
     plan = adapter_plan(ran.text, ONE, 0, model)
     state = ran.jobs.state(ran.reference(model), STEPS)
@@ -236,7 +277,7 @@ def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("model", often(MODELS, ["five"]))
+@pytest.mark.parametrize("model", often(MODELS, ["five", "shared dora"]))
 def test_merged_weights_compute_what_the_adapter_does(ran: Ran, model: str) -> None:
     plan = adapter_plan(ran.text, ONE, 0, model)
     checkpoint = step_folder(ran.jobs.folder / ran.reference(model) / "checkpoints", STEPS)

@@ -6,6 +6,7 @@ multiplies by a projection calls it, or its ``product``, and exchanges are not f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from partool.layout.adapters import A, B, is_target
+from partool.layout.adapters import A, B, MAGNITUDE, is_target
 from partool.spec.adapter import LowRank
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_runtime import deferral
@@ -21,6 +22,8 @@ from partool_runtime.model.moe import Experts, Stacked
 from partool_runtime.model.projection import Linear
 
 Draw = AbstractContextManager[Any]
+Sum = Callable[[torch.Tensor], torch.Tensor]
+"""Function that sums a vector over the ranks that hold columns of one matrix."""
 
 
 class Adapted(Linear):
@@ -34,6 +37,10 @@ class Adapted(Linear):
     dropout: float
     draw: Draw
     """What dropout draws its random numbers in; tensor ranks that hold columns draw different ones."""
+    magnitude: nn.Parameter | None
+    """Norm of each row of the sum, ``[O]``, if it is trained by itself (DoRA); else None."""
+    sum_squares: Sum | None
+    """Sums a row's squares over ranks that hold columns of W; None where this rank has whole rows."""
 
     @property
     def matrix(self) -> torch.Tensor | None:
@@ -42,14 +49,48 @@ class Adapted(Linear):
 
     def product(self, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
         """See :class:`~partool_runtime.model.projection.Projection`."""
+        if self.magnitude is not None:
+            out = self._with_norms(x, self.magnitude)
+            return out if self.bias is None or not biased else out + self.bias
         out = deferral.linear(x, self.weight, self.bias if biased else None)
-        return out + self.added(x)
+        return out + self._low_rank(self._dropped(x))
 
-    def added(self, x: torch.Tensor) -> torch.Tensor:
+    def _with_norms(self, x: torch.Tensor, magnitude_O: torch.Tensor) -> torch.Tensor:
+        """Return ``m ⊙ (W x + scale · B (A x)) / ‖W + scale · B A‖``; no gradient goes through the norm.
+
+        As in PEFT, dropout concerns what the adapter changes: what is added to W x has the input that is left.
+        """
+        # The norm is rounded as the magnitude is, so that the quotient of equal ones is 1.
+        factor_O = (magnitude_O / self.row_norms().to(magnitude_O.dtype)).to(x.dtype)
+        out, kept = deferral.linear(x, self.weight), self._dropped(x)
+        if kept is x:
+            return factor_O * (out + self._low_rank(x))
+        return out + (factor_O - 1) * deferral.linear(kept, self.weight) + factor_O * self._low_rank(kept)
+
+    @torch.no_grad()
+    def row_norms(self) -> torch.Tensor:
+        """Return the norm of each row of ``W + scale · B A``, ``[O]``, in float32 or wider.
+
+        The sum of matrices is never made: with s = scale, the square of row o is ‖Wₒ‖² + s Bₒ · (2 A Wₒ + s A Aᵀ Bₒ).
+        """
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        a_rI, b_Or = self.lora_a.to(wide), self.lora_b.to(wide)
+        of_base_O = torch.linalg.vector_norm(self.weight, dim=1, dtype=wide).square()
+        both_Or = F.linear(self.lora_a, self.weight).T.to(wide)
+        squares_O = of_base_O + self.scale * (b_Or * (2.0 * both_Or + self.scale * b_Or @ (a_rI @ a_rI.T))).sum(1)
+        if self.sum_squares is not None:
+            squares_O = self.sum_squares(squares_O)
+        return squares_O.clamp_min(torch.finfo(wide).tiny).sqrt()
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what dropout leaves of an input."""
+        if not self.dropout or not torch.is_grad_enabled():
+            return x
+        with self.draw:
+            return F.dropout(x, self.dropout)
+
+    def _low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``scale · B (A x)``."""
-        if self.dropout and torch.is_grad_enabled():
-            with self.draw:
-                x = F.dropout(x, self.dropout)
         return deferral.linear(deferral.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
@@ -71,21 +112,27 @@ class AdaptedStack(Stacked):
 def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
     """Give the projections of a layer that are targets their A and B, in place; ``prefix`` is the layer's name.
 
-    A is Kaiming-uniform with a = √5, that is uniform within ±1/√I, and B is zero, as in PEFT.
+    A is Kaiming-uniform with a = √5, that is uniform within ±1/√I, and B is zero, as in PEFT. DoRA's magnitudes get
+    their values once W has its own (:mod:`partool_runtime.weights.magnitudes`).
     """
     for name, module in block.named_modules():
         if isinstance(module, Linear) and is_target(adapter, f"{prefix}.{name}"):
-            rows, columns = module.weight.shape
-            module.__class__ = Adapted
-            assert isinstance(module, Adapted)
-            module.dropout, module.draw = adapter.dropout, nullcontext()
-            _add(module, adapter, 1, rows, columns)
+            _adapt(module, adapter)
         elif isinstance(module, Experts):
             for leaf, stacked in module.stacked():
                 if is_target(adapter, f"{prefix}.{name}.{leaf}"):
                     stacked.__class__ = AdaptedStack
                     assert isinstance(stacked, AdaptedStack)
                     _add(stacked, adapter, module.number, *stacked.weight.shape)
+
+
+def _adapt(module: Linear, adapter: LowRank) -> None:
+    rows, columns = module.weight.shape
+    module.__class__ = Adapted
+    assert isinstance(module, Adapted)
+    module.dropout, module.draw, module.sum_squares = adapter.dropout, nullcontext(), None
+    _add(module, adapter, 1, rows, columns)
+    module.register_parameter(MAGNITUDE, nn.Parameter(torch.ones(rows)) if adapter.kind == "dora" else None)
 
 
 def _add(module: Adapted | AdaptedStack, adapter: LowRank, matrices: int, rows: int, columns: int) -> None:

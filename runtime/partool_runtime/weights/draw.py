@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from partool.layout.adapters import B
+from partool.layout.adapters import A
 from partool.spec.model import ModelConfig
 
 Shape = tuple[int, ...]
@@ -37,13 +37,13 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
 
 
 def adapter_source(seed: int) -> BlockSource:
-    """Return the source of fresh adapters, in float32: A is uniform within ±1/√columns, B is zero.
+    """Return the source of fresh adapters, in float32: A is uniform within ±1/√columns, all else is zero.
 
     The bound is that of Kaiming's uniform distribution with a = √5, which PEFT draws A from.
     """
 
     def block(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
-        if name.endswith(f".{B}"):
+        if not name.endswith(f".{A}"):
             return torch.zeros(sizes)
         uniform = _drawn(torch.rand, name, shape, offsets, sizes, seed=seed)
         return uniform.mul_(2.0).sub_(1.0).mul_(shape[1] ** -0.5)
