@@ -462,6 +462,14 @@ RULES: tuple[Rule, ...] = (
         _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: adamw}\n",
     ),
     Rule(
+        "PT407",
+        "DoRA on experts",
+        "Experts' matrices are stacked, their products are grouped, and PEFT refuses DoRA there, too. Matrices of "
+        "attention and of shared experts can have it.",
+        _EXPERTS + _TWO_GPUS + "adapter: dora\n",
+        _EXPERTS + _TWO_GPUS + "adapter: {kind: dora, targets: [q, k, v, o]}\n",
+    ),
+    Rule(
         "PT292",
         "An adapter of a model that other code builds",
         "The adapter's sum is a term of partool's own projections. partool's decoder reads folders of the model types "

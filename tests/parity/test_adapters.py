@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _adapter_worker import UNCHANGED, noise, train_adapter
+from _expected_traffic import tensor_calls
 from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools
@@ -23,6 +24,7 @@ from test_tensor_trainer import assert_same_state
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
+from partool.cost.time.pipeline import stages_of_ranks
 from partool.layout.adapters import frozen_beside, is_adapter
 from partool.layout.parameters import parameters
 from partool.plan.layout import Mesh
@@ -31,6 +33,7 @@ from partool.plan.types import Plan
 from partool.spec.adapter import AdapterSpec
 from partool.spec.model import Weights
 from partool.spec.training import CheckpointSpec, OptimizerGroup
+from partool.work.training import TrainingWork
 from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
 from partool_runtime.data import open_data
 from partool_runtime.errors import ConfigurationError
@@ -261,10 +264,36 @@ def test_training_equals_one_process(ran: Ran, name: str) -> None:
         assert any(each.endswith(".weight") for each in unchanged)
 
 
+MEASURED = ("three tensor ranks", "full zero-3", "zb-v tensor")
+
+
+def traffic(ran: Ran, name: str, rank: int) -> tuple[int, int]:
+    """Return the bytes that a rank sent to tensor ranks in a step, and those of the cost model."""
+    plan, _ = cases(ran.text)[name]
+    run, training, mesh = ran.run(name, plan), plan.training, plan.layout.mesh
+    job = TrainingWork(
+        plan.model, plan.devices, training.sequence_length, training.precision, global_batch=training.global_batch,
+        frozen=plan.frozen,
+    )  # fmt: skip
+    summary = next(event for event in ran.jobs.events(run, "summary", rank) if event["scope"] == "rank")
+    stages, shard = stages_of_ranks(plan.layout)[rank // (mesh.dp * mesh.tp)], rank // mesh.tp % mesh.dp_shard
+    calls = tensor_calls(job, plan.layout, stages, rank % mesh.tp, shard)
+    return summary["measures"]["traffic"]["tensor"]["value"], sum(call.sent_bytes for call in calls)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", often(MEASURED, MEASURED[:1]))
+def test_bytes_of_norms_are_those_of_the_cost_model(ran: Ran, name: str) -> None:
+    """DoRA's norms, and its magnitudes' gradients, come on top of what LoRA sends."""
+    for rank in range(cases(ran.text)[name][0].layout.mesh.world_size):
+        (sent, expected), (plain_sent, plain_expected) = (traffic(ran, f"{kind}{name}", rank) for kind in ("dora ", ""))
+        assert sent - plain_sent == expected - plain_expected > 0, rank
+
+
 @pytest.mark.timeout(200)
 def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
     """The adapter comes from the checkpoint, the frozen weights from the seed; other frozen weights are refused."""
-    sharded, cut = adapter_plan(ran.text, Mesh(dp_shard=2), 3), adapter_plan(ran.text, Mesh(tp=2), 0)
+    sharded, cut = (adapter_plan(ran.text, *layout, "five dora") for layout in ((Mesh(dp_shard=2), 3), (Mesh(tp=2), 0)))
     ran.jobs.train("stopped", sharded, run="broken", stop_at=STOP)
     assert ran.jobs.ended("stopped", rank=1) == f"Preempted: stopped by SIGTERM after step {STOP}"
     # A run that ends with an error keeps its folder until its process ends.
@@ -273,7 +302,7 @@ def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
     assert "trained beside other frozen weights" in ran.jobs.ended("other")
     ran.jobs.train("rest", cut, run="broken", resume=True)
     assert ran.jobs.ended("rest") == "done"
-    assert_same_state(ran.jobs, "broken", ran.reference("five"), at=STEPS, of=STEPS, tolerance=TOLERANCE)
+    assert_same_state(ran.jobs, "broken", ran.reference("five dora"), at=STEPS, of=STEPS, tolerance=TOLERANCE)
 
 
 @pytest.mark.timeout(200)

@@ -34,6 +34,10 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         message = f"dropout: {adapter.dropout:g} is not for adapters of experts, such as {stacked[0]}"
         help = "use dropout: 0, or name other targets"
         yield Diagnostic("PT294", message, path=(_PATH, "dropout"), help=help)
+    if adapter.kind == "dora" and stacked:
+        message = f"kind: dora is not for adapters of experts, such as {stacked[0]}"
+        help = "use kind: lora, or name other targets, such as targets: [q, k, v, o]"
+        yield Diagnostic("PT407", message, path=(_PATH, "kind"), help=help)
     if problem.trained == 0:
         message = "model.frozen: the patterns match the adapter, too: nothing would be trained"
         yield Diagnostic("PT623", message, path=("model", "frozen"), help="drop a pattern")
