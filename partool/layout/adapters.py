@@ -7,14 +7,15 @@ expert, and ``….experts.up.lora_b [E·O, r]``. DoRA adds ``….attention.q.mag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from partool.spec.adapter import LowRank
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 _WEIGHT = ".weight"
-_SHORT = {"embed": ("embed.weight",), "head": ("head.weight",), "norms": ("*norm.weight", "*norm.bias")}
+Short = Mapping[str, tuple[str, ...]]
+SHORT: Short = {"embed": ("embed.weight",), "head": ("head.weight",), "norms": ("*norm.weight", "*norm.bias")}
 """Short names in ``adapter.train``, and the patterns that they stand for."""
 
 
@@ -29,7 +30,7 @@ def is_target(adapter: LowRank, projection: str) -> bool:
 
 
 def _matches(projection: str, pattern: str) -> bool:
-    last = projection.rpartition(".")[2]
+    last = projection.rpartition(".")[2].removesuffix("_proj")
     return last == pattern.removesuffix("_proj") or fnmatchcase(projection, pattern.removesuffix(_WEIGHT))
 
 
@@ -50,17 +51,20 @@ def added(
         yield f"{projection}.{MAGNITUDE}", (rows,)
 
 
-def train_patterns(train: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return each entry of ``adapter.train`` with the patterns of names that it stands for."""
-    return [(entry, _SHORT.get(entry, (entry,))) for entry in train]
+def train_patterns(train: Collection[str], short: Short = SHORT) -> list[tuple[str, tuple[str, ...]]]:
+    """Return each entry of ``adapter.train`` with the patterns of names that it stands for.
+
+    ``short`` has the short names and their patterns; the default is that of partool's decoder.
+    """
+    return [(entry, short.get(entry, (entry,))) for entry in train]
 
 
-def frozen_beside(names: Collection[str], train: Collection[str]) -> tuple[str, ...]:
+def frozen_beside(names: Collection[str], train: Collection[str], short: Short = SHORT) -> tuple[str, ...]:
     """Return patterns of the parameters that stay as they are beside an adapter, in the order of ``names``.
 
     They match neither the adapter's parameters nor those of ``adapter.train``; layers are merged where they are alike.
     """
-    patterns = [pattern for _, patterns in train_patterns(train) for pattern in patterns]
+    patterns = [pattern for _, patterns in train_patterns(train, short) for pattern in patterns]
     trained = {name for name in names if is_adapter(name) or any(fnmatchcase(name, each) for each in patterns)}
     frozen: dict[str, None] = {}
     for name in names:

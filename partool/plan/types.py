@@ -414,6 +414,11 @@ class Plan(Record):
         return self.hf is None and self.module is None
 
     @property
+    def priced_frozen(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained in the model that the predictions are of."""
+        return priced_frozen(self.model, self.frozen, self.adapter, own=self.own_decoder)
+
+    @property
     def code(self) -> str:
         """Place of the code that builds the model and that the user must allow; empty if no such code is needed."""
         if self.module is not None:

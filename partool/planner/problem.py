@@ -251,7 +251,16 @@ class Problem:
         adapter, given = self.spec.adapter, tuple(self.spec.model.frozen)
         if adapter is None:
             return given
-        return (*given, *frozen_beside([info.name for info in parameters(self.model)], adapter.train))
+        if self.described is None:
+            return (*given, *frozen_beside([info.name for info in parameters(self.model)], adapter.train))
+        structure = self.described.structure
+        names = list(adapted_shapes(structure, adapter.form))
+        return (*given, *frozen_beside(names, adapter.train, short_names(structure)))
+
+    @cached_property
+    def priced_frozen(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained in the model that predictions are of."""
+        return priced_frozen(self.model, self.frozen, self.spec.adapter, own=self.described is None)
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -265,7 +274,7 @@ class Problem:
     @cached_property
     def trained(self) -> int:
         """Number of the model's parameters that are not frozen."""
-        return count(info for info in parameters(self.model) if not is_frozen(info.name, self.frozen))
+        return count(info for info in parameters(self.model) if not is_frozen(info.name, self.priced_frozen))
 
     @property
     def host_link(self) -> bool:

@@ -64,5 +64,6 @@ def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: t
 def parameter_names(problem: Problem) -> list[str]:
     """Return the names of all parameters, in the model's order."""
     if problem.described is not None:
-        return list(problem.described.structure.shapes())
+        adapter = problem.spec.adapter
+        return list(shapes(problem.described.structure, None if adapter is None else adapter.form))
     return [info.name for info in parameters(problem.model)]

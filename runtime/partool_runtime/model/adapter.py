@@ -117,7 +117,7 @@ def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
     """
     for name, module in block.named_modules():
         if isinstance(module, Linear) and is_target(adapter, f"{prefix}.{name}"):
-            _adapt(module, adapter)
+            adapt(module, adapter)
         elif isinstance(module, Experts):
             for leaf, stacked in module.stacked():
                 if is_target(adapter, f"{prefix}.{name}.{leaf}"):
@@ -126,7 +126,11 @@ def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
                     _add(stacked, adapter, module.number, *stacked.weight.shape)
 
 
-def _adapt(module: Linear, adapter: LowRank) -> None:
+def adapt(module: nn.Linear, adapter: LowRank) -> None:
+    """Make a linear layer of torch or of partool an :class:`Adapted`, in place, on the device that is torch's default.
+
+    Values are as :func:`add_adapters` says.
+    """
     rows, columns = module.weight.shape
     module.__class__ = Adapted
     assert isinstance(module, Adapted)
