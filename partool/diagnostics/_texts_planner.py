@@ -470,12 +470,21 @@ RULES: tuple[Rule, ...] = (
         _EXPERTS + _TWO_GPUS + "adapter: {kind: dora, targets: [q, k, v, o]}\n",
     ),
     Rule(
+        "PT408",
+        "Matrices of a model of transformers that cannot have an adapter",
+        "Linear modules of the layers can. The matrices of experts that transformers stacks in one tensor, and GPT-2's "
+        "Conv1D, are others; partool's own decoder (model.config) has adapters for both.",
+        "model: {hf: gpt2}\nadapter: {targets: [c_attn]}   # a Conv1D",
+        "model: {config: gpt2, weights: {source: hf, path: gpt2}}\nadapter: {targets: [q, k, v]}",
+        "command",
+    ),
+    Rule(
         "PT292",
-        "An adapter of a model that other code builds",
-        "The adapter's sum is a term of partool's own projections. partool's decoder reads folders of the model types "
-        "that docs/guide/huggingface.md lists.",
-        "model: {hf: Llama-3.2-1B}\nadapter: lora   # transformers builds the model",
-        "model: {config: Llama-3.2-1B, weights: {source: hf, path: Llama-3.2-1B}}\nadapter: lora",
+        "An adapter of a model that your code builds",
+        "The adapter's sum is a term of projections, those of partool's decoder and the linear modules of transformers. "
+        "What a module of yours computes with its matrices is not known.",
+        "model: {module: my_model:Decoder}\nadapter: lora",
+        "model: {hf: Llama-3.2-1B}\nadapter: lora",
         "command",
     ),
     Rule(

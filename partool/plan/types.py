@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from partool.layout.parameters import priced_frozen
 from partool.layout.sequence import Spans, shares
 from partool.layout.sequence import tokens as tokens_of
 from partool.layout.startrail import Trails

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from partool.layout.tensor import Decided, decide
@@ -70,7 +72,7 @@ class Description(BaseModel):
         if key not in self._decided:
             decided = decide(self.structure, ranks, patterns)
             if adapter is not None and ranks > 1:
-                decided = decided._replace(rows=with_adapters(self.structure, adapter, decided.rows))
+                decided = replace(decided, rows=with_adapters(self.structure, adapter, decided.rows))
             self._decided[key] = decided
         return self._decided[key]
 

@@ -15,7 +15,9 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.training.gathers import controls_of
 from partool.cost.training.micro import layer_elements
 from partool.layout.adapters import B, frozen_beside
-from partool.layout.parameters import count, is_frozen, parameters
+from partool.layout.parameters import count, is_frozen, parameters, priced_frozen
+from partool.layout.tensor.adapters import shapes as adapted_shapes
+from partool.layout.tensor.adapters import short_names
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
 from partool.planner.evidence import asked_for, taken_for_granted

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 
-from partool.layout.adapters import A, B, MAGNITUDE, is_adapter
-from partool.layout.parameters import is_frozen, is_selection_bias, parameters
+from partool.layout.adapters import MAGNITUDE, A, B, is_adapter
+from partool.layout.parameters import is_frozen, is_selection_bias
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool_runtime.checkpoint import load_folder
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.model import HfDecoder
+from partool_runtime.model import Decoder
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
-from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise
+from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise, whole_shapes
 from partool_runtime.weights.from_checkpoint import load_whole
 
 
@@ -22,8 +24,8 @@ def trained_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[st
 
     Raises ConfigurationError PT621 where the checkpoint holds others.
     """
-    infos = parameters(plan.model)
-    shapes = {info.name: info.shape for info in infos if not is_frozen(info.name, plan.frozen)}
+    every = whole_shapes(plan.model) if plan.own_decoder else _built(plan).whole_shapes()
+    shapes = {name: shape for name, shape in every.items() if not is_frozen(name, plan.frozen)}
     return load_whole(checkpoint, dtype, shapes)
 
 
@@ -35,7 +37,7 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
     float32 or wider. Raises ConfigurationError PT618 if the base is not the one that the run had.
     """
     precision = plan.training.precision
-    model = build(plan.model).to(MASTER_DTYPE[precision])
+    model = _built(plan).to(MASTER_DTYPE[precision])
     freeze(model, plan.frozen)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and not is_selection_bias(name):
@@ -53,6 +55,14 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
         for name in state
         if not is_adapter(name)
     }  # fmt: skip
+
+
+def _built(plan: Plan) -> Decoder | HfDecoder:
+    """Return the plan's model on the meta device."""
+    if plan.hf is None:
+        return build(plan.model)
+    wide, adapter = plan.training.precision == "fp64", None if plan.adapter is None else plan.adapter.form
+    return HfDecoder(plan.hf, plan.model, wide=wide, adapter=adapter)
 
 
 def _merged(state: dict[str, torch.Tensor], name: str, config: ModelConfig) -> torch.Tensor:

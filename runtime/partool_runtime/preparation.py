@@ -228,7 +228,8 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
         if decoder.draws:
             _seed(plan, ranks)
         return decoder
-    model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64")
+    adapter = None if plan.adapter is None else plan.adapter.form
+    model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64", adapter=adapter)
     _seed(plan, ranks)
     return model
 
@@ -239,7 +240,8 @@ def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfPa
         if decoder.draws:
             _seed(plan, ranks)
         return decoder
-    parts = HfParts(plan.hf, plan.model, plan.layout.pipeline.bounds, mine, wide=plan.training.precision == "fp64")
+    wide, adapter = plan.training.precision == "fp64", None if plan.adapter is None else plan.adapter.form
+    parts = HfParts(plan.hf, plan.model, plan.layout.pipeline.bounds, mine, wide=wide, adapter=adapter)
     _seed(plan, ranks)
     return parts
 

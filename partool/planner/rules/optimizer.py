@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import is_frozen, parameters
+from partool.layout.tensor.adapters import shapes
 from partool.layout.tensor.cutting import collapsed_name
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from partool.layout.adapters import A, B, MAGNITUDE
+from partool.layout.adapters import MAGNITUDE, A, B
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.experts import EXPERT_NAMES

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from partool.layout.adapters import A, B, MAGNITUDE, is_target
+from partool.layout.adapters import MAGNITUDE, A, B, is_target
 from partool.spec.adapter import LowRank
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_runtime import deferral

@@ -58,7 +58,7 @@ def _adapters(model: AnyDecoder, seed: int, folder: str | None) -> Iterator[Bloc
     if folder is None:
         yield adapter_source(seed)
         return
-    with open_adapter(Path(folder), model.config) as peft:
+    with open_adapter(Path(folder), model.config, transformers=isinstance(model, HfPart)) as peft:
         peft.check(model.whole_shapes())
         yield peft.block
 

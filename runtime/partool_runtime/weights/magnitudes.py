@@ -30,9 +30,7 @@ def fill_magnitudes(
     """
     norms = {name: _norms(model, name, masters, group) for name in model.whole_shapes() if is_magnitude(name)}
 
-    def block(
-        name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
+    def block(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         del shape
         return norms[name][offsets[0] : offsets[0] + sizes[0]]
 
@@ -53,7 +51,9 @@ def _norms(
     sums = torch.zeros(2, rows, dtype=torch.float64, device=device)
     for piece in pieces(held[matrix], model.placements.get(matrix)) if matrix in held else ():
         at = slice(piece.offsets[0], piece.offsets[0] + len(piece.tensor))
-        norms = torch.linalg.vector_norm(piece.tensor, dim=1, dtype=torch.promote_types(piece.tensor.dtype, torch.float32))
+        norms = torch.linalg.vector_norm(
+            piece.tensor, dim=1, dtype=torch.promote_types(piece.tensor.dtype, torch.float32)
+        )
         sums[0, at] += norms.to(device=device, dtype=torch.float64).square()
         sums[1, at] += piece.tensor.shape[1]
     if group is not None:

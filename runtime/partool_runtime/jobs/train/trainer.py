@@ -229,9 +229,7 @@ def _open(
         """Give the model the weights that training starts from."""
         folder = None if plan.adapter is None else plan.adapter.weights
         masters, group = optimizer.masters(), ranks.world
-        for note in fill(
-            model, plan.weights, seed=plan.training.seed, masters=masters, adapter=folder, group=group
-        ):
+        for note in fill(model, plan.weights, seed=plan.training.seed, masters=masters, adapter=folder, group=group):
             recorder.warning(note)
         optimizer.loaded()
         post_load(model)
