@@ -456,8 +456,9 @@ RULES: tuple[Rule, ...] = (
         "PT406",
         "Adapters cannot be combined with this",
         "Adapters run with all ZeRO stages, tensor ranks in one dimension, pipelines of activations, sequence methods "
-        "and expert ranks, and with optimizers that update each element by itself. The plan can be read; launch "
-        "refuses it.",
+        "and expert ranks, and with optimizers that update each element by itself. Their dropout does not run with the "
+        "sequence method dsp, and in models of transformers not on tensor ranks or in tiles. The plan can be read; "
+        "launch refuses it.",
         _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: muon}\n",
         _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: adamw}\n",
     ),
@@ -481,8 +482,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT292",
         "An adapter of a model that your code builds",
-        "The adapter's sum is a term of projections, those of partool's decoder and the linear modules of transformers. "
-        "What a module of yours computes with its matrices is not known.",
+        "The adapter's sum is a term of projections, of partool's decoder and of linear modules of transformers. What "
+        "a module of yours computes with its matrices is not known.",
         "model: {module: my_model:Decoder}\nadapter: lora",
         "model: {hf: Llama-3.2-1B}\nadapter: lora",
         "command",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _adapter_worker import UNCHANGED, noise, train_adapter
+from _by_torch import ByTorch
 from _expected_traffic import tensor_calls
 from _jobs import Jobs
 from _plans import write_text
@@ -39,6 +40,7 @@ from partool_runtime.data import open_data
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.merge import merged_weights
 from partool_runtime.model import Decoder
+from partool_runtime.optim.groups import grouped
 from partool_runtime.weights import fill_from
 from partool_runtime.weights.draw import init_source
 
@@ -58,12 +60,27 @@ ADAPTERS: dict[str, AdapterSpec] = {
     "experts": AdapterSpec(rank=3, alpha=5.0),
     "lamb": AdapterSpec(rank=2, alpha=3.0),
 }
+OPTIMIZERS = ("sgd", "lion", "adagrad")
+MODELS |= dict.fromkeys(OPTIMIZERS, SHARED)
+ADAPTERS |= {name: AdapterSpec(rank=2, alpha=3.0, lr_ratio=3.0) for name in OPTIMIZERS}
+MODELS |= {f"{name} dropout": MODELS[name] for name in ("five", "latent")}
+ADAPTERS |= {
+    "five dropout": ADAPTERS["five"].model_copy(update={"dropout": 0.3}),
+    "latent dropout": AdapterSpec(kind="dora", rank=3, alpha=5.0, dropout=0.3, train=["norms"]),
+}
 MODELS |= {f"{name} dora": MODELS[name] for name in ("five", "tied", "shared", "latent")}
 ADAPTERS |= {
     f"{name} dora": ADAPTERS[name].model_copy(update={"kind": "dora"}) for name in ("five", "tied", "shared", "latent")
 }
 HOST = {"offload_optimizer": "cpu", "gradients": "fp32", "bucket_mib": 2**-3, "undo_gib": 2**-10, "speculate": True}
-CORE = ("zero-1 tensor shares", "zb-v tensor", "dora three tensor ranks", "dora zero-3 tensor shares")
+CORE = (
+    "zero-1 tensor shares",
+    "zb-v tensor",
+    "dora three tensor ranks",
+    "dora zero-3 tensor shares",
+    "dropout tiles tensor",
+    "adagrad interleaved",
+)
 """Cases that run every time; the others are long."""
 
 
@@ -72,7 +89,7 @@ def adapter_plan(text: Path, mesh: Mesh, zero: int, name: str = "five", every: i
     adapter = ADAPTERS[name]
     model = MODELS[name] | {"adapter": adapter.form}
     plan = tensor_plan(text, mesh, model=model, settings={"zero": zero, "steps": STEPS}, **layout)
-    optimizer = plan.optimizer.model_copy(update={"name": "lamb" if name == "lamb" else "adamw"})
+    optimizer = plan.optimizer.model_copy(update={"name": name if name in (*OPTIMIZERS, "lamb") else "adamw"})
     if adapter.lr_ratio != 1.0:
         groups = {"*.lora_b": OptimizerGroup(lr_factor=adapter.lr_ratio)}
         optimizer = optimizer.model_copy(update={"groups": groups})
@@ -113,6 +130,9 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
         "optimizer on the host": make(Mesh(dp_shard=2), 1, "tied", **HOST),
         "parameters on the host": make(Mesh(dp_shard=2), 3, "five", **HOST, offload_parameters="cpu"),
         "lamb tensor": make(two, 1, "lamb", **norms),
+        "sgd zero-3": make(Mesh(dp_shard=2), 3, "sgd"),
+        "lion zero-1": make(Mesh(dp_shard=2), 1, "lion"),
+        "adagrad interleaved": make(Mesh(pp=2), 0, "adagrad", stages=QUARTERS, schedule="interleaved"),
         "ring": make(Mesh(dp_shard=2, cp=2), 1, "five", **ring),
         "ulysses": make(Mesh(dp_shard=2, cp=2), 3, "five", sequence_method="ulysses"),
         "ulysses tensor": make(Mesh(tp=2, cp=2), 1, "shared", sequence_method="ulysses"),
@@ -121,7 +141,7 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
         "experts uncut": make(two, 1, "experts"),
         "experts on tensor ranks": make(two, 1, "experts", expert=2),
     }
-    chosen |= dora_cases(make)
+    chosen |= dora_cases(make) | dropout_cases(make)
     models = {plan.model: name for name, plan in ((name, make(ONE, 0, name)) for name in MODELS)}
     return {name: (plan, models[plan.model]) for name, plan in chosen.items()}
 
@@ -153,6 +173,29 @@ def dora_cases(make: Callable[..., Plan]) -> dict[str, Plan]:
         "parameters on the host": make(Mesh(dp_shard=2), 3, "five dora", **HOST, offload_parameters="cpu"),
     }
     return {f"dora {name}": plan for name, plan in plans.items()}
+
+
+def dropout_cases(make: Callable[..., Plan]) -> dict[str, Plan]:
+    """Return plans with dropout, whose masks each layout has to repeat."""
+    two, norms, ring = Mesh(tp=2, dp_shard=2), {"sequence_norms": True}, {"sequence_method": "ring"}
+    piped = Mesh(tp=2, pp=2)
+    plans = {
+        "zero-3": make(Mesh(dp_shard=2), 3, "five dropout"),
+        "tensor": make(two, 1, "five dropout"),
+        "latent tensor shares": make(two, 3, "latent dropout", **norms),
+        "three tensor ranks": make(Mesh(tp=3), 0, "five dropout", **norms),
+        "tiles": make(Mesh(dp_shard=2), 2, "five dropout", mlp_tile_tokens=4, recompute="full"),
+        "tiles tensor": make(Mesh(tp=2), 0, "five dropout", mlp_tile_tokens=4, **norms),
+        "full zero-3": make(two, 3, "five dropout", recompute="full"),
+        "selective zero-3": make(two, 3, "latent dropout", recompute="selective"),
+        "compiled": make(Mesh(tp=2), 0, "five dropout", compile="block"),
+        "compiled full": make(Mesh(dp_shard=2), 3, "five dropout", compile="block", recompute="full"),
+        "1f1b full": make(Mesh(pp=2, dp_shard=2), 2, "five dropout", stages=HALVES, schedule="1f1b", recompute="full"),
+        "zb-v tensor": make(piped, 0, "five dropout", stages=QUARTERS, schedule="zb-v", **norms),
+        "ring": make(Mesh(dp_shard=2, cp=2), 1, "five dropout", **ring, sequence_order="zigzag"),
+        "ulysses": make(Mesh(dp_shard=2, cp=2), 3, "latent dropout", sequence_method="ulysses"),
+    }
+    return {f"dropout {name}": plan for name, plan in plans.items()}
 
 
 class Ran:
@@ -206,15 +249,10 @@ def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
     patterns = frozen_beside(list(shapes), adapter.train)
     trained = {n: p for n, p in weights.items() if not any(torch_matches(n, each) for each in patterns)}
     spec = plan.optimizer
-    decays = {n: spec.weight_decay * (p.ndim > 1) for n, p in trained.items()}
-    factors = {n: adapter.lr_ratio ** n.endswith("lora_b") for n in trained}
-    optimizer = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": decays[n], "factor": factors[n]} for n, p in trained.items()],
-        betas=(spec.betas[0], spec.betas[1]), eps=spec.eps, foreach=False,
-    )  # fmt: skip
+    groups = grouped(spec.model_copy(update={"groups": {}}), {name: p.ndim for name, p in trained.items()})
+    optimizers = {name: ByTorch(spec.name, p, groups.groups[groups.of[name]]) for name, p in trained.items()}
     data = open_data(plan, dp_rank=0, dp_size=1, barrier=lambda: None)
     for step in range(STEPS):
-        optimizer.zero_grad()
         batch = data.step(step)
         labels = sum(int((micro.labels_BS != -100).sum()) for micro in batch)
         for micro in batch:
@@ -227,9 +265,12 @@ def by_torch(plan: Plan, adapter: AdapterSpec) -> dict[str, torch.Tensor]:
             (functional_call(decoder, of_model, (micro.tokens_BS, micro.labels_BS)) / labels).backward()
         norm = clip_grad_norm_(list(trained.values()), math.inf)  # torch adds 1e-6 to the norm that it clips
         torch._foreach_mul_([p.grad for p in trained.values()], min(1.0, spec.clip / float(norm)))
-        for group in optimizer.param_groups:
-            group["lr"] = spec.lr * lr_factor(spec.schedule, step, STEPS) * group["factor"]
-        optimizer.step()
+        lr = spec.lr * lr_factor(spec.schedule, step, STEPS)
+        for name, parameter in trained.items():
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            optimizers[name].step(lr * adapter.lr_ratio ** name.endswith("lora_b"), gradient)
+            parameter.grad = None
     return {name: parameter.detach() for name, parameter in trained.items()}
 
 
@@ -240,7 +281,10 @@ def torch_matches(name: str, pattern: str) -> bool:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("model", often([name for name in MODELS if name != "lamb"], ["five", "five dora"]))
+@pytest.mark.parametrize(
+    "model",
+    often([name for name in MODELS if name != "lamb" and "dropout" not in name], ["five", "five dora", *OPTIMIZERS]),
+)
 def test_one_process_follows_summed_matrices(ran: Ran, model: str) -> None:
     plan = adapter_plan(ran.text, ONE, 0, model)
     state = ran.jobs.state(ran.reference(model), STEPS)

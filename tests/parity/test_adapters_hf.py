@@ -39,7 +39,7 @@ from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.hf.peft import open_adapter, write_adapter
 from partool_runtime.hf.structure import structure_of
 from partool_runtime.merge import merged_weights, trained_weights
-from partool_runtime.weights import fill
+from partool_runtime.weights import fill, materialise
 
 transformers = pytest.importorskip("transformers")
 STEPS = 10
@@ -71,7 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapter_plan(text: Path, folder: Path, name: str, mesh: Mesh, zero: int, **layout: Any) -> Plan:
     """Return a plan of ten steps of an adapter of a model in ``folder``."""
-    adapter, path = ADAPTERS[name], folder / name.split()[0]
+    adapter, path = ADAPTERS[name], folder / name.split(maxsplit=1)[0]
     base = tensor_plan(text, mesh, model=FIVE, settings={"zero": zero, "steps": STEPS})
     fields = {"micro_batch": base.layout.micro_batch, "accumulation": base.layout.derived.accumulation}
     recompute = (layout.pop("recompute", "none"),) * 4
@@ -215,7 +215,8 @@ def test_merged_and_exported_weights_compute_what_the_adapter_does(ran: Ran, tmp
     path = str(plan.weights.path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).double()
     plain.load_state_dict(merged)
-    apart = HfDecoder(plan.hf, plan.model, wide=True, adapter=plan.adapter.form).double().to_empty(device="cpu")
+    apart = HfDecoder(plan.hf, plan.model, wide=True, adapter=plan.adapter.form).double()
+    materialise(apart, "cpu")
     fill(apart, plan.weights, seed=0)
     trained = {f"model.{n}": p.detach() for n, p in apart.named_parameters() if is_adapter(n)}
     load_folder(checkpoint, trained)

@@ -27,6 +27,10 @@ _OF_NORMS_FORWARD, _OF_NORMS_BACKWARD = 14, 4
 gradients of that product."""
 
 
+_HASH_PASSES = 12
+"""Passes over a mask that make hashes of 32 bits and compare them (``runtime/partool_runtime/hashing.py``)."""
+
+
 class Added(NamedTuple):
     """What an adapter adds to a pass; each field is a column."""
 
@@ -68,7 +72,7 @@ def added(job: Workload, layouts: Layouts, moe: bool, *, backward: bool) -> Adde
                 matmul_s(job, rows, into, rank) + matmul_s(job, rows, rank, out)
             )
         width = into if backward else out
-        dropout = 2.0 * into if adapter.dropout else 0.0
+        dropout: Column = _masked(job, layouts) * into if adapter.dropout else 0.0
         count: Column = _BACKWARD if backward else _FORWARD
         elements = rows * (3.0 * width + dropout + 2.0 * rank)
         if adapter.kind == "dora":
@@ -80,6 +84,15 @@ def added(job: Workload, layouts: Layouts, moe: bool, *, backward: bool) -> Adde
         operators = operators + target.present * count
     bytes_moved = moved * job.compute_bytes
     return Added(matmul, bytes_moved / stream_bytes_per_s(job), operators + 0.0 * np.asarray(layouts.tp))
+
+
+def _masked(job: Workload, layouts: Layouts) -> Column:
+    """Return how many elements are moved for each that dropout looks at.
+
+    Compiled, a mask is computed where it is used. Otherwise hashes of 32 bits are made in passes of their own.
+    """
+    hashes = 2.0 * _HASH_PASSES * 4 / job.compute_bytes
+    return np.where(np.asarray(layouts.compiled) == 1, 2.0, 2.0 + hashes)
 
 
 class _Norms(NamedTuple):

@@ -70,7 +70,7 @@ def layer_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool = 
         _expert_moves(job, layouts) if kind.moe else Moves([], [], []),
         _norm_moves(job, layouts, kind),
     )
-    return Moves(*(sum(moves, []) for moves in zip(*lists, strict=True)))
+    return Moves(*([move for moves in lists for move in moves[each]] for each in range(len(Moves._fields))))
 
 
 def _norm_moves(job: Workload, layouts: Layouts, kind: Kind) -> Moves:

@@ -1,7 +1,7 @@
 """Folders of adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Names are those of transformers. :mod:`partool_runtime.hf.peft_places` has what PEFT holds for matrices that transformers
-joins; an adapter of as many times the rank gets its scale by the patterns of ``adapter_config.json``.
+Names are those of transformers. :mod:`partool_runtime.hf.peft_places` says what PEFT holds for matrices that
+transformers joins; an adapter of several times the rank gets its scale by the patterns of ``adapter_config.json``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PeftFolder:
         self._places = {name: places.of(name, count) for name, count in rows.items()}
 
     def _rows(self) -> dict[str, int]:
-        """Return the number of rows of each matrix with an adapter; of a model of transformers, what the folder says."""
+        """Return the rows of each matrix with an adapter; of a model of transformers, what the folder says."""
         if self._family is not None:
             shapes = {info.name: info.shape for info in parameters(self._config)}
             return {name.removesuffix(f".{B}"): shape[0] for name, shape in shapes.items() if name.endswith(f".{B}")}

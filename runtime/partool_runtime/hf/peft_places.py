@@ -1,7 +1,8 @@
 """Where PEFT holds an adapter's matrices, and their values in the form of modules that transformers joins.
 
-PEFT (0.21) has one A and one B for a module. Where transformers joins matrices that partool keeps apart, the adapters of
-the parts become one of as many times the rank, whose B is zero outside of the blocks of the parts: the sum is the same.
+PEFT (0.21) has one A and one B for a module. Where transformers joins matrices that partool keeps apart, the adapters
+of the parts become one of as many times the rank, whose B is zero outside of the blocks of the parts: the sum is the
+same.
 Experts' matrices are tensors ``[E, out, in]`` of one module, with A ``[E · r, in]``, expert after expert, and B
 ``[out, r · E]``, in which experts change fastest (``ParamWrapper`` in peft/tuners/lora/layer.py). Of two tensors of a
 module, the wrapper of the second encloses that of the first, which is its ``base_layer``.

@@ -7,8 +7,6 @@ multiplies by a projection calls it, or its ``product``, and exchanges are not f
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +16,10 @@ from partool.layout.adapters import MAGNITUDE, A, B, is_target
 from partool.spec.adapter import LowRank
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_runtime import deferral
+from partool_runtime.model.dropout import Masks, column_hashes, dropped
 from partool_runtime.model.moe import Experts, Stacked
 from partool_runtime.model.projection import Linear
 
-Draw = AbstractContextManager[Any]
 Sum = Callable[[torch.Tensor], torch.Tensor]
 """Function that sums a vector over the ranks that hold columns of one matrix."""
 
@@ -35,8 +33,12 @@ class Adapted(Linear):
     """B, ``[O, r]``."""
     scale: float
     dropout: float
-    draw: Draw
-    """What dropout draws its random numbers in; tensor ranks that hold columns draw different ones."""
+    masks: Masks | None
+    """Keys of the tokens that dropout's masks follow from; None where torch's generator draws the masks."""
+    hashes: torch.Tensor | None
+    """Hashes of this rank's columns of W, ``[I]``, for masks."""
+    held_tokens: tuple[int, int] | None
+    """Number of this rank's share of the tokens, and the number of shares, if inputs are shares; else None."""
     magnitude: nn.Parameter | None
     """Norm of each row of the sum, ``[O]``, if it is trained by itself (DoRA); else None."""
     sum_squares: Sum | None
@@ -84,10 +86,20 @@ class Adapted(Linear):
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         """Return what dropout leaves of an input."""
-        if not self.dropout or not torch.is_grad_enabled():
+        if not self.dropout:
             return x
-        with self.draw:
-            return F.dropout(x, self.dropout)
+        if self.masks is None or self.hashes is None:
+            return F.dropout(x, self.dropout) if torch.is_grad_enabled() else x
+        keys = self.masks.keys_BS
+        return x if keys is None else dropped(x, self._held(keys, x.shape[1]), self.hashes, self.dropout)
+
+    def _held(self, keys_BS: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the keys of the tokens in an input of ``count`` tokens of each sequence; padding has any keys."""
+        if self.held_tokens is None:
+            return keys_BS
+        number, shares = self.held_tokens
+        padded = F.pad(keys_BS, (0, count * shares - keys_BS.shape[1]))
+        return padded[:, number * count : (number + 1) * count]
 
     def _low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``scale · B (A x)``."""
@@ -109,7 +121,7 @@ class AdaptedStack(Stacked):
         return super().product(rows_RI, ends_E) + grouped_gemm(low_Rr, self.matrices(self.lora_b, ends_E), ends_E)
 
 
-def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
+def add_adapters(block: nn.Module, adapter: LowRank, prefix: str, masks: Masks) -> None:
     """Give the projections of a layer that are targets their A and B, in place; ``prefix`` is the layer's name.
 
     A is Kaiming-uniform with a = √5, that is uniform within ±1/√I, and B is zero, as in PEFT. DoRA's magnitudes get
@@ -117,7 +129,7 @@ def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
     """
     for name, module in block.named_modules():
         if isinstance(module, Linear) and is_target(adapter, f"{prefix}.{name}"):
-            adapt(module, adapter)
+            adapt(module, adapter, f"{prefix}.{name}", masks)
         elif isinstance(module, Experts):
             for leaf, stacked in module.stacked():
                 if is_target(adapter, f"{prefix}.{name}.{leaf}"):
@@ -126,15 +138,17 @@ def add_adapters(block: nn.Module, adapter: LowRank, prefix: str) -> None:
                     _add(stacked, adapter, module.number, *stacked.weight.shape)
 
 
-def adapt(module: nn.Linear, adapter: LowRank) -> None:
+def adapt(module: nn.Linear, adapter: LowRank, name: str = "", masks: Masks | None = None) -> None:
     """Make a linear layer of torch or of partool an :class:`Adapted`, in place, on the device that is torch's default.
 
-    Values are as :func:`add_adapters` says.
+    Values are as :func:`add_adapters` says. Without ``masks``, torch's generator draws the masks of dropout.
     """
     rows, columns = module.weight.shape
     module.__class__ = Adapted
     assert isinstance(module, Adapted)
-    module.dropout, module.draw, module.sum_squares = adapter.dropout, nullcontext(), None
+    module.dropout, module.masks, module.held_tokens, module.sum_squares = adapter.dropout, masks, None, None
+    drops = adapter.dropout > 0 and masks is not None
+    module.register_buffer("hashes", column_hashes(name, [(0, columns)]) if drops else None, persistent=False)
     _add(module, adapter, 1, rows, columns)
     module.register_parameter(MAGNITUDE, nn.Parameter(torch.ones(rows)) if adapter.kind == "dora" else None)
 

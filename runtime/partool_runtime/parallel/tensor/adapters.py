@@ -1,4 +1,4 @@
-"""What adapters of projections exchange between tensor ranks, beside the products themselves."""
+"""What adapters of projections exchange between tensor ranks, and which part of dropout's masks a rank has."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ from partool.layout.tensor import by_name
 from partool.plan.types import Plan
 from partool_runtime.model import AnyDecoder
 from partool_runtime.model.adapter import Adapted
+from partool_runtime.model.dropout import column_hashes
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.torch_internals.collectives import finished, start_sum
 
 
 def share_adapters(model: AnyDecoder, plan: Plan, team: Team) -> None:
-    """Give adapters whose matrices' columns tensor ranks share what sums the squares of a row, in place.
+    """Give adapters whose matrices' columns tensor ranks share what depends on the other columns, in place.
 
-    The parameters must already be this rank's parts.
+    That is what sums the squares of a row, and the hashes of this rank's columns. Matrices that are not cut multiply
+    shares of the tokens where norms do. The parameters must already be this rank's parts.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rows = by_name(plan.partition, list(names.values()))
     for module in model.modules():
-        if not isinstance(module, Adapted) or module.magnitude is None:
+        if not isinstance(module, Adapted):
             continue
-        row = rows[names[id(module.get_parameter(A))]]
-        if any(cut.dim == 1 for cut in row.cuts):
+        name = names[id(module.get_parameter(A))]
+        cut, projection = any(cut.dim == 1 for cut in rows[name].cuts), name.removesuffix(f".{A}")
+        if cut and module.magnitude is not None:
             module.sum_squares = partial(_summed, team.group_name)
+        if module.hashes is None:
+            continue
+        if cut:
+            module.hashes = column_hashes(projection, model.placements[name].spans[1])
+        elif team.length is not None and not rows[f"{projection}.weight"].cuts:
+            module.held_tokens = (team.rank, team.ranks)
 
 
 def _summed(group_name: str, squares_O: torch.Tensor) -> torch.Tensor:
