@@ -47,6 +47,8 @@ from partool_runtime.weights.draw import init_source
 STEPS, STOP = 10, 5
 TOLERANCE = 1e-8
 """Ten steps of AdamW multiply rounding by up to 1e6; a missing term of a gradient is seen in the third digit."""
+OF_DROPOUT = 1e-6
+"""Dropout makes gradients noisier, and rounding grows faster; another mask is seen in the first digit."""
 EXPERTS = SHORT | {"moe": SHORT["moe"] | {"aux_loss": 0.0, "z_loss": 0.0}}
 """Without losses of routers, which are no part of the decoder's loss."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -301,7 +303,8 @@ def test_one_process_follows_summed_matrices(ran: Ran, model: str) -> None:
 def test_training_equals_one_process(ran: Ran, name: str) -> None:
     plan, model = cases(ran.text)[name]
     run = ran.run(name, plan)
-    assert_same_state(ran.jobs, run, ran.reference(model), at=STEPS, of=STEPS, tolerance=TOLERANCE)
+    tolerance = OF_DROPOUT if ADAPTERS[model].dropout else TOLERANCE
+    assert_same_state(ran.jobs, run, ran.reference(model), at=STEPS, of=STEPS, tolerance=tolerance)
     for rank in range(plan.layout.mesh.world_size):
         unchanged = json.loads((ran.jobs.folder / run / UNCHANGED.format(rank)).read_text())
         assert [each for each, same in unchanged.items() if not same] == []
