@@ -88,6 +88,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("accumulation", _STAGES),
     Capability("frozen parameters", f"{_ZERO}::test_frozen_parameters_stay_and_have_no_moments"),
     Capability("adapter", "tests/parity/test_adapters.py::test_training_equals_one_process"),
+    Capability(
+        "adapter of a model of transformers", "tests/parity/test_adapters_hf.py::test_training_equals_one_process"
+    ),
     Capability("tied embeddings", f"{_ZERO}::test_tied_embeddings"),
     Capability("precision fp64", _STAGES),
     Capability("precision fp32", "tests/parity/test_trainer.py::test_low_precision_stays_near_fp32"),

@@ -187,7 +187,7 @@ def dropout_cases(make: Callable[..., Plan]) -> dict[str, Plan]:
         "latent tensor shares": make(two, 3, "latent dropout", **norms),
         "three tensor ranks": make(Mesh(tp=3), 0, "five dropout", **norms),
         "tiles": make(Mesh(dp_shard=2), 2, "five dropout", mlp_tile_tokens=4, recompute="full"),
-        "tiles tensor": make(Mesh(tp=2), 0, "five dropout", mlp_tile_tokens=4, **norms),
+        "tiles tensor": make(Mesh(tp=2), 0, "five dropout", mlp_tile_tokens=4),
         "full zero-3": make(two, 3, "five dropout", recompute="full"),
         "selective zero-3": make(two, 3, "latent dropout", recompute="selective"),
         "compiled": make(Mesh(tp=2), 0, "five dropout", compile="block"),

@@ -205,6 +205,21 @@ def test_training_equals_one_process(ran: Ran, name: str) -> None:
         assert [each for each, same in unchanged.items() if not same] == []
 
 
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_stopped_run_goes_on_in_another_layout(ran: Ran) -> None:
+    sharded, cut = (
+        adapter_plan(ran.text, ran.models, "qwen3_deep dora", mesh, zero)
+        for mesh, zero in ((Mesh(dp_shard=2), 3), (Mesh(tp=2), 0))
+    )
+    ran.jobs.train("stopped", sharded, run="broken", stop_at=5)
+    assert ran.jobs.ended("stopped", rank=1) == "Preempted: stopped by SIGTERM after step 5"
+    ran.jobs.train("rest", cut, run="broken", resume=True)
+    assert ran.jobs.ended("rest") == "done"
+    reference = ran.reference("qwen3_deep dora")
+    assert_same_state(ran.jobs, "broken", reference, at=STEPS, of=STEPS, tolerance=TOLERANCE)
+
+
 @pytest.mark.timeout(200)
 def test_merged_and_exported_weights_compute_what_the_adapter_does(ran: Ran, tmp_path: Path) -> None:
     plan = ran.plan("phi3 dora")

@@ -32,6 +32,12 @@ MODELS = {
         "heads": 5, "kv_heads": 5, "norm": "layernorm", "activation": "gelu_tanh", "position": "learned",
         "qkv_bias": True, "out_bias": True, "ffn_bias": True, "tied_embeddings": True,
     },
+    "experts": _SIZES | {
+        "heads": 4, "kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "ffn_hidden": 9}, "qk_norm": True,
+    },
+}  # fmt: skip
+TARGETS = {
+    "llama": ("q_proj", "down_proj"), "gpt2": ("q", "k", "v", "up"), "experts": ("q", "gate", "up", "down")
 }  # fmt: skip
 
 
@@ -44,11 +50,17 @@ def decoder(model: ModelConfig, values: dict[str, torch.Tensor]) -> Decoder:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "tolerance"), [("llama", 1e-5), ("gpt2", 1e-10)])
-def test_peft_computes_the_same(tmp_path: Path, name: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "tolerance"),
+    [
+        ("llama", "lora", 1e-5), ("llama", "dora", 1e-5), ("gpt2", "lora", 1e-10), ("gpt2", "dora", 1e-10),
+        ("experts", "lora", 1e-5),
+    ],
+)  # fmt: skip
+def test_peft_computes_the_same(tmp_path: Path, name: str, kind: Any, tolerance: float) -> None:
     """transformers turns queries and keys in float32 wherever there is RoPE."""
     needed("peft")
-    adapter = LowRank(rank=3, alpha=5.0)
+    adapter = LowRank(kind=kind, rank=3, alpha=5.0)
     model = ModelConfig.model_validate(MODELS[name] | {"adapter": adapter})
     shapes = {info.name: info.shape for info in parameters(model)}
     generator = torch.Generator().manual_seed(4)
@@ -67,8 +79,7 @@ def test_peft_computes_the_same(tmp_path: Path, name: str, tolerance: float) -> 
     tokens = torch.arange(14).view(2, 7)
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(tokens), logits["exported"], rtol=tolerance, atol=tolerance)
-        targets = ("q", "k", "v", "up") if name == "gpt2" else ("q_proj", "down_proj")
-        other = LowRank(rank=3, alpha=5.0, rslora=True, targets=targets)
+        other = LowRank(rank=3, alpha=5.0, rslora=True, targets=TARGETS[name])
         read_model = model.model_copy(update={"adapter": other})
         shapes = {info.name: info.shape for info in parameters(read_model)}
         with open_adapter(saved, read_model) as folder:
@@ -83,10 +94,7 @@ STEPS = 10
 TRAINED: dict[str, tuple[dict[str, Any], LowRank]] = {
     "lora": (MODELS["llama"], LowRank(rank=3, alpha=5.0)),
     "dora": (MODELS["llama"], LowRank(kind="dora", rank=3, alpha=5.0)),
-    "experts": (
-        MODELS["llama"] | {"moe": {"experts": 4, "top_k": 2, "ffn_hidden": 9}, "qk_norm": True},
-        LowRank(rank=3, alpha=5.0, targets=("q", "o", "down")),
-    ),
+    "experts": (MODELS["experts"], LowRank(rank=3, alpha=5.0, targets=("q", "o", "down"))),
 }
 
 

@@ -90,7 +90,7 @@ def of_task(asked: Task) -> Iterator[str]:
 
 def _of_adapter(asked: Task) -> Iterator[str]:
     """Yield the aspects of a model with an adapter that all layouts of a task need."""
-    yield "adapter"
+    yield "adapter of a model of transformers" if asked.hf else "adapter"
     if asked.precision == "fp8":
         yield "adapter in fp8"
     record = OPTIMIZERS[asked.optimizer]

@@ -79,7 +79,9 @@ class Adapted(Linear):
         a_rI, b_Or = self.lora_a.to(wide), self.lora_b.to(wide)
         of_base_O = torch.linalg.vector_norm(self.weight, dim=1, dtype=wide).square()
         both_Or = F.linear(self.lora_a, self.weight).T.to(wide)
-        squares_O: torch.Tensor = of_base_O + self.scale * (b_Or * (2.0 * both_Or + self.scale * b_Or @ (a_rI @ a_rI.T))).sum(1)
+        squares_O: torch.Tensor = of_base_O + self.scale * (
+            b_Or * (2.0 * both_Or + self.scale * b_Or @ (a_rI @ a_rI.T))
+        ).sum(1)
         if self.sum_squares is not None:
             squares_O = self.sum_squares(squares_O)
         return squares_O.clamp_min(torch.finfo(wide).tiny).sqrt()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from partool.layout.adapters import MAGNITUDE
 from partool_runtime.model import AnyDecoder
-from partool_runtime.pieces import pieces
+from partool_runtime.pieces import TensorBlock, pieces
 from partool_runtime.weights.blocks import fill_from, targets
 
 _ENDING = f".{MAGNITUDE}"
@@ -28,7 +28,12 @@ def fill_magnitudes(
 
     The matrices must have their values, and B must be zero. ``group`` None means one rank.
     """
-    norms = {name: _norms(model, name, masters, group) for name in model.whole_shapes() if is_magnitude(name)}
+    shapes, held = model.whole_shapes(), targets(model, masters)
+    norms = {}
+    for name in filter(is_magnitude, shapes):
+        matrix = f"{name.removesuffix(_ENDING)}.weight"
+        blocks = pieces(held[matrix], model.placements.get(matrix)) if matrix in held else []
+        norms[name] = _norms(blocks, shapes[matrix], next(iter(model.parameters())).device, group)
 
     def block(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         del shape
@@ -38,24 +43,20 @@ def fill_magnitudes(
 
 
 def _norms(
-    model: AnyDecoder, name: str, masters: Mapping[str, torch.Tensor] | None, group: dist.ProcessGroup | None
+    blocks: Sequence[TensorBlock], shape: tuple[int, ...], device: torch.device, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Return the norm of each row of the matrix beside ``name``, in float64.
+    """Return the norm of each row of a matrix, in float64, of which this rank has ``blocks``.
 
     Several ranks may hold a block, so the elements of each row are counted, too.
     """
-    matrix = f"{name.removesuffix(_ENDING)}.weight"
-    held = targets(model, masters)
-    rows, columns = model.whole_shapes()[matrix]
-    device = next(iter(model.parameters())).device
+    rows, columns = shape
     sums = torch.zeros(2, rows, dtype=torch.float64, device=device)
-    for piece in pieces(held[matrix], model.placements.get(matrix)) if matrix in held else ():
-        at = slice(piece.offsets[0], piece.offsets[0] + len(piece.tensor))
-        norms = torch.linalg.vector_norm(
-            piece.tensor, dim=1, dtype=torch.promote_types(piece.tensor.dtype, torch.float32)
-        )
-        sums[0, at] += norms.to(device=device, dtype=torch.float64).square()
-        sums[1, at] += piece.tensor.shape[1]
+    for values, offsets in blocks:
+        at = slice(offsets[0], offsets[0] + len(values))
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(values, dim=1, dtype=wide).to(device=device, dtype=torch.float64)
+        sums[0, at] += norms.square()
+        sums[1, at] += values.shape[1]
     if group is not None:
         dist.all_reduce(sums, group=group)
     squares, counts = sums
