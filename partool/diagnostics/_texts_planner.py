@@ -456,18 +456,45 @@ RULES: tuple[Rule, ...] = (
         "PT406",
         "Adapters cannot be combined with this",
         "Adapters run with all ZeRO stages, tensor ranks in one dimension, pipelines of activations, sequence methods "
-        "and expert ranks, and with optimizers that update each element by itself. The plan can be read; launch "
-        "refuses it.",
+        "and expert ranks, and with optimizers that update each element by itself. Their dropout does not run with the "
+        "sequence method dsp, and in models of transformers not on tensor ranks or in tiles. The plan can be read; "
+        "launch refuses it.",
         _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: muon}\n",
         _MODEL + _TWO_GPUS + "adapter: lora\noptimizer: {name: adamw}\n",
     ),
     Rule(
+        "PT407",
+        "DoRA on experts",
+        "Experts' matrices are stacked, their products are grouped, and PEFT refuses DoRA there, too. Matrices of "
+        "attention and of shared experts can have it.",
+        _EXPERTS + _TWO_GPUS + "adapter: dora\n",
+        _EXPERTS + _TWO_GPUS + "adapter: {kind: dora, targets: [q, k, v, o]}\n",
+    ),
+    Rule(
+        "PT408",
+        "Matrices of a model of transformers that cannot have an adapter",
+        "Linear modules of the layers can. The matrices of experts that transformers stacks in one tensor, and GPT-2's "
+        "Conv1D, are others; partool's own decoder (model.config) has adapters for both.",
+        "model: {hf: gpt2}\nadapter: {targets: [c_attn]}   # a Conv1D",
+        "model: {config: gpt2, weights: {source: hf, path: gpt2}}\nadapter: {targets: [q, k, v]}",
+        "command",
+    ),
+    Rule(
+        "PT412",
+        "DoRA beside a base of few bits",
+        "DoRA divides by the norms of the rows of W + scale · B A, and begins with those of W. A base of 4 or 8 bits is "
+        "never in memory as a matrix that these could be taken from.",
+        "adapter: {kind: dora, base: nf4}",
+        "adapter: {kind: lora, base: nf4}",
+        "command",
+    ),
+    Rule(
         "PT292",
-        "An adapter of a model that other code builds",
-        "The adapter's sum is a term of partool's own projections. partool's decoder reads folders of the model types "
-        "that docs/guide/huggingface.md lists.",
-        "model: {hf: Llama-3.2-1B}\nadapter: lora   # transformers builds the model",
-        "model: {config: Llama-3.2-1B, weights: {source: hf, path: Llama-3.2-1B}}\nadapter: lora",
+        "An adapter of a model that your code builds",
+        "The adapter's sum is a term of projections, of partool's decoder and of linear modules of transformers. What "
+        "a module of yours computes with its matrices is not known.",
+        "model: {module: my_model:Decoder}\nadapter: lora",
+        "model: {hf: Llama-3.2-1B}\nadapter: lora",
         "command",
     ),
     Rule(

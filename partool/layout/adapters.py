@@ -2,25 +2,26 @@
 
 Beside ``layers.{i}.attention.q.weight [O, I]`` lie ``layers.{i}.attention.q.lora_a [r, I]`` and ``….lora_b [O, r]``.
 Those of a layer's experts are stacked as the experts' matrices are: ``….experts.up.lora_a [E·r, I]``, expert after
-expert, and ``….experts.up.lora_b [E·O, r]``.
+expert, and ``….experts.up.lora_b [E·O, r]``. DoRA adds ``….attention.q.magnitude [O]``, but none for experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from partool.spec.adapter import LowRank
 
-A, B = "lora_a", "lora_b"
+A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 _WEIGHT = ".weight"
-_SHORT = {"embed": ("embed.weight",), "head": ("head.weight",), "norms": ("*norm.weight", "*norm.bias")}
+Short = Mapping[str, tuple[str, ...]]
+SHORT: Short = {"embed": ("embed.weight",), "head": ("head.weight",), "norms": ("*norm.weight", "*norm.bias")}
 """Short names in ``adapter.train``, and the patterns that they stand for."""
 
 
 def is_adapter(name: str) -> bool:
     """Return True if a parameter belongs to an adapter."""
-    return name.endswith((f".{A}", f".{B}"))
+    return name.endswith((f".{A}", f".{B}", f".{MAGNITUDE}"))
 
 
 def is_target(adapter: LowRank, projection: str) -> bool:
@@ -29,7 +30,7 @@ def is_target(adapter: LowRank, projection: str) -> bool:
 
 
 def _matches(projection: str, pattern: str) -> bool:
-    last = projection.rpartition(".")[2]
+    last = projection.rpartition(".")[2].removesuffix("_proj")
     return last == pattern.removesuffix("_proj") or fnmatchcase(projection, pattern.removesuffix(_WEIGHT))
 
 
@@ -41,24 +42,29 @@ def unmatched_targets(adapter: LowRank, projections: Collection[str]) -> list[st
 
 def added(
     adapter: LowRank, projection: str, shape: tuple[int, int], matrices: int = 1
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield name and shape of A and B of a projection; ``matrices`` of one shape are stacked row under row."""
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of what an adapter adds to a projection; ``matrices`` are stacked row under row."""
     rows, columns = shape
     yield f"{projection}.{A}", (matrices * adapter.rank, columns)
     yield f"{projection}.{B}", (rows, adapter.rank)
+    if adapter.kind == "dora" and matrices == 1:
+        yield f"{projection}.{MAGNITUDE}", (rows,)
 
 
-def train_patterns(train: Collection[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return each entry of ``adapter.train`` with the patterns of names that it stands for."""
-    return [(entry, _SHORT.get(entry, (entry,))) for entry in train]
+def train_patterns(train: Collection[str], short: Short = SHORT) -> list[tuple[str, tuple[str, ...]]]:
+    """Return each entry of ``adapter.train`` with the patterns of names that it stands for.
+
+    ``short`` has the short names and their patterns; the default is that of partool's decoder.
+    """
+    return [(entry, short.get(entry, (entry,))) for entry in train]
 
 
-def frozen_beside(names: Collection[str], train: Collection[str]) -> tuple[str, ...]:
+def frozen_beside(names: Collection[str], train: Collection[str], short: Short = SHORT) -> tuple[str, ...]:
     """Return patterns of the parameters that stay as they are beside an adapter, in the order of ``names``.
 
     They match neither the adapter's parameters nor those of ``adapter.train``; layers are merged where they are alike.
     """
-    patterns = [pattern for _, patterns in train_patterns(train) for pattern in patterns]
+    patterns = [pattern for _, patterns in train_patterns(train, short) for pattern in patterns]
     trained = {name for name in names if is_adapter(name) or any(fnmatchcase(name, each) for each in patterns)}
     frozen: dict[str, None] = {}
     for name in names:

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 
-from partool.layout.adapters import added, is_target
-from partool.spec.adapter import LowRank
+from partool.layout.adapters import added, frozen_beside, is_target
+from partool.spec.adapter import AdapterSpec, LowRank
 from partool.spec.model import ModelConfig
 
 ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "router", "expert", "head"]
@@ -126,6 +126,19 @@ def frozen_problem(names: Collection[str], patterns: Sequence[str]) -> tuple[int
     if patterns and all(is_frozen(name, patterns) for name in names):
         return None, "model.frozen: the patterns match every parameter, nothing would be trained"
     return None
+
+
+def priced_frozen(
+    model: ModelConfig, frozen: tuple[str, ...], adapter: AdapterSpec | None, *, own: bool
+) -> tuple[str, ...]:
+    """Return the patterns of what is not trained, by the names of the model that predictions are of.
+
+    These are the names of ``frozen`` where partool's ``own`` decoder runs. Models that other code builds have other
+    names, and are priced as the nearest of partool's.
+    """
+    if own or adapter is None:
+        return frozen
+    return frozen_beside([info.name for info in parameters(model)], adapter.train)
 
 
 def group_of(name: str, patterns: Iterable[str]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from partool.layout.parameters import priced_frozen
 from partool.layout.sequence import Spans, shares
 from partool.layout.sequence import tokens as tokens_of
 from partool.layout.startrail import Trails
@@ -412,6 +413,11 @@ class Plan(Record):
     def own_decoder(self) -> bool:
         """Whether the model is partool's own decoder, which alone has the parameter names of ``layout.parameters``."""
         return self.hf is None and self.module is None
+
+    @property
+    def priced_frozen(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained in the model that the predictions are of."""
+        return priced_frozen(self.model, self.frozen, self.adapter, own=self.own_decoder)
 
     @property
     def code(self) -> str:

@@ -34,7 +34,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         precision=training.precision,
         stack=stack_of(problem.spec.engine, problem.devices.backend, compile, fused(problem, compile)),
         trace=problem.trace,
-        frozen=problem.frozen,
+        frozen=problem.priced_frozen,
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
         memory_runs=measured.memory.n if measured.memory else 0,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from partool.layout.tensor import Decided, decide
+from partool.layout.tensor.adapters import with_adapters
 from partool.layout.tensor.patterns import Patterns
 from partool.layout.tensor.structure import Structure
+from partool.spec.adapter import LowRank
 from partool.strategies.sequence import BY_GRAPH, WHOLE_SEQUENCES
 
 
@@ -60,13 +64,16 @@ class Description(BaseModel):
         """Whether the model is a module of the user's own."""
         return self.structure.model_type == "module"
 
-    _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
+    _decided: dict[tuple[int, str, str], Decided] = PrivateAttr(default_factory=dict)
 
-    def decided(self, ranks: int, patterns: Patterns) -> Decided:
-        """Return how ``ranks`` tensor ranks share the parameters; results are cached by ``ranks`` and ``patterns``."""
-        key = (ranks, repr(patterns))
+    def decided(self, ranks: int, patterns: Patterns, adapter: LowRank | None = None) -> Decided:
+        """Return how ``ranks`` tensor ranks share the parameters, those of an adapter included; results are cached."""
+        key = (ranks, repr(patterns), repr(adapter))
         if key not in self._decided:
-            self._decided[key] = decide(self.structure, ranks, patterns)
+            decided = decide(self.structure, ranks, patterns)
+            if adapter is not None and ranks > 1:
+                decided = replace(decided, rows=with_adapters(self.structure, adapter, decided.rows))
+            self._decided[key] = decided
         return self._decided[key]
 
     def method_problem(self, method: str) -> str | None:

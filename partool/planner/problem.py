@@ -15,7 +15,9 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.training.gathers import controls_of
 from partool.cost.training.micro import layer_elements
 from partool.layout.adapters import B, frozen_beside
-from partool.layout.parameters import count, is_frozen, parameters
+from partool.layout.parameters import count, is_frozen, parameters, priced_frozen
+from partool.layout.tensor.adapters import shapes as adapted_shapes
+from partool.layout.tensor.adapters import short_names
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
 from partool.planner.evidence import asked_for, taken_for_granted
@@ -251,7 +253,16 @@ class Problem:
         adapter, given = self.spec.adapter, tuple(self.spec.model.frozen)
         if adapter is None:
             return given
-        return (*given, *frozen_beside([info.name for info in parameters(self.model)], adapter.train))
+        if self.described is None:
+            return (*given, *frozen_beside([info.name for info in parameters(self.model)], adapter.train))
+        structure = self.described.structure
+        names = list(adapted_shapes(structure, adapter.form))
+        return (*given, *frozen_beside(names, adapter.train, short_names(structure)))
+
+    @cached_property
+    def priced_frozen(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained in the model that predictions are of."""
+        return priced_frozen(self.model, self.frozen, self.spec.adapter, own=self.described is None)
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -265,7 +276,7 @@ class Problem:
     @cached_property
     def trained(self) -> int:
         """Number of the model's parameters that are not frozen."""
-        return count(info for info in parameters(self.model) if not is_frozen(info.name, self.frozen))
+        return count(info for info in parameters(self.model) if not is_frozen(info.name, self.priced_frozen))
 
     @property
     def host_link(self) -> bool:

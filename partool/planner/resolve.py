@@ -15,6 +15,7 @@ from partool.catalog.silicon.collectives import measured_device
 from partool.catalog.silicon.grid import FAMILIES, family_hash
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Generation
+from partool.planner.adapters import priced_adapter
 from partool.planner.data_counts import with_steps
 from partool.planner.described import Description
 from partool.planner.hf import narrowed, unused_weights, with_graph
@@ -116,14 +117,17 @@ def _problem(
             findings += reads.kept(left_out)
         findings += independent(unused_weights, spec, base_dir)
     resolved_spec = adversarial.whole_models(with_engine_defaults(resolved_spec))
-    config = watched(_adapted(model.config, spec), _origins_of_model(spec))
+    config = watched(_adapted(model.config, spec, described), _origins_of_model(spec))
     devices = watched(measured.devices, _origins_of_devices())
     return Problem(resolved_spec, config, devices, measured, lists, described, budget=budget), findings
 
 
-def _adapted(model: ModelConfig, spec: Spec) -> ModelConfig:
-    """Return the model with the matrices that the spec's adapter adds."""
-    return model if spec.adapter is None else model.model_copy(update={"adapter": spec.adapter.form})
+def _adapted(model: ModelConfig, spec: Spec, described: Description | None) -> ModelConfig:
+    """Return the model with the matrices that the spec's adapter adds, to a model of other code as it is priced."""
+    if spec.adapter is None:
+        return model
+    form = spec.adapter.form if described is None else priced_adapter(described.structure, spec.adapter, model)
+    return model.model_copy(update={"adapter": form})
 
 
 _BY_PRECISION = (

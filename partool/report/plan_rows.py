@@ -80,7 +80,7 @@ def job_rows(plan: Plan) -> Iterator[Row]:
 def _adapter(plan: Plan, adapter: AdapterSpec) -> str:
     """Return what is trained, and how much of the model."""
     infos = parameters(plan.model)
-    trained = [info for info in infos if not is_frozen(info.name, plan.frozen)]
+    trained = [info for info in infos if not is_frozen(info.name, plan.priced_frozen)]
     beside = f" and {', '.join(adapter.train)}" if adapter.train else ""
     share = count(trained) / count(infos)
     where = "all projections" if adapter.targets == "all-linear" else ", ".join(adapter.targets)

@@ -101,7 +101,7 @@ def _job(plan: Plan) -> TrainingWork:
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
         stack=stack_of(plan.engine, plan.devices.backend, plan.layout.compile, plan.layout.derived.fused),
-        frozen=plan.frozen,
+        frozen=plan.priced_frozen,
         perturbed=plan.training.adversarial.share(plan.training.steps),
         time_scalar=plan.prediction.time_scalar,
     )

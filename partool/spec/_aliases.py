@@ -115,6 +115,7 @@ ALIASES = {
     **dict.fromkeys(("target_modules", "lora_target_modules", "lora_target"), "adapter.targets"),
     **dict.fromkeys(("modules_to_save", "lora_modules_to_save"), "adapter.train"),
     **dict.fromkeys(("use_rslora", "peft_use_rslora"), "adapter.rslora"),
+    "use_dora": "adapter.kind",
     "loraplus_lr_ratio": "adapter.lr_ratio",
     "lora_model_dir": "adapter.weights",
     "kv_lora_rank": "model.mla.kv_rank",

@@ -1,4 +1,7 @@
-"""The ``adapter`` section: small matrices that are trained beside frozen ones (LoRA, Hu et al., arXiv 2106.09685)."""
+"""The ``adapter`` section: small matrices that are trained beside frozen ones (LoRA, Hu et al., arXiv 2106.09685).
+
+DoRA (Liu et al., arXiv 2402.09353) trains the norm of each row of the sum apart from its direction.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,15 @@ Dropout = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class LowRank(Section):
-    """What an adapter adds to a model: to the product with a matrix W of x, ``scale · B (A x)``."""
+    """What an adapter adds to a model: to the product with a matrix W of x, ``scale · B (A x)``.
 
-    kind: Literal["lora", "auto"] = "lora"
-    """lora: Hu et al., arXiv 2106.09685. auto, in a spec only: the first of these that fits the machines: all weights
-    trained, lora beside a base in bf16, in int8, in nf4."""
+    DoRA gives row i of V = W + scale · B A the norm mᵢ: the product is m ⊙ (V x) / ‖V‖, with the norms of V's rows.
+    """
+
+    kind: Literal["lora", "dora", "auto"] = "lora"
+    """lora: Hu et al., arXiv 2106.09685; dora: with a trained norm of each row, Liu et al., arXiv 2402.09353.
+    auto, in a spec only: the first of these that fits the machines: all weights trained, lora beside a base in bf16, in
+    int8, in nf4."""
     rank: Width = 16
     """Rows of A and columns of B."""
     alpha: Factor = 32.0

@@ -67,12 +67,13 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        if plan.hf is not None:
+        if plan.adapter is not None and not merge:
+            base, transformers = plan.weights.path or "", plan.hf is not None
+            write_adapter(state, plan.model, temporary, base=base, transformers=transformers)
+        elif plan.hf is not None:
             write_model_folder(state, plan.hf, temporary)
         elif plan.module is not None:
             write_tensors(state, temporary, SHARD_BYTES)
-        elif plan.adapter is not None and not merge:
-            write_adapter(state, plan.model, temporary, base=plan.weights.path or "")
         else:
             write_folder(state, _plain(plan), temporary, generation=plan.generation or _of_tokenizer(plan))
         tokenizer = write_tokenizer(plan.data, temporary)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
-from partool.layout.adapters import A, B, is_adapter
+from partool.layout.adapters import MAGNITUDE, A, B, is_adapter
 from partool.layout.parameters import is_frozen, parameters
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool_runtime.checkpoint import load_folder
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model import AnyDecoder
+from partool_runtime.hf.model import HfDecoder
+from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise, narrow
 from partool_runtime.weights.from_checkpoint import load_whole
@@ -23,8 +24,9 @@ def trained_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[st
 
     Raises ConfigurationError PT621 where the checkpoint holds others.
     """
-    infos = parameters(plan.model)
-    shapes = {info.name: info.shape for info in infos if not is_frozen(info.name, plan.frozen)}
+    own = {info.name: info.shape for info in parameters(plan.model)}
+    every = own if plan.own_decoder else _built(plan).whole_shapes()
+    shapes = {name: shape for name, shape in every.items() if not is_frozen(name, plan.frozen)}
     return load_whole(checkpoint, dtype, shapes)
 
 
@@ -36,7 +38,7 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
     float32 or wider. Raises ConfigurationError PT618 if the base is not the one that the run had.
     """
     precision = plan.training.precision
-    model = build(plan.model).to(MASTER_DTYPE[precision])
+    model = _built(plan).to(MASTER_DTYPE[precision])
     freeze(model, plan.frozen)
     narrow(model, plan.frozen, COMPUTE_DTYPE[precision])
     materialise(model, "cpu")
@@ -62,8 +64,16 @@ def _numbers(model: AnyDecoder, state: dict[str, torch.Tensor], name: str) -> to
     return matrix.numbers(module)
 
 
+def _built(plan: Plan) -> Decoder | HfDecoder:
+    """Return the plan's model on the meta device."""
+    if plan.hf is None:
+        return build(plan.model)
+    wide, adapter = plan.training.precision == "fp64", None if plan.adapter is None else plan.adapter.form
+    return HfDecoder(plan.hf, plan.model, wide=wide, adapter=adapter)
+
+
 def _merged(state: dict[str, torch.Tensor], weight: torch.Tensor, name: str, config: ModelConfig) -> torch.Tensor:
-    """Return a parameter ``weight`` plus the product of its adapter's matrices, if it has any."""
+    """Return a parameter ``weight`` plus its adapter's product, if it has any, with the magnitudes of its rows."""
     projection = name.removesuffix(".weight")
     a, b = (state.get(f"{projection}.{each}") for each in (A, B))
     if a is None or b is None or config.adapter is None:
@@ -71,4 +81,9 @@ def _merged(state: dict[str, torch.Tensor], weight: torch.Tensor, name: str, con
     wide = torch.promote_types(weight.dtype, torch.float32)
     count = len(a) // config.adapter.rank  # experts have one each
     pairs = zip(a.to(wide).chunk(count), b.to(wide).chunk(count), strict=True)
-    return weight.to(wide) + config.adapter.scale * torch.cat([low_b @ low_a for low_a, low_b in pairs])
+    merged = weight.to(wide) + config.adapter.scale * torch.cat([low_b @ low_a for low_a, low_b in pairs])
+    magnitude = state.get(f"{projection}.{MAGNITUDE}")
+    if magnitude is None:
+        return merged
+    norms = torch.linalg.vector_norm(merged, dim=1).clamp_min(torch.finfo(wide).tiny)
+    return merged * (magnitude.to(wide) / norms)[:, None]

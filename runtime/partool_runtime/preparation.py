@@ -219,10 +219,10 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
         return ModuleDecoder(plan.module, plan.model, plan.training.seed)
     if plan.hf is None:
         decoder = build(plan.model)
-        if decoder.draws:
-            _seed(plan, ranks)
+        decoder.contexts.seed = plan.training.seed
         return decoder
-    model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64")
+    adapter = None if plan.adapter is None else plan.adapter.form
+    model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64", adapter=adapter)
     _seed(plan, ranks)
     return model
 
@@ -230,10 +230,11 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
 def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfParts:
     if plan.hf is None:
         decoder = build_parts(plan.model, plan.layout.pipeline.bounds, mine)
-        if decoder.draws:
-            _seed(plan, ranks)
+        for stage in decoder.stages.values():
+            stage.contexts.seed = plan.training.seed
         return decoder
-    parts = HfParts(plan.hf, plan.model, plan.layout.pipeline.bounds, mine, wide=plan.training.precision == "fp64")
+    wide, adapter = plan.training.precision == "fp64", None if plan.adapter is None else plan.adapter.form
+    parts = HfParts(plan.hf, plan.model, plan.layout.pipeline.bounds, mine, wide=wide, adapter=adapter)
     _seed(plan, ranks)
     return parts
 

@@ -15,13 +15,15 @@ from transformers import AutoModelForCausalLM
 
 def main(base: str, adapter: str, out: str) -> None:
     """Print the logits of the model in ``base`` with ``adapter``, and with the adapter that is saved in ``out``."""
-    tokens, names = torch.arange(14).view(2, 7), ["q_proj", "down_proj"]
-    gpt2 = base.endswith("gpt2")
+    tokens = torch.arange(14).view(2, 7)
+    gpt2, experts = base.endswith("gpt2"), base.endswith("experts")
     model = PeftModel.from_pretrained(loaded(base), adapter, autocast_adapter_dtype=False).double().eval()
     torch.manual_seed(1)
     config = LoraConfig(
-        r=3, lora_alpha=5.0, target_modules=["c_attn", "c_fc"] if gpt2 else names, init_lora_weights=False,
+        r=3, lora_alpha=5.0, init_lora_weights=False,
+        target_modules=["c_attn", "c_fc"] if gpt2 else ["q_proj"] if experts else ["q_proj", "down_proj"],
         use_rslora=True, fan_in_fan_out=gpt2, task_type="CAUSAL_LM",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None,
     )  # fmt: skip
     other = get_peft_model(loaded(base), config, autocast_adapter_dtype=False).double().eval()
     other.save_pretrained(out)
@@ -31,7 +33,10 @@ def main(base: str, adapter: str, out: str) -> None:
 
 def loaded(base: str) -> torch.nn.Module:
     """Return the model in a folder, in float64."""
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, among
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.sequence import shares as sequence_shares
+from partool.cost.time.adapter import adapts_inputs, norm_sums
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Collective, Move, Moves, tokens
 from partool.layout.tensor import chunks
@@ -64,11 +65,22 @@ def layer_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool = 
 
     Without ``weights``, its backward pass computes no gradients of weights.
     """
-    moves, experts = (
+    lists = (
         _pair_moves(job, layouts, kind, weights=weights),
         _expert_moves(job, layouts) if kind.moe else Moves([], [], []),
+        _norm_moves(job, layouts, kind),
     )
-    return Moves(*(one + other for one, other in zip(moves, experts, strict=True)))
+    return Moves(*([move for moves in lists for move in moves[each]] for each in range(len(Moves._fields))))
+
+
+def _norm_moves(job: Workload, layouts: Layouts, kind: Kind) -> Moves:
+    """Return the sums of the squares of rows, for DoRA's norms, of matrices whose columns ranks share."""
+    times = norm_sums(job.model, kind.moe)
+    if not times:
+        return Moves([], [], [])
+    shares, plain = _where(layouts)
+    sums = [Move("all_reduce", "tp", np.maximum(shares, plain), job.model.hidden, times, wide=True)]
+    return Moves(sums, [], sums)
 
 
 def _pair_moves(job: Workload, layouts: Layouts, kind: Kind, *, weights: bool) -> Moves:
@@ -156,7 +168,12 @@ def head_moves(job: Workload, layouts: Layouts) -> Moves:
 
 
 def keeps_gathered(job: Workload, layouts: Layouts) -> Column:
-    """Return 1 where passes keep gathered inputs: if weight gradients are postponed or blocks are compiled."""
+    """Return 1 where passes keep gathered inputs: if weight gradients are postponed or blocks are compiled.
+
+    Products beside those of an adapter keep them, too: the exchange is not a part of one product.
+    """
+    if adapts_inputs(job.model):
+        return np.ones_like(np.asarray(layouts.tp))
     return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
@@ -202,7 +219,8 @@ def _counted(job: Workload, layout: Layout, move: Move, units: int) -> Iterator[
     """Yield the calls of a collective of ``units`` layers (or of embedding or head) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
-    times = int(move.times) * layout.derived.accumulation * units
+    # An adapter may be in some of the layers of a kind.
+    times = round(float(move.times) * units) * layout.derived.accumulation
     if sizes[move.axis] == 1 or not times:
         return
     for start, stop in chunks(int(move.rows), int(move.pieces)):

@@ -147,10 +147,10 @@ def _decide(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 
 
 def _adapter(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Return the decision for A or B of an adapter, which are cut as the inputs and outputs of their matrix W are.
+    """Return the decision for a part of an adapter: A is cut as the inputs of its matrix W are, others as its outputs.
 
     With rows of W on each rank, A x is the same on all ranks, and each has a part of A's gradient from its rows of B.
-    With columns of W, each rank has a term of A x, hence of the gradient of B.
+    With columns of W, each rank has a term of the result, hence of the gradients of B and of DoRA's norms.
     """
     projection, _, ending = info.name.rpartition(".")
     of_matrix = _decide(replace(info, name=f"{projection}.weight", shape=_shape_of_matrix(info, ranks.config)), ranks)

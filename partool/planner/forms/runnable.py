@@ -90,7 +90,7 @@ def of_task(asked: Task) -> Iterator[str]:
 
 def _of_adapter(asked: Task) -> Iterator[str]:
     """Yield the aspects of a model with an adapter that all layouts of a task need."""
-    yield "adapter"
+    yield "adapter of a model of transformers" if asked.hf else "adapter"
     if asked.precision == "fp8":
         yield "adapter in fp8"
     record = OPTIMIZERS[asked.optimizer]
@@ -157,17 +157,32 @@ _OF_ADAPTERS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
     ("adapter on parts of experts", lambda rows: rows.etp > 1),
 )
 """Aspects that follow from columns of layouts of a model with an adapter."""
+_GRIDS = [SEQUENCE_METHODS.index(name) for name in ON_GRIDS]
+_GRAPHS = [SEQUENCE_METHODS.index(name) for name in BY_GRAPH]
+_OF_OTHER_ADAPTERS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
+    ("adapter in a captured graph", lambda rows: (rows.cp > 1) & np.isin(rows.sequence_method, _GRAPHS)),
+)
+"""Aspects of adapters of a model of transformers."""
 _OF_DROPOUT: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
-    ("dropout of an adapter in tiles", lambda rows: rows.mlp_tile_tokens > 0),
-    ("dropout of an adapter on tensor ranks", lambda rows: rows.tp > 1),
+    ("dropout of an adapter along a grid", lambda rows: (rows.cp > 1) & np.isin(rows.sequence_method, _GRIDS)),
 )
 """Aspects that follow from columns of layouts of a model whose adapter has dropout."""
+_OF_OTHER_DROPOUT: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
+    ("dropout of an adapter of transformers in tiles", lambda rows: rows.mlp_tile_tokens > 0),
+    ("dropout of an adapter of transformers on tensor ranks", lambda rows: rows.tp > 1),
+)
+"""The same of a model of transformers."""
 
 
-def of_adapter_columns(model: ModelConfig, rows: Layouts) -> Iterator[tuple[str, Mask]]:
-    """Yield each aspect of a model's adapter that follows from columns of ``rows``, with the rows that need it."""
+def of_adapter_columns(model: ModelConfig, rows: Layouts, *, hf: bool) -> Iterator[tuple[str, Mask]]:
+    """Yield each aspect of a model's adapter that follows from columns of ``rows``, with the rows that need it.
+
+    ``hf`` is a model that transformers builds.
+    """
     if model.adapter is not None:
-        aspects = (*_OF_ADAPTERS, *(_OF_DROPOUT if model.adapter.dropout else ()))
+        aspects = (*_OF_ADAPTERS, *(_OF_OTHER_ADAPTERS if hf else ()))
+        if model.adapter.dropout:
+            aspects += _OF_OTHER_DROPOUT if hf else _OF_DROPOUT
         yield from ((aspect, needing(rows)) for aspect, needing in aspects)
 
 
@@ -183,7 +198,7 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     """Yield all aspects that a layout needs."""
     yield from of_task(asked)
     yield from (aspect for aspect, applies in of_columns(encode(layout)) if applies)
-    yield from (aspect for aspect, applies in of_adapter_columns(asked.model, encode(layout)) if applies)
+    yield from (aspect for aspect, applies in of_adapter_columns(asked.model, encode(layout), hf=asked.hf) if applies)
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
     yield from of_lists(layout)
     if asked.hf and layout.sequence.degree > 1:
@@ -254,10 +269,13 @@ def nothing_runs(problem: Problem) -> bool:
     return not all(runs(aspect) for aspect in of_task(task(problem)))
 
 
-def able(rows: Layouts, model: ModelConfig | None = None) -> NDArray[np.bool_]:
-    """Return a mask of rows for which the runtime supports all aspects, also those of the model's adapter."""
+def able(rows: Layouts, model: ModelConfig | None = None, *, hf: bool = False) -> NDArray[np.bool_]:
+    """Return a mask of rows for which the runtime supports all aspects, also those of the model's adapter.
+
+    ``hf`` is a model that transformers builds.
+    """
     mask = _without(rows, lambda aspect: not runs(aspect))
-    for _, asked in () if model is None else of_adapter_columns(model, rows):
+    for _, asked in () if model is None else of_adapter_columns(model, rows, hf=hf):
         mask &= np.logical_not(asked)
     return mask
 

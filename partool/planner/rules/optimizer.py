@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import is_frozen, parameters
+from partool.layout.tensor.adapters import shapes
 from partool.layout.tensor.cutting import collapsed_name
 
 if TYPE_CHECKING:
@@ -64,5 +65,6 @@ def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: t
 def parameter_names(problem: Problem) -> list[str]:
     """Return the names of all parameters, in the model's order."""
     if problem.described is not None:
-        return list(problem.described.structure.shapes())
+        adapter = problem.spec.adapter
+        return list(shapes(problem.described.structure, None if adapter is None else adapter.form))
     return [info.name for info in parameters(problem.model)]

@@ -61,7 +61,8 @@ def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagn
 def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool = False, expert: int = 1) -> Decided:
     patterns = problem.spec.parallel.tensor.patterns
     if problem.described is not None:
-        return problem.described.decided(ranks, patterns)
+        adapter = problem.spec.adapter
+        return problem.described.decided(ranks, patterns, None if adapter is None else adapter.form)
     rows = own_partition(problem.model, ranks, inner, sequence_norms, expert)
     return Decided(*apply_patterns(problem.model, rows, patterns))
 

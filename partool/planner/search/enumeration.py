@@ -109,7 +109,7 @@ class _Builder:
             groups=groups,
             size=columns.shape[1],
             policies=self.policies,
-            runnable=able(groups, self.problem.model) & some,
+            runnable=able(groups, self.problem.model, hf=self.problem.described is not None) & some,
             runnable_policies=able(self.policies.rows) & some,
             enumerated=self.enumerated,
             pruned=dict(self.pruned),

@@ -177,6 +177,13 @@ def draws_random(module: nn.Module) -> bool:
     return any(rate > 0.0 for rate in rates)
 
 
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Return a mapping from each further name of a tied parameter to the parameter's first name."""
+    first: dict[nn.Parameter, str] = {}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: before for name, parameter in every if (before := first.setdefault(parameter, name)) != name}
+
+
 def _name_of(wanted: nn.Module, causal: nn.Module) -> str:
     names: list[str] = [name for name, module in causal.named_modules() if module is wanted]
     return names[0]

@@ -13,10 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from partool.plan.types import HfModel
+from partool.spec.adapter import LowRank
 from partool.spec.model import ModelConfig
 from partool_runtime.graph.capture import Captured
+from partool_runtime.hf.adapters import add_to_transformers
 from partool_runtime.hf.attention import holding
-from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, draws_random, head_name
+from partool_runtime.hf.building import (
+    aliases,
+    base_name,
+    blocks_name,
+    build_causal,
+    check_buffers,
+    draws_random,
+    head_name,
+)
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.graph import capture_base
 from partool_runtime.hf.load import HfFiles, open_model_files
@@ -105,13 +115,14 @@ class HfDecoder(HfPart):
     that the logits of a long batch never exist at once, and tensor parallelism can replace ``loss``.
     """
 
-    def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
+    def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False, adapter: LowRank | None = None) -> None:
         """Build the model of ``hf.path``, with parameters on the meta device; ``wide`` means a run in float64."""
         super().__init__()
         self.captured = False
         """True: a graph computes this rank's share of tokens (:mod:`partool_runtime.parallel.sequence.compiled`)."""
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
+        add_to_transformers(causal, adapter)
         self.config = config
         self._describe(causal, config.layers)
         for name, parameter in causal.named_parameters(recurse=False):
@@ -230,13 +241,6 @@ def graph_hidden(
 def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any) -> torch.Tensor:
     """Return the sum of token losses; ``how`` is passed to :func:`partool_runtime.model.loss.loss` as keywords."""
     return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias, **how)
-
-
-def aliases(module: nn.Module) -> dict[str, str]:
-    """Return a mapping from each further name of a tied parameter to the parameter's first name."""
-    first: dict[nn.Parameter, str] = {}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: before for name, parameter in every if (before := first.setdefault(parameter, name)) != name}
 
 
 def tie(module: nn.Module, names: Mapping[str, str]) -> None:

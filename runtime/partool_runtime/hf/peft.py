@@ -1,75 +1,61 @@
 """Folders of adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Names are those of transformers. Where transformers joins matrices that partool keeps apart (the queries, keys and
-values of GPT-2), PEFT has one A and one B for them all. Adapters of the parts are written as one of as many times the
-rank, whose B is zero outside of the blocks of the parts: the sum is the same, and so is its scale by the patterns of
-``adapter_config.json``.
+Names are those of transformers. :mod:`partool_runtime.hf.peft_places` says what PEFT holds for matrices that
+transformers joins; an adapter of several times the rank gets its scale by the patterns of ``adapter_config.json``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from partool.layout.adapters import A, B, is_adapter
+from partool.layout.adapters import B, is_adapter
+from partool.layout.parameters import parameters
 from partool.spec.adapter import LowRank
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.families import Family, family_of, place_of
-from partool_runtime.hf.places import ParameterPlace
-from partool_runtime.hf.stored import row_order
+from partool_runtime.hf.families import Family, family_of
+from partool_runtime.hf.peft_places import PEFT_ENDINGS, PREFIX, PeftPlace, PeftPlaces
 from partool_runtime.hf.writer import to_hf
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_PARTS = ("q", "k", "v")
-_ENDINGS = {A: "lora_A.weight", B: "lora_B.weight"}
 
 
-class _Stored(NamedTuple):
-    """Where a folder holds A or B of a projection."""
-
-    module: str
-    """Name of transformers' module."""
-    place: ParameterPlace
-    ending: str
-
-
-def write_adapter(state: Mapping[str, torch.Tensor], config: ModelConfig, path: Path, *, base: str) -> int:
+def write_adapter(
+    state: Mapping[str, torch.Tensor], config: ModelConfig, path: Path, *, base: str, transformers: bool = False
+) -> int:
     """Write the trained parameters of a model with an adapter into ``path``; return the number of files' tensors.
 
-    ``state`` holds whole parameters by partool's names: A and B, and those that were trained in full; ``base`` is the
-    folder of the base model, or empty. Raises ConfigurationError PT624 where PEFT's format cannot hold the adapter.
+    ``state`` holds whole parameters by partool's names, or with ``transformers`` by those of its modules: A and B, and
+    those that were trained in full; ``base`` is the folder of the base model, or empty. Raises ConfigurationError PT624
+    where PEFT's format cannot hold the adapter.
     """
     from safetensors.torch import save_file
 
     adapter = _adapter_of(config)
-    family = family_of(config.model_copy(update={"adapter": None}))
-    tensors: dict[str, torch.Tensor] = {}
-    joined: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
-    modules: dict[str, None] = {}
-    for name in (each for each in state if each.endswith(f".{A}")):
-        projection = name.removesuffix(f".{A}")
-        stored = _stored(family, name)
-        pair = state[name], _in_their_order(state[f"{projection}.{B}"], stored, config)
-        modules[stored.module] = None
-        if stored.place.part:
-            joined.setdefault(stored.module, {})[stored.place.part] = pair
-        else:
-            tensors |= _named(stored.module, *pair)
-    for module, parts in joined.items():
-        tensors |= _named(module, *_blocks(parts, config))
-    full = to_hf({name: tensor for name, tensor in state.items() if not is_adapter(name)}, family, config)
-    tensors |= {_PREFIX + name: tensor for name, tensor in full.items()}
-    saved = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in full})
+    family = None if transformers else family_of(config.model_copy(update={"adapter": None}))
+    adapters: dict[str, dict[str, torch.Tensor]] = {}
+    full = {name: tensor for name, tensor in state.items() if not is_adapter(name)}
+    for name in state.keys() - full.keys():
+        projection, _, ending = name.rpartition(".")
+        adapters.setdefault(projection, {})[ending] = state[name]
+    places = _places(config, family, {name: len(parts[B]) for name, parts in sorted(adapters.items())})
+    tensors = {
+        name: tensor for place in places for name, tensor in place.joined(adapters, adapter.rank).items()
+    }  # fmt: skip
+    stored = full if family is None else to_hf(full, family, config)
+    tensors |= {PREFIX + name: tensor for name, tensor in stored.items()}
+    saved = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in stored})
     path.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS, {"format": "pt"})
-    settings = _settings(adapter, list(modules), list(joined), saved, family) | {"base_model_name_or_path": base}
+    settings = _settings(adapter, places, saved, family) | {"base_model_name_or_path": base}
     (path / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return len(tensors)
 
@@ -79,50 +65,15 @@ def _adapter_of(config: ModelConfig) -> LowRank:
     return config.adapter
 
 
-def _stored(family: Family, name: str) -> _Stored:
-    """Return where PEFT holds A or B; raises ConfigurationError PT624 for matrices of experts."""
-    projection, _, ending = name.rpartition(".")
-    place = place_of(family, f"{projection}.weight")
-    assert place is not None, f"{projection} has no place in {family.model_type}"
-    if "{e}" in place.name:
-        message = f"PEFT's format has one A for the matrices of all experts that transformers joins; {name} has its own"
-        raise ConfigurationError("PT624", message, "partool export --merge writes the model with the adapter's sum.")
-    return _Stored(place.name.removesuffix(".weight"), place, _ENDINGS[ending])
+def _places(config: ModelConfig, family: Family | None, rows: Mapping[str, int]) -> list[PeftPlace]:
+    """Return each place of PEFT's once, of projections with the numbers of their matrices' rows."""
+    places = PeftPlaces(config, family, rows)
+    return list({place.target: place for name, count in rows.items() for place in [places.of(name, count)]}.values())
 
 
-def _named(module: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {f"{_PREFIX}{module}.{_ENDINGS[A]}": a, f"{_PREFIX}{module}.{_ENDINGS[B]}": b}
-
-
-def _in_their_order(b: torch.Tensor, stored: _Stored, config: ModelConfig) -> torch.Tensor:
-    """Return B with its rows in the order of transformers."""
-    if stored.place.rotated and config.mla is not None:
-        return b[row_order(config.mla, stored.place.rotated, len(b)).argsort()]
-    return b
-
-
-def _blocks(
-    parts: Mapping[str, tuple[torch.Tensor, torch.Tensor]], config: ModelConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one A and B of joined matrices; a part without an adapter has a block of zeros."""
-    rank = _adapter_of(config).rank
-    some_a, some_b = next(iter(parts.values()))
-    empty_a = some_a.new_zeros(rank, some_a.shape[1])
-    rows = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
-    pairs = [parts.get(part, (empty_a, some_b.new_zeros(rows[part] * config.head_dim, rank))) for part in _PARTS]
-    joined_b, first = some_b.new_zeros(sum(len(b) for _, b in pairs), len(_PARTS) * rank), 0
-    for number, (_, b) in enumerate(pairs):
-        joined_b[first : first + len(b), number * rank : (number + 1) * rank] = b
-        first += len(b)
-    return torch.cat([a for a, _ in pairs]), joined_b
-
-
-def _settings(
-    adapter: LowRank, modules: list[str], joined: list[str], saved: list[str], family: Family
-) -> dict[str, Any]:
+def _settings(adapter: LowRank, places: Sequence[PeftPlace], saved: list[str], family: Family | None) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``."""
-    parts = len(_PARTS)
-    wider = adapter.alpha * (parts**0.5 if adapter.rslora else parts)
+    numbers = {place.target: len(place.parts) for place in places if len(place.parts) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -131,25 +82,40 @@ def _settings(
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
-        "use_dora": False,
+        "use_dora": adapter.kind == "dora",
         "bias": "none",
-        "fan_in_fan_out": family.model_type == "gpt2",
+        "fan_in_fan_out": family is not None and family.model_type == "gpt2",
         "init_lora_weights": True,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(place.target for place in places if not place.experts),
+        "target_parameters": sorted(place.target for place in places if place.experts) or None,
         "modules_to_save": saved or None,
-        "rank_pattern": dict.fromkeys(joined, parts * adapter.rank),
-        "alpha_pattern": dict.fromkeys(joined, wider),
+        "rank_pattern": {target: number * adapter.rank for target, number in numbers.items()},
+        "alpha_pattern": {
+            target: adapter.alpha * (number**0.5 if adapter.rslora else number) for target, number in numbers.items()
+        },
     }
 
 
 class PeftFolder:
     """An open folder; see :func:`open_adapter`."""
 
-    def __init__(self, path: Path, config: ModelConfig, handle: Any) -> None:
-        self._path, self._config, self._handle = path, config, handle
-        self._family = family_of(config.model_copy(update={"adapter": None}))
+    def __init__(self, path: Path, config: ModelConfig, handle: Any, settings: Mapping[str, Any], family: Any) -> None:
+        self._path, self._config, self._handle, self._settings = path, config, handle, settings
+        self._family: Family | None = family
         self._names = set(handle.keys())
         self._rank = _adapter_of(config).rank
+        rows = self._rows()
+        places = PeftPlaces(config, family, rows)
+        self._places = {name: places.of(name, count) for name, count in rows.items()}
+
+    def _rows(self) -> dict[str, int]:
+        """Return the rows of each matrix with an adapter; of a model of transformers, what the folder says."""
+        if self._family is not None:
+            shapes = {info.name: info.shape for info in parameters(self._config)}
+            return {name.removesuffix(f".{B}"): shape[0] for name, shape in shapes.items() if name.endswith(f".{B}")}
+        ending = f".{PEFT_ENDINGS[B]}"
+        keys = (name for name in self._names if name.endswith(ending))
+        return {name.removeprefix(PREFIX).removesuffix(ending): self._shape(name)[0] for name in keys}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the folder with a model's parameters; raises ConfigurationError PT621 with the differences."""
@@ -157,61 +123,54 @@ class PeftFolder:
         for name, shape in shapes.items():
             if not is_adapter(name):
                 continue
-            stored = _stored(self._family, name)
-            key = f"{_PREFIX}{stored.module}.{stored.ending}"
+            projection, _, ending = name.rpartition(".")
+            place = self._places.get(projection) or PeftPlace(projection, projection, (projection,), (0,))
+            key = place.key(ending)
             used.add(key)
             if key not in self._names:
                 problems.append(f"missing {name} ({key})")
-            elif not self._fits(key, stored, name, shape):
-                saved = list(self._handle.get_slice(key).get_shape())
-                problems.append(f"{name} has shape {list(shape)} in the model and {saved} in the folder")
+            elif (saved := self._shape(key)) not in place.shapes(ending, shape, self._rank):
+                problems.append(f"{name} has shape {list(shape)} in the model and {list(saved)} in the folder")
         problems += [f"unexpected {name}" for name in sorted(self._names - used)]
+        problems += _scales(self._settings, _adapter_of(self._config), self._places.values())
         if problems:
             shown = problems[:12] + ([f"… and {len(problems) - 12} more"] if len(problems) > 12 else [])
             message = f"the adapter in {self._path} does not fit the model:\n  " + "\n  ".join(shown)
             raise ConfigurationError("PT621", message, "adapter.targets and adapter.rank say which matrices it has.")
 
-    def _fits(self, key: str, stored: _Stored, name: str, shape: tuple[int, ...]) -> bool:
-        rows, columns = self._handle.get_slice(key).get_shape()
-        if not stored.place.part:
-            return (rows, columns) == shape
-        if name.endswith(A):
-            return rows in (shape[0], len(_PARTS) * shape[0]) and columns == shape[1]
-        return rows == sum(size for _, size in self._rows.values()) and columns in (shape[1], len(_PARTS) * shape[1])
-
-    @property
-    def _rows(self) -> dict[str, tuple[int, int]]:
-        """First row and number of rows of each part of joined queries, keys and values."""
-        config, first, rows = self._config, 0, {}
-        for part, heads in zip(_PARTS, (config.heads, config.kv_heads, config.kv_heads), strict=True):
-            rows[part] = (first, heads * config.head_dim)
-            first += heads * config.head_dim
-        return rows
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._handle.get_slice(key).get_shape())
 
     def block(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return the block at ``offsets`` of A or B."""
-        stored = _stored(self._family, name)
-        stored_values: torch.Tensor = self._handle.get_tensor(f"{_PREFIX}{stored.module}.{stored.ending}")
-        if stored.place.part:
-            stored_values = self._part(stored_values, stored)
-        elif stored.ending == _ENDINGS[B] and stored.place.rotated and self._config.mla is not None:
-            stored_values = stored_values[row_order(self._config.mla, stored.place.rotated, shape[0])]
-        return stored_values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        """Return the block at ``offsets`` of A, B or the magnitudes."""
+        del shape
+        projection, _, ending = name.rpartition(".")
+        place = self._places[projection]
+        values = place.part(self._handle.get_tensor(place.key(ending)), projection, ending, self._rank)
+        return values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
-    def _part(self, stored_values: torch.Tensor, stored: _Stored) -> torch.Tensor:
-        """Return A or B of one of joined matrices, which share A unless B has blocks."""
-        low = _PARTS.index(stored.place.part) * self._rank
-        if stored.ending == _ENDINGS[A]:
-            return stored_values if len(stored_values) == self._rank else stored_values[low : low + self._rank]
-        first, count = self._rows[stored.place.part]
-        rows = stored_values[first : first + count]
-        return rows if rows.shape[1] == self._rank else rows[:, low : low + self._rank]
+
+def _scales(settings: Mapping[str, Any], adapter: LowRank, places: Any) -> Iterator[str]:
+    """Yield the modules to which the patterns of a folder give another scale than the adapter's."""
+    for target in dict.fromkeys(place.target for place in places):
+        rank, alpha = (
+            next((value for key, value in (settings.get(name) or {}).items() if _matches(key, target)), default)
+            for name, default in (("rank_pattern", adapter.rank), ("alpha_pattern", adapter.alpha))
+        )
+        scale = alpha / (math.sqrt(rank) if adapter.rslora else rank)
+        if not math.isclose(scale, adapter.scale, rel_tol=1e-6):
+            yield f"{target} has the scale {scale:g} in the folder and {adapter.scale:g} in the model"
+
+
+def _matches(pattern: str, target: str) -> bool:
+    """Return whether a key of ``rank_pattern`` is of a module: PEFT reads it as an expression at the name's end."""
+    return re.match(rf"(.*\.)?({pattern})$", target) is not None
 
 
 @contextmanager
-def open_adapter(path: Path, config: ModelConfig) -> Iterator[PeftFolder]:
+def open_adapter(path: Path, config: ModelConfig, *, transformers: bool = False) -> Iterator[PeftFolder]:
     """Open a folder that PEFT or :func:`write_adapter` wrote, of an adapter for ``config``.
 
     Raises ConfigurationError PT620 for a folder that cannot be read, PT621 for an adapter of another kind or scale.
@@ -220,12 +179,13 @@ def open_adapter(path: Path, config: ModelConfig) -> Iterator[PeftFolder]:
 
     settings = _read_settings(path)
     _check_settings(path, settings, _adapter_of(config))
+    family = None if transformers else family_of(config.model_copy(update={"adapter": None}))
     with ExitStack() as stack:
         try:
             handle = stack.enter_context(safe_open(path / WEIGHTS, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
             raise ConfigurationError("PT620", f"{path / WEIGHTS} cannot be read: {error}") from error
-        yield PeftFolder(path, config, handle)
+        yield PeftFolder(path, config, handle, settings, family)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -240,7 +200,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def _check_settings(path: Path, settings: Mapping[str, Any], adapter: LowRank) -> None:
     wanted = {
         "peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha, "use_rslora": adapter.rslora,
-        "use_dora": False, "bias": "none",
+        "use_dora": adapter.kind == "dora", "bias": "none",
     }  # fmt: skip
     absent = {"use_rslora": False, "use_dora": False, "bias": "none"}
     saved = {name: settings.get(name, absent.get(name)) for name in wanted}
@@ -250,5 +210,5 @@ def _check_settings(path: Path, settings: Mapping[str, Any], adapter: LowRank) -
     if settings.get("modules_to_save"):
         problems.append(f"it holds whole matrices of {', '.join(settings['modules_to_save'])}, which are not read")
     if problems:
-        names = "adapter.rank, adapter.alpha and adapter.rslora are r, lora_alpha and use_rslora"
+        names = "adapter.kind is use_dora, adapter.rank, adapter.alpha and adapter.rslora are r, lora_alpha, use_rslora"
         raise ConfigurationError("PT621", f"the adapter in {path} is another: {'; '.join(problems)}", f"{names}.")

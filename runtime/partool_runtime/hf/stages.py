@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from partool.plan.types import HfModel, Plan
+from partool.spec.adapter import LowRank
 from partool.spec.model import ModelConfig
 from partool_runtime.building import frozen_names
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.adapters import add_to_transformers
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, draws_random
 from partool_runtime.hf.cutting import cut_base, returns_tuples
 from partool_runtime.hf.experts import plain_experts
@@ -109,7 +111,14 @@ class HfParts(HfPart):
     """
 
     def __init__(
-        self, hf: HfModel, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int], *, wide: bool
+        self,
+        hf: HfModel,
+        config: ModelConfig,
+        spans: Sequence[Span],
+        mine: Sequence[int],
+        *,
+        wide: bool,
+        adapter: LowRank | None = None,
     ) -> None:
         """``spans`` lists the layers of each stage, ``mine`` the numbers of this rank's stages; ``wide`` means float64.
 
@@ -118,6 +127,7 @@ class HfParts(HfPart):
         super().__init__()
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
+        add_to_transformers(causal, adapter)
         self.config = config
         self._describe(causal, config.layers)
         tuples = returns_tuples(causal, config.layers)
@@ -220,6 +230,7 @@ def first_trained_stage(plan: Plan) -> int:
     if not plan.frozen or plan.hf is None:
         return 0
     causal = build_causal(Path(plan.hf.path), plan.hf.code_hash)
+    add_to_transformers(causal, None if plan.adapter is None else plan.adapter.form)
     names = [name for name, _ in causal.named_parameters()]
     base = base_name(causal)
     children = [name for name, _ in causal.get_submodule(base).named_children()]

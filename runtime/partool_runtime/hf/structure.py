@@ -16,6 +16,7 @@ from torch import nn
 from partool.layout.tensor.structure import Kind, Structure, StructureModule
 from partool_runtime.hf.asked import UnknownAttentionError, asked
 from partool_runtime.hf.building import (
+    aliases,
     base_name,
     blocks_name,
     build_causal,
@@ -26,7 +27,6 @@ from partool_runtime.hf.building import (
     say_as_json,
 )
 from partool_runtime.hf.cutting import head_problem, returns_tuples
-from partool_runtime.hf.model import aliases
 from partool_runtime.hf.sizes import expert_count, kv_heads, model_fields
 
 _NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")

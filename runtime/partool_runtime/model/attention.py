@@ -95,6 +95,8 @@ class Context:
         self.tokens = tokens
         self.along_rows: Context | None = None
         """Context of layers that attend along the rows of a grid, if this rank holds other tokens in these layers."""
+        self.keys_BS: torch.Tensor | None = None
+        """Keys of this rank's tokens for dropout (:mod:`partool_runtime.model.dropout`); None without dropout."""
 
 
 class Attend(Protocol):

@@ -16,6 +16,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.adapter import add_adapters
 from partool_runtime.model.around import Around
 from partool_runtime.model.attention import Context, Tokens
+from partool_runtime.model.dropout import Masks, token_keys
 from partool_runtime.model.embedding import Embedding
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.latent_attention import make_attention
@@ -57,8 +58,10 @@ class Block(nn.Module):
             self.moe = MixtureOfExperts(config)
         else:
             self.ffn = FeedForward(config)
+        self.masks = Masks()
+        """Keys of the tokens of a pass, for dropout in adapters."""
         if config.adapter is not None:
-            add_adapters(self, config.adapter, f"layers.{layer}")
+            add_adapters(self, config.adapter, f"layers.{layer}", self.masks)
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
         """Function that computes a sum and its ``ffn_norm`` in one kernel; None means that torch computes them."""
         self.around: Around | None = None
@@ -66,10 +69,13 @@ class Block(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        self.masks.keys_BS = context.keys_BS
         return self.compute(x_BSH, context) if self.around is None else self.around(self.compute, x_BSH, context)
 
     def compute(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Compute the layer."""
+        if not torch.compiler.is_compiling():  # recomputation calls this with the context of an earlier micro-batch
+            self.masks.keys_BS = context.keys_BS
         attended_BSH: torch.Tensor = self.attention(self.attention_norm(x_BSH), context)
         if self.add_norm is not None:
             x_BSH, normed_BSH = self.add_norm(x_BSH, attended_BSH)
@@ -102,6 +108,9 @@ class Contexts:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
+        self._drops = config.adapter is not None and config.adapter.dropout > 0
+        self.seed, self.first_sequence = 0, 0
+        """What dropout's masks follow from: the run's seed, and the number of the pass's first sequence in the run."""
         self.length: int | None = None
         """Number of tokens that attention sees on this rank, if the hidden state holds only some of these tokens."""
         self.share: tuple[int, tuple[int, ...]] | None = None
@@ -118,6 +127,10 @@ class Contexts:
         """
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
+        if self._drops and torch.is_grad_enabled():
+            index = tokens.index_S
+            at_S = torch.arange(tokens.length, device=x_BSH.device) if index is None else index
+            context.keys_BS = token_keys(self.seed, self.first_sequence, len(x_BSH), at_S)
         if self.row_positions is not None:
             index_S = self._index_of(self.row_positions, x_BSH.device, along_rows=True)
             row_tokens = Tokens(tokens.length, index_S, tokens.documents_BL, tokens.grid)
@@ -249,7 +262,6 @@ class Decoder(StagedDecoder):
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = Embedding(config.max_position, config.hidden) if config.position == "learned" else None
-        self.draws = config.adapter is not None and config.adapter.dropout > 0
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)

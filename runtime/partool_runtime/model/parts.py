@@ -107,7 +107,6 @@ class DecoderParts(StagedDecoder):
             self.embed = kind(config.vocab, config.hidden, config.padding_token)
         if 0 in mine and config.position == "learned":
             self.position = Embedding(config.max_position, config.hidden)
-        self.draws = config.adapter is not None and config.adapter.dropout > 0
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in local_layers})
         self.final_norm = make_norm(config) if last in mine else None
         self.head = Head(config) if last in mine and not config.tied_embeddings else None

@@ -91,6 +91,8 @@ class PlainPasses:
         """Return the sum of a micro-batch's token losses."""
         if self._before is not None:
             self._before(micro)
+        if (contexts := getattr(self._model, "contexts", None)) is not None:
+            contexts.first_sequence = micro.first
         tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
         labels_BS = micro.labels_BS.to(self._device, non_blocking=True)
         loss: torch.Tensor = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device))

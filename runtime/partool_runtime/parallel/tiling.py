@@ -22,6 +22,7 @@ from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.losses import set_loss
 from partool_runtime.model.decoder import Block
+from partool_runtime.model.dropout import Masks
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel import second_pass
 
@@ -38,10 +39,10 @@ def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
         return
     for block in blocks:
         if isinstance(block, Block) and block.ffn is not None:
-            block.ffn.around = TokenTiles(block.ffn, tokens, last=True)
+            block.ffn.around = TokenTiles(block.ffn, tokens, last=True, masks=block.masks)
             continue
         for network in _networks(block):
-            tiles = TokenTiles(network, tokens, last=False)
+            tiles = TokenTiles(network, tokens, last=False, masks=Masks())
             patch_forward(network, Patch.SECOND_PASS, partial(tiles, network.forward))
 
 
@@ -58,8 +59,10 @@ def _networks(block: nn.Module) -> list[nn.Module]:
 class TokenTiles:
     """Runs a network tile by tile: a :class:`~partool_runtime.model.around.Around`."""
 
-    def __init__(self, network: nn.Module, tokens: int, *, last: bool) -> None:
+    def __init__(self, network: nn.Module, tokens: int, *, last: bool, masks: Masks) -> None:
         self.parameters = network.parameters
+        self.masks = masks
+        """The layer's keys for dropout, of which a tile gets those of its tokens."""
         self.tokens = tokens
         self.last = last
         """True if operations that follow the network in its layer save no tensors for the backward pass."""
@@ -82,10 +85,17 @@ class TokenTiles:
     def forward(self, body: Forward, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]`` without saving tensors for a backward pass."""
         out_BSH = torch.empty_like(x_BSH)
+        keys_BS = self.masks.keys_BS
         with second_pass.tile():
             for part in self.parts(x_BSH):
-                out_BSH[:, part] = body(x_BSH[:, part])
+                with self.masks.of(of_part(keys_BS, part)):
+                    out_BSH[:, part] = body(x_BSH[:, part])
         return out_BSH
+
+
+def of_part(keys_BS: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """Return the keys of a tile's tokens, if tokens have keys."""
+    return None if keys_BS is None else keys_BS[:, part]
 
 
 class _Tiled(torch.autograd.Function):
@@ -96,7 +106,7 @@ class _Tiled(torch.autograd.Function):
         ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: TokenTiles, body: Forward, *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x_BSH)
-        ctx.tiles, ctx.body = tiles, body  # type: ignore[attr-defined]
+        ctx.tiles, ctx.body, ctx.keys_BS = tiles, body, tiles.masks.keys_BS  # type: ignore[attr-defined]
         if second_pass.is_recomputing_layer() and tiles.last:
             # Only the residual sum follows, and it is the layer's output: no more tensors are saved.
             return torch.empty_like(x_BSH)
@@ -113,7 +123,8 @@ class _Tiled(torch.autograd.Function):
         sums = [torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)) for parameter in trained]
         for part in tiles.parts(x_BSH):
             x_BTH = x_BSH[:, part].detach().requires_grad_(needs_x)
-            with torch.enable_grad(), deferral.undivided(), second_pass.tile(unread=tiles.last):
+            keys = tiles.masks.of(of_part(ctx.keys_BS, part))
+            with keys, torch.enable_grad(), deferral.undivided(), second_pass.tile(unread=tiles.last):
                 out_BTH = ctx.body(x_BTH)
             inputs = [x_BTH, *trained] if needs_x else trained
             gradients = list(torch.autograd.grad(out_BTH, inputs, grad_BSH[:, part], allow_unused=True))

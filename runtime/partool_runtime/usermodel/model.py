@@ -13,7 +13,8 @@ from torch import nn
 from partool.plan.types import ModuleModel
 from partool.spec.model import ModelConfig
 from partool_runtime.graph.capture import Captured, CaptureError, capture
-from partool_runtime.hf.model import HfPart, aliases, tie
+from partool_runtime.hf.building import aliases
+from partool_runtime.hf.model import HfPart, tie
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.loss import loss_of_logits
 from partool_runtime.usermodel.building import blocks_of, build_module, built_weights

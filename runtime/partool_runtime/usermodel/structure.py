@@ -20,9 +20,8 @@ from partool_runtime.graph.capture import Captured, CaptureError
 from partool_runtime.graph.functions import name_of
 from partool_runtime.graph.nodes import value_of
 from partool_runtime.graph.share import shares_of
-from partool_runtime.hf.building import say_as_json
+from partool_runtime.hf.building import aliases, say_as_json
 from partool_runtime.hf.graph import AttentionFields, attention_in
-from partool_runtime.hf.model import aliases
 from partool_runtime.hf.structure import structure_module
 from partool_runtime.usermodel.building import blocks_of, build_module, user_code
 from partool_runtime.usermodel.model import capture_module

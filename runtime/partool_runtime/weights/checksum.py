@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from partool.layout.parameters import is_frozen
 from partool.layout.quantised import CODES, quantised_names, stored_tensors
+from partool_runtime.hashing import mixed
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import TensorBlock, pieces
-from partool_runtime.weights.draw import mixed
 
 _PRIME = 2**31 - 1
 """Sums are taken modulo a prime, so that a sum over copies can be divided by their number."""

@@ -13,8 +13,9 @@ from functools import partial
 
 import torch
 
-from partool.layout.adapters import B
+from partool.layout.adapters import A
 from partool.spec.model import ModelConfig
+from partool_runtime.hashing import mixed
 
 Shape = tuple[int, ...]
 BlockSource = Callable[[str, Shape, Shape, Shape], torch.Tensor]
@@ -37,13 +38,13 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
 
 
 def adapter_source(seed: int) -> BlockSource:
-    """Return the source of fresh adapters, in float32: A is uniform within ±1/√columns, B is zero.
+    """Return the source of fresh adapters, in float32: A is uniform within ±1/√columns, all else is zero.
 
     The bound is that of Kaiming's uniform distribution with a = √5, which PEFT draws A from.
     """
 
     def block(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
-        if name.endswith(f".{B}"):
+        if not name.endswith(f".{A}"):
             return torch.zeros(sizes)
         uniform = _drawn(torch.rand, name, shape, offsets, sizes, seed=seed)
         return uniform.mul_(2.0).sub_(1.0).mul_(shape[1] ** -0.5)
@@ -119,14 +120,3 @@ def _noise(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tenso
         index = torch.arange(first, first + size, dtype=torch.int32)
         keys = keys ^ mixed(index ^ salt).view(-1, *(1,) * (len(shape) - dim - 1))
     return mixed(keys).to(torch.float32).mul_(math.sqrt(3.0) / 2**31)
-
-
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Replace 32-bit integers by their hashes, in place, and return them.
-
-    The hash is lowbias32 of C. Wellons, https://nullprogram.com/blog/2018/07/31/.
-    """
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
-        upper = x.bitwise_right_shift(shift).bitwise_and_(2 ** (32 - shift) - 1)  # the shift copies the sign
-        x.bitwise_xor_(upper).mul_(factor)
-    return x

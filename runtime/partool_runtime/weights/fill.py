@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from partool.layout.adapters import is_adapter
 from partool.spec.model import Weights
@@ -20,6 +21,7 @@ from partool_runtime.model import AnyDecoder
 from partool_runtime.weights.blocks import fill_from
 from partool_runtime.weights.draw import BlockSource, adapter_source, dummy_source, init_source
 from partool_runtime.weights.from_checkpoint import load_model, load_upcycled
+from partool_runtime.weights.magnitudes import fill_magnitudes
 from partool_runtime.weights.upcycle import dense, dense_shapes, upcycled
 
 
@@ -30,6 +32,7 @@ def fill(
     seed: int,
     masters: Mapping[str, torch.Tensor] | None = None,
     adapter: str | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[str, ...]:
     """Fill all parameters, or the ``masters`` in their place, from ``weights.source``; return notes for the user.
 
@@ -38,13 +41,16 @@ def fill(
     format.
 
     The model, or a pipeline rank's part of it, must be materialised. Parameters may be whole, cut over tensor ranks, or
-    sharded by rows over data-parallel ranks. The call is a collective only for ``checkpoint``. Raises
+    sharded by rows over data-parallel ranks. The call is a collective of all ranks for ``checkpoint``, and one of the
+    ranks of ``group`` where DoRA's magnitudes are norms of rows; ``group`` None means one rank. Raises
     ConfigurationError PT620 for a folder that cannot be read, PT621 where names or shapes do not match.
     """
     notes = _fill_base(model, weights, seed=seed, masters=masters)
     if model.config.adapter is not None:
         with _adapters(model, seed, adapter) as source:
             fill_from(model, source, masters, is_adapter)
+        if model.config.adapter.kind == "dora" and adapter is None:
+            fill_magnitudes(model, masters, group)
     return notes
 
 
@@ -54,7 +60,7 @@ def _adapters(model: AnyDecoder, seed: int, folder: str | None) -> Iterator[Bloc
     if folder is None:
         yield adapter_source(seed)
         return
-    with open_adapter(Path(folder), model.config) as peft:
+    with open_adapter(Path(folder), model.config, transformers=isinstance(model, HfPart)) as peft:
         peft.check(model.whole_shapes())
         yield peft.block
 

@@ -67,8 +67,13 @@ def of_adapters(piped: dict[str, Any]) -> list[Asked]:
     others = [
         needs(model=model, precision="fp8"), needs(model=model, schedule="weipipe", **piped),
         needs(model=model, mesh=CUT, tensor_inner=2), needs(model=model, expert=2, expert_tensor=2),
-        needs(model=dropping, mlp_tile_tokens=4), needs(model=dropping, mesh=CUT),
     ]  # fmt: skip
+    of_transformers = [
+        needs(model=dropping, mlp_tile_tokens=4), needs(model=dropping, mesh=CUT),
+        needs(model=model, mesh=Mesh(cp=2), sequence_method="compiled"),
+    ]  # fmt: skip
+    others += [(replace(task, hf=True), layout) for task, layout in of_transformers]
+    others.append(needs(model=dropping, mesh=Mesh(cp=2), sequence_method="dsp"))
     return [*others, *((of_optimizer(model, name)) for name in ("adamw", "muon", "zero_one_adam"))]
 
 
@@ -147,10 +152,12 @@ def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:
 def test_adapters_run_where_their_sum_is_computed() -> None:
     piped: dict[str, Any] = {"mesh": PIPED, "stages": HALVES}
     model = MODEL.model_copy(update={"adapter": LowRank()})
+    dropping = MODEL.model_copy(update={"adapter": LowRank(kind="dora", dropout=0.1)})
     for fields in ({"mesh": CUT, "zero": 3}, {"mlp_tile_tokens": 4}, {"schedule": "zb-v", **piped}, {"expert": 2}):
         assert gaps(*needs(model=model, **fields)) == ()
+        assert gaps(*needs(model=dropping, **fields)) == ()
     codes = [{gap.code for gap in gaps(*asked)} for asked in of_adapters(piped)]
-    assert codes == [{"PT406"}] * 6 + [set(), {"PT406"}, {"PT406"}]
+    assert codes == [{"PT406"}] * 8 + [set(), {"PT406"}, {"PT406"}]
     rows = Layouts(tensor_inner=np.array([1, 2]), tp=np.array([4, 4]))
     assert able(rows).tolist() == [True, True]
     assert able(rows, model).tolist() == [True, False]

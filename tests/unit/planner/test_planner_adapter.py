@@ -74,6 +74,27 @@ def test_larger_ranks_cost_more(tmp_path: Path) -> None:
     assert few.memory.terms_bytes["activations"] < many.memory.terms_bytes["activations"]
 
 
+def test_dora_costs_its_norms_and_its_results(tmp_path: Path) -> None:
+    """Magnitudes have masters and moments; norms and scaled results take time, the results before it memory."""
+    lora, dora = (planned(tmp_path, adapter={"kind": kind}, **PINNED) for kind in ("lora", "dora"))
+    magnitudes = count(info for info in parameters(dora.model) if info.name.endswith(".magnitude"))
+    assert magnitudes == 32 * (4 * 4096 - 2 * 3072 + 2 * 14336 + 4096)
+    terms, before = (plan.prediction.memory.terms_bytes for plan in (dora, lora))
+    assert terms["optimizer"] - before["optimizer"] == pytest.approx(8 * magnitudes, rel=1e-3)
+    # Of each projection the result is kept, in bf16, of 2,048 tokens.
+    assert terms["activations"] - before["activations"] == pytest.approx(2 * 2048 * magnitudes, rel=0.05)
+    assert 1.02 < dora.prediction.time.step_time_s / lora.prediction.time.step_time_s < 1.5
+
+
+def test_dropout_of_elements_costs_hashes_where_blocks_are_not_compiled(tmp_path: Path) -> None:
+    times = {}
+    for compile in ("none", "block"):
+        pinned = {"parallel": PINNED["parallel"] | {"compile": compile}}
+        kept, dropping = (planned(tmp_path, adapter={"dropout": rate}, **pinned) for rate in (0.0, 0.1))
+        times[compile] = dropping.prediction.time.step_time_s / kept.prediction.time.step_time_s
+    assert 1.0 < times["block"] < times["none"]
+
+
 @pytest.mark.parametrize("ranks", often([2, 8], [2]))
 def test_searches_choose_what_runs(tmp_path: Path, ranks: int) -> None:
     plan = planned(tmp_path, adapter="lora", hardware={"accelerator": "h100-sxm", "per_node": ranks})

@@ -79,7 +79,7 @@ def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Pre
         root.requires_grad_(False)
     pulse.enter("loading")
     folder = None if plan.adapter is None else plan.adapter.weights
-    for note in fill(prepared.model, plan.weights, seed=plan.training.seed, adapter=folder):
+    for note in fill(prepared.model, plan.weights, seed=plan.training.seed, adapter=folder, group=ranks.world):
         recorder.warning(note)
     post_load(prepared.model)
     on_device = (p for p in prepared.model.parameters() if local(p).device == ranks.device)

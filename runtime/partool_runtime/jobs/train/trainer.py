@@ -228,7 +228,8 @@ def _open(
     def start() -> None:
         """Give the model the weights that training starts from."""
         folder = None if plan.adapter is None else plan.adapter.weights
-        for note in fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters(), adapter=folder):
+        masters, group = optimizer.masters(), ranks.world
+        for note in fill(model, plan.weights, seed=plan.training.seed, masters=masters, adapter=folder, group=group):
             recorder.warning(note)
         optimizer.loaded()
         post_load(model)

@@ -80,6 +80,8 @@ class DecoderStage:
         """Return the hidden state ``[B, S, H]``, or on the last stage the sum of token losses."""
         x = x_BSH if x_BSH is not None else micro.tokens_BS.to(self._device, non_blocking=True)
         last = self._module.last
+        if self._module.contexts is not None:
+            self._module.contexts.first_sequence = micro.first
         if last and self._before is not None:
             self._before(micro)
         labels_BS = micro.labels_BS.to(self._device, non_blocking=True) if last else None

@@ -19,6 +19,7 @@ from partool.strategies.sequence import ON_GRIDS
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.model.decoder import Block
+from partool_runtime.parallel.tensor.adapters import share_adapters
 from partool_runtime.parallel.tensor.columns import ColumnParallel
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tensor.rows import RowParallel
@@ -41,6 +42,8 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
         return
     place(model, plan, ranks)
     two_dim = plan.layout.tensor.inner > 1
+    if plan.model.adapter is not None and not two_dim:
+        share_adapters(model, plan, make_team(plan, ranks))
     apply_sharding(model, two_dim_sharding(plan, ranks) if two_dim else _sharding(model, plan, ranks))
     if not two_dim and (length := make_team(plan, ranks).length) is not None:
         for stage in model.stages.values():

@@ -22,7 +22,9 @@ from partool_runtime.hf.experts import plain_where_odd
 from partool_runtime.hf.model import HfPart
 from partool_runtime.hf.patches import Patch, patch_forward
 from partool_runtime.mesh import Ranks
+from partool_runtime.model.adapter import Adapted
 from partool_runtime.model.projection import Foreign, Projection
+from partool_runtime.parallel.tensor.adapters import share_adapters
 from partool_runtime.parallel.tensor.apply import first_row, make_team, place
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.hf_heads import Widths, is_attention, tell_heads
@@ -51,6 +53,7 @@ def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
         return
     _check(model, plan)
     place(model, plan, ranks)
+    share_adapters(model, plan, make_team(plan, ranks))
     _Hooks(model, make_team(plan, ranks), by_name(plan.partition, model.shapes)).put()
 
 
@@ -238,6 +241,8 @@ def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
 
 
 def _matrix(module: nn.Module) -> Projection:
+    if isinstance(module, Adapted):
+        return module
     return _Transposed(module) if _transposed(module) else Foreign(module)
 
 

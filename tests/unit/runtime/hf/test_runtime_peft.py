@@ -30,6 +30,7 @@ LATENT = _SIZES | {
 }  # fmt: skip
 ADAPTER = LowRank(rank=3, alpha=5.0)
 VALUES = LowRank(rank=2, targets=("v", "up"), rslora=True)
+DORA = ADAPTER.model_copy(update={"kind": "dora"})
 NO_EXPERTS = LowRank(rank=3, alpha=5.0, targets=("layers.*.attention.*", "layers.*.moe.shared.*"))
 
 
@@ -53,7 +54,7 @@ def read(path: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     shapes = {info.name: info.shape for info in parameters(model)}
     with open_adapter(path, model) as folder:
         folder.check(shapes)
-        return {n: folder.block(n, s, (0, 0), s) for n, s in shapes.items() if is_adapter(n)}
+        return {n: folder.block(n, s, (0,) * len(s), s) for n, s in shapes.items() if is_adapter(n)}
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,23 @@ def read(path: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
         (GPT2, ADAPTER),
         (GPT2, VALUES),
         (LATENT, NO_EXPERTS),
+        (LATENT, ADAPTER),
+        (LATENT, LowRank(rank=2, targets=("o", "layers.*.experts.up"))),
+        (LLAMA, DORA),
+        (GPT2, DORA),
+        (LATENT, NO_EXPERTS.model_copy(update={"kind": "dora"})),
     ],
-    ids=["llama", "gpt2", "gpt2 values alone", "latent"],
+    ids=[
+        "llama",
+        "gpt2",
+        "gpt2 values alone",
+        "latent",
+        "experts",
+        "experts' up alone",
+        "dora",
+        "dora gpt2",
+        "dora latent",
+    ],
 )
 def test_what_is_written_is_read(tmp_path: Path, fields: dict[str, Any], adapter: LowRank) -> None:
     model = config(fields, adapter)
@@ -135,11 +151,59 @@ def test_whole_matrices_are_saved_beside(tmp_path: Path) -> None:
         read(tmp_path, model)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
+def test_experts_have_one_adapter_per_tensor(tmp_path: Path) -> None:
+    """As PEFT computes it: ``einsum("o r e, e r i -> e o i", B, A)``, gate rows before up rows."""
     model = config(LATENT)
-    with pytest.raises(ConfigurationError, match="all experts") as error:
+    state = drawn(model)
+    write_adapter(state, model, tmp_path, base="")
+    settings, tensors = json.loads((tmp_path / CONFIG).read_text()), load_file(tmp_path / WEIGHTS)
+    target = "model.layers.1.mlp.experts"
+    assert {f"{target}.gate_up_proj", f"{target}.down_proj"} <= set(settings["target_parameters"])
+    assert not any("experts" in name for name in settings["target_modules"] if "shared" not in name)
+    owners = {"gate_up_proj": f"{target}.base_layer", "down_proj": target}
+    for tensor, names in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        a, b = (tensors[f"base_model.model.{owners[tensor]}.lora_{each}.weight"] for each in "AB")
+        delta = torch.einsum("ore,eri->eoi", b.view(len(b), -1, 4), a.view(4, -1, a.shape[1]))
+        rank = settings["rank_pattern"].get(f"{target}.{tensor}", 3)
+        scale = settings["alpha_pattern"].get(f"{target}.{tensor}", 5.0) / rank
+        parts = []
+        for each in names:
+            low_a, low_b = (state[f"layers.1.moe.experts.{each}.lora_{x}"].chunk(4) for x in "ab")
+            parts.append(torch.stack([y @ x for x, y in zip(low_a, low_b, strict=True)]))
+        torch.testing.assert_close(scale * delta, ADAPTER.scale * torch.cat(parts, dim=1))
+
+
+def test_gate_and_up_may_share_one_adapter(tmp_path: Path) -> None:
+    """PEFT's own adapter of the tensor of gates and ups has one A, which both start with."""
+    model = config(LATENT)
+    state = drawn(model)
+    write_adapter(state, model, tmp_path, base="")
+    tensors, settings = load_file(tmp_path / WEIGHTS), json.loads((tmp_path / CONFIG).read_text())
+    owner = "base_model.model.model.layers.1.mlp.experts.base_layer"
+    a, b = torch.randn(4 * 3, 20), torch.randn(18, 3 * 4)
+    tensors |= {f"{owner}.lora_A.weight": a, f"{owner}.lora_B.weight": b}
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps(settings | {"rank_pattern": {}, "alpha_pattern": {}}))
+    got = read(tmp_path, model)
+    assert torch.equal(got["layers.1.moe.experts.gate.lora_a"], a)
+    assert torch.equal(got["layers.1.moe.experts.up.lora_a"], a)
+    up_e = b.view(18, 3, 4)[9:, :, 2]
+    assert torch.equal(got["layers.1.moe.experts.up.lora_b"][18:27], up_e)
+
+
+def test_magnitudes_of_some_joined_rows_are_refused(tmp_path: Path) -> None:
+    model = config(GPT2, DORA.model_copy(update={"targets": ("v",)}))
+    with pytest.raises(ConfigurationError, match="magnitudes of all rows") as error:
         write_adapter(drawn(model), model, tmp_path, base="")
     assert error.value.code == "PT624"
+
+
+def test_another_scale_of_a_module_is_refused(tmp_path: Path) -> None:
+    write_adapter(drawn(config(LLAMA)), config(LLAMA), tmp_path, base="")
+    settings = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(settings | {"alpha_pattern": {"q_proj": 6.0}}))
+    with pytest.raises(ConfigurationError, match=r"q_proj has the scale 2 in the folder and 1\.66667 in"):
+        read(tmp_path, config(LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +212,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         ({"rank": 4}, "r is 3 there and 4 here"),
         ({"alpha": 4.0}, "lora_alpha is 5.0 there and 4.0 here"),
         ({"rslora": True}, "use_rslora is False there and True here"),
+        ({"kind": "dora"}, "use_dora is False there and True here"),
         ({"targets": ("q", "k")}, "unexpected base_model"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from partool.spec.adapter import LowRank
 from partool.spec.model import Mla, ModelConfig, Weights
 from partool_runtime.model import Decoder
 from partool_runtime.model.adapter import Adapted
+from partool_runtime.model.dropout import column_hashes, dropped, token_keys
 from partool_runtime.model.projection import Linear
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.weights import checksum, fill, frozen_of
@@ -93,8 +95,8 @@ def test_dropout_is_repeated_by_recomputation(policy: Any) -> None:
     grads = []
     for each in ("none", policy):
         decoder = filled(config(dropout=0.5))
-        recompute(decoder.layers, [each] * 3, draws=decoder.draws)
-        torch.manual_seed(5)
+        recompute(decoder.layers, [each] * 3)
+        decoder.contexts.first_sequence = 5
         tokens = torch.arange(14).view(2, 7)
         decoder(tokens, tokens).backward()
         grads.append({name: p.grad for name, p in decoder.named_parameters() if is_adapter(name)})
@@ -105,22 +107,66 @@ def test_dropout_is_repeated_by_recomputation(policy: Any) -> None:
 def test_dropout_is_for_training() -> None:
     dropping, plain = filled(config(dropout=0.5)), filled(config())
     tokens = torch.arange(14).view(2, 7)
-    assert dropping.draws
-    assert not plain.draws
     with torch.no_grad():
         assert torch.equal(dropping(tokens, tokens), plain(tokens, tokens))
     assert not torch.equal(dropping(tokens, tokens), plain(tokens, tokens))
 
 
 def test_dropout_keeps_the_mean() -> None:
-    adapted = filled(config(dropout=0.25)).layers[0].attention.q
+    layer = filled(config(dropout=0.25)).layers[0]
+    adapted = layer.attention.q
     assert isinstance(adapted, Adapted)
-    x = torch.ones(1, 20, dtype=torch.float64)
-    torch.manual_seed(1)
-    mean = adapted.added(x.expand(40_000, -1)).mean(0)
-    with torch.no_grad():
-        expected = adapted.added(x)[0]
+    x = torch.ones(1, 1, 20, dtype=torch.float64)
+    expected = adapted(x)[0, 0]
+    layer.masks.keys_BS = token_keys(3, 7, 40, torch.arange(1000))
+    mean = adapted(x.expand(40, 1000, -1)).mean((0, 1))
     torch.testing.assert_close(mean, expected, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_dropout_concerns_what_the_adapter_changes(kind: Any) -> None:
+    """As in PEFT: W x has the input, what is added has what is left of it."""
+    layer = filled(config(dropout=0.25, kind=kind)).layers[1]
+    adapted, x = layer.ffn.down, torch.randn(2, 7, 27, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert isinstance(adapted, Adapted)
+    layer.masks.keys_BS = token_keys(3, 7, 2, torch.arange(7))
+    left = dropped(x, layer.masks.keys_BS, column_hashes("layers.1.ffn.down", [(0, 27)]), 0.25)
+    assert 0.6 < float((left != 0).double().mean()) < 0.9
+    torch.testing.assert_close(left[left != 0], (x / 0.75)[left != 0])
+    low = 32 / 3 * adapted.lora_b @ adapted.lora_a
+    if adapted.magnitude is None:
+        expected = x @ adapted.weight.T + left @ low.T
+    else:
+        both = adapted.weight + low
+        scaled = (adapted.magnitude / both.norm(dim=1))[:, None] * both
+        expected = x @ adapted.weight.T + left @ (scaled - adapted.weight).T
+    torch.testing.assert_close(adapted(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_are_those_of_an_element_whoever_holds_it() -> None:
+    keys = token_keys(3, 7, 4, torch.arange(9))
+    assert torch.equal(token_keys(3, 8, 2, torch.tensor([8, 2])), keys[1:3][:, [8, 2]])
+    hashes = column_hashes("layers.1.ffn.down", [(0, 27)])
+    assert torch.equal(column_hashes("layers.1.ffn.down", [(20, 27), (3, 5)]), hashes[[*range(20, 27), 3, 4]])
+    assert not torch.equal(column_hashes("layers.2.ffn.down", [(0, 27)]), hashes)
+    x = torch.ones(4, 9, 27)
+    masks = [dropped(x, token_keys(3, first, 4, torch.arange(9)), hashes, 0.5) for first in (0, 4, 2**20)]
+    for one, other in combinations(masks, 2):
+        assert 0.4 < float((one == other).double().mean()) < 0.6
+
+
+def test_magnitudes_begin_as_the_norms_of_rows() -> None:
+    decoder = Decoder(config(kind="dora")).double()
+    fill(decoder, Weights(), seed=3)
+    named = dict(decoder.named_parameters())
+    assert sum(name.endswith(".magnitude") for name in named) == 21
+    for name, parameter in named.items():
+        if name.endswith(".magnitude"):
+            torch.testing.assert_close(parameter, named[name.replace("magnitude", "weight")].norm(dim=1))
+    plain = Decoder(config()).double()
+    fill(plain, Weights(), seed=3)
+    tokens = torch.arange(14).view(2, 7)
+    torch.testing.assert_close(decoder(tokens, tokens), plain(tokens, tokens), rtol=1e-12, atol=1e-12)
 
 
 def test_the_checksum_sees_each_bit() -> None:
