@@ -482,8 +482,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT412",
         "DoRA beside a base of few bits",
-        "DoRA divides by the norms of the rows of W + scale · B A, and begins with those of W. A base of 4 or 8 bits is "
-        "never in memory as a matrix that these could be taken from.",
+        "DoRA divides by the norms of the rows of W + scale · B A, and begins with those of W. A base of 4 or 8 bits "
+        "is never in memory as a matrix that these could be taken from.",
         "adapter: {kind: dora, base: nf4}",
         "adapter: {kind: lora, base: nf4}",
         "command",

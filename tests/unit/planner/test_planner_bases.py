@@ -75,6 +75,10 @@ def codes(made: Any) -> list[str]:
     return [finding.code for finding in made.diagnostics if finding.severity == "error"]
 
 
+def test_dora_has_a_base_that_is_stored_as_a_matrix(tmp_path: Path) -> None:
+    assert codes(result(tmp_path, adapter={"kind": "dora", "base": "nf4"})) == ["PT412"]
+
+
 def test_settings_without_effect_are_found(tmp_path: Path) -> None:
     assert codes(result(tmp_path, adapter={"base": "int8", "double_quant": False})) == ["PT299"]
     assert codes(result(tmp_path, adapter={"double_quant": True})) == ["PT299"]
