@@ -15,7 +15,7 @@ import torch
 from _jobs import Jobs
 from _preference_reference import pair_loss, train_alone
 from _ranks import Pools
-from _tensor_plans import HALVES, ONE, tensor_plan
+from _tensor_plans import HALVES, ONE, QUARTERS, tensor_plan
 from often import often
 
 from partool.plan.layout import Mesh
@@ -36,7 +36,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "hinge": {"kind": "dpo", "beta": 0.7, "form": "hinge"},
     "orpo": {"kind": "orpo", "weight": 0.4},
     "simpo": {"kind": "simpo", "gamma": 0.3},
+    "copy": {"kind": "dpo", "beta": 0.7, "reference": "copy"},
 }
+WITH_REFERENCE = ("dpo", "cdpo", "ipo", "hinge", "copy")
 TWO = Mesh(dp_shard=2)
 LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     **{f"{name} alone": (name, ONE, {}) for name in OBJECTIVES},
@@ -59,9 +61,26 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "dpo 1f1b": ("dpo", Mesh(pp=2), {"stages": HALVES}),
     "orpo zero-bubble": ("orpo", Mesh(pp=2), {"stages": HALVES, "schedule": "zb-h1"}),
     "simpo stages and tensor": ("simpo", Mesh(pp=2, tp=2), {"stages": HALVES}),
+    "dpo interleaved": ("dpo", Mesh(pp=2), {"stages": QUARTERS, "schedule": "interleaved"}),
+    "ipo zb-v": ("ipo", Mesh(pp=2), {"stages": QUARTERS, "schedule": "zb-v"}),
+    "dpo hanayo": ("dpo", Mesh(pp=2), {"stages": QUARTERS, "schedule": "hanayo"}),
+    "orpo usp": ("orpo", Mesh(cp=4), {"sequence_method": "usp", "sequence_order": "zigzag", "sequence_inner": 2}),
+    "simpo startrail": (
+        "simpo",
+        Mesh(cp=4),
+        {"sequence_method": "startrail", "sequence_order": "zigzag", "sequence_teams": 2},
+    ),
+    "cdpo all-gather": ("cdpo", Mesh(cp=2), {"sequence_method": "all_gather"}),
+    "copy alone": ("copy", ONE, {}),
+    **{f"copy ZeRO-{zero}": ("copy", TWO, {"zero": zero}) for zero in (1, 2, 3)},
+    "copy tensor": ("copy", Mesh(tp=2, dp_shard=2), {"zero": 3, "sequence_norms": True}),
+    "copy 1f1b": ("copy", Mesh(pp=2, dp_shard=2), {"stages": HALVES, "zero": 2}),
+    "copy zero-bubble": ("copy", Mesh(pp=2), {"stages": QUARTERS, "schedule": "zb-v"}),
+    "copy ulysses": ("copy", Mesh(cp=2), {"sequence_method": "ulysses"}),
+    "copy compiled": ("copy", ONE, {"compile": "block", "recompute": "selective"}),
 }
 # The formulas of all objectives are compared without ranks.
-KEPT = ["dpo ZeRO-3", "orpo ring", "simpo tied"]
+KEPT = ["dpo ZeRO-3", "orpo ring", "simpo tied", "copy 1f1b"]
 
 
 def write_pairs(path: Path) -> Path:
@@ -81,11 +100,13 @@ def write_pairs(path: Path) -> Path:
     return path
 
 
-def plan_of(place: Path, objective: str, mesh: Mesh, *, model: dict[str, Any] | None = None, **layout: Any) -> Plan:
+def plan_of(
+    place: Path, objective: dict[str, Any], mesh: Mesh, *, model: dict[str, Any] | None = None, **layout: Any
+) -> Plan:
     settings = {"steps": STEPS, "checkpoint": {"every": 3}}
     training = {
         "sequence_length": LENGTH,
-        "objective": ObjectiveSpec(**OBJECTIVES[objective]),
+        "objective": ObjectiveSpec(**objective),
         "log_every": 1,
         "validation": Validation(samples=64),
     }
@@ -117,14 +138,16 @@ def alone(place: Path) -> Iterator[Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # beside the ranks, more threads would wait for each other
     yield cache(
-        lambda objective, tied=False: train_alone(plan_of(place, objective, ONE, model={"tied_embeddings": tied}))
+        lambda objective, tied=False: train_alone(
+            plan_of(place, OBJECTIVES[objective], ONE, model={"tied_embeddings": tied})
+        )
     )
     torch.set_num_threads(threads)
 
 
 def run(jobs: Jobs, name: str) -> None:
     objective, mesh, layout = LAYOUTS[name]
-    jobs.train(name, plan_of(jobs.folder, objective, mesh, **layout), run=name)
+    jobs.train(name, plan_of(jobs.folder, OBJECTIVES[objective], mesh, **layout), run=name)
     assert jobs.ended(name) == "done"
 
 
@@ -140,7 +163,11 @@ def test_every_layout_equals_one_process(jobs: Jobs, alone: Any, name: str) -> N
     accuracies = [step["preferences"]["accuracy"] for step in steps]
     assert accuracies[1:] == pytest.approx(want["accuracies"][1:])
     validation = jobs.events(name, "validation")[-1]
-    assert (validation["loss"], validation["preferences"]["accuracy"]) == pytest.approx(want["validation"], abs=1e-11)
+    of_pairs = validation["preferences"]
+    assert (validation["loss"], of_pairs["accuracy"]) == pytest.approx(want["validation"][:2], abs=1e-11)
+    if objective in WITH_REFERENCE:
+        assert [step["preferences"]["kl"] for step in steps] == pytest.approx(want["kl"], abs=1e-11)
+        assert of_pairs["kl"] == pytest.approx(want["validation"][2], abs=1e-11)
     state = jobs.state(name, STEPS)
     for weight, expected in want["weights"].items():
         difference = float((state[f"model.{weight}"] - expected).abs().max())
@@ -151,7 +178,7 @@ def test_every_layout_equals_one_process(jobs: Jobs, alone: Any, name: str) -> N
 @pytest.mark.timeout(170)
 def test_a_resumed_run_reads_the_reference_and_other_weights_are_another(jobs: Jobs, alone: Any) -> None:
     """The reference is the model before the first step, also for a run that goes on in another layout."""
-    first, second = (plan_of(jobs.folder, "dpo", mesh, zero=3) for mesh in (TWO, Mesh(dp_shard=3)))
+    first, second = (plan_of(jobs.folder, OBJECTIVES["dpo"], mesh, zero=3) for mesh in (TWO, Mesh(dp_shard=3)))
     jobs.train("stopped", first, run="broken", stop_at=3)
     assert "Preempted" in jobs.ended("stopped")
     file = jobs.folder / "broken" / "reference.npz"
