@@ -20,9 +20,10 @@ from often import often
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
-from partool.spec.data import DataSpec
+from partool.spec.data import DataSpec, MixedSource
 from partool.spec.objective import ObjectiveSpec
 from partool.spec.training import Validation
+from partool_runtime.data import open_data
 from partool_runtime.model.preferences import pair_losses
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -83,9 +84,9 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
 KEPT = ["dpo ZeRO-3", "orpo ring", "simpo tied", "copy 1f1b"]
 
 
-def write_pairs(path: Path) -> Path:
+def write_pairs(path: Path, seed: int = 7) -> Path:
     """Write pairs of unequal lengths, a few of them longer than a row."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     words = ["the", "cat", "sat", "on", "mat", "hello", "what", "is", "two", "plus"]
 
     def text(least: int, most: int) -> str:
@@ -196,6 +197,35 @@ def test_a_resumed_run_reads_the_reference_and_other_weights_are_another(jobs: J
         assert content["key"] == key
         np.testing.assert_allclose(content["sums"], sums, atol=1e-11)
     assert [step["loss"] for step in jobs.events("damaged", "step")] == pytest.approx(losses, abs=1e-11)
+
+
+@pytest.mark.timeout(170)
+def test_a_mixture_of_pairs_goes_on_in_another_layout(jobs: Jobs, place: Path) -> None:
+    """Documents of all sources have numbers of their own, by which the reference's sums are kept."""
+    for number, name in enumerate(("second.jsonl", "held-out.jsonl")):
+        write_pairs(place / name, seed=number)
+    mix = [
+        MixedSource(source=str(place / "pairs.jsonl"), weight=0.4),
+        MixedSource(source=str(place / "second.jsonl"), weight=0.6),
+    ]
+    mixed = {"mix": mix, "source": [], "validation": 0.0, "validation_source": str(place / "held-out.jsonl")}
+
+    def plan(mesh: Mesh, objective: str) -> Plan:
+        plain = plan_of(place, OBJECTIVES[objective], mesh, zero=3)
+        return plain.model_copy(update={"data": plain.data.model_copy(update=mixed)})
+
+    jobs.train("mixed", plan(TWO, "dpo"), run="mixture", stop_at=3)
+    assert "Preempted" in jobs.ended("mixed")
+    jobs.train("mixed on", plan(Mesh(dp_shard=3), "dpo"), run="mixture", resume=True)
+    assert jobs.ended("mixed on") == "done"
+    want = train_alone(plan(ONE, "dpo"))
+    assert [step["loss"] for step in jobs.events("mixture", "step")] == pytest.approx(want["losses"], abs=1e-11)
+    assert jobs.events("mixture", "validation")[-1]["loss"] == pytest.approx(want["validation"][0], abs=1e-11)
+    with open_data(plan(ONE, "dpo"), dp_rank=0, dp_size=1, barrier=lambda: None) as data:
+        numbers = data.read_documents
+        assert len(set(numbers.tolist())) == len(numbers)
+        assert (numbers[::2] % 2 == 0).all() and (numbers[1::2] == numbers[::2] + 1).all()
+        assert {int(number) // 100 for number in numbers} == {0, 1, 2}, "each source has 100 documents"
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -147,6 +147,8 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
         frozen = sharded(1, (sizes.common - sizes.trained, sizes.expert - sizes.trained_expert))
         narrow_parameters = _narrow_parameters(job, layouts, sizes, frozen, trained)
         parameters = np.where(np.asarray(layouts.ring), parameters, narrow_parameters)
+    if job.reference_copy:  # frozen, so without masters, and whole below ZeRO-3
+        parameters = parameters + small * np.where(zero == 3, everywhere, sizes.common + sizes.expert)
     stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
     away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)

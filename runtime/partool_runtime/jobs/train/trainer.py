@@ -225,9 +225,10 @@ def _open(
         preferences=prepared.preferences,
     )
 
+    folder = None if plan.adapter is None else plan.adapter.weights
+
     def start() -> None:
         """Give the model the weights that training starts from."""
-        folder = None if plan.adapter is None else plan.adapter.weights
         for note in fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters(), adapter=folder):
             recorder.warning(note)
         optimizer.loaded()
@@ -250,7 +251,7 @@ def _open(
         base=base,
     )
     if (copy := prepared.frozen_copy) is not None:
-        fill(copy.model, plan.weights, seed=plan.training.seed)
+        fill(copy.model, plan.weights, seed=plan.training.seed, adapter=folder)
         post_load(copy.model)
     pulse.enter("loading")
     started = give_reference(plan, run_dir, ranks, prepared=prepared, data=data, start=start, pulse=pulse)
