@@ -161,7 +161,8 @@ def _preferences(model: nn.Module, plan: Plan, ranks: Ranks) -> PreferenceLoss |
     """If training compares pairs of answers, put their loss around that of the model; a collective of all ranks."""
     if not plan.training.objective.prefers:
         return None
-    preferences = PreferenceLoss(plan.training.objective, ranks)
+    with ranks.tensors():
+        preferences = PreferenceLoss(plan.training.objective, ranks)
     put_around_loss(model, preferences.around)
     return preferences
 
@@ -171,9 +172,9 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepar
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     preferences = _preferences(model, plan, ranks)
+    _freeze(model, plan, trains=trains)  # outside of the context: fake tensors are no data of parameters on meta
     with ranks.tensors():
         _own_buffers(model)
-        _freeze(model, plan, trains=trains)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(model, plan, ranks, memory, host)
         _accumulate_in_master_dtype(model, plan)
@@ -294,9 +295,9 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     preferences = _preferences(parts, plan, ranks)
     before = None if preferences is None else preferences.begin
+    _freeze(parts, plan, trains=trains)
     with ranks.tensors():
         _own_buffers(parts)
-        _freeze(parts, plan, trains=trains)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
         _accumulate_in_master_dtype(parts, plan)

@@ -3,6 +3,7 @@
     python specs/finetune/make_data.py
 
 writes ``data/chats.jsonl``, ``data/preferences.jsonl`` and ``data/tokenizer`` beside this file. Needs ``tokenizers``.
+Conversations answer with the whole documentation; preferences prefer its first sentence to the whole.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,12 @@ def documented() -> Iterator[tuple[str, str]]:
                 yield f"{name}.{attribute}", text
 
 
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text that goes on for a while after it; empty if there is none."""
+    found = re.match(r"[A-Z][^.]{15,200}\.(?=\s)", text, re.DOTALL)
+    return found.group() if found and len(text) > found.end() + 40 else ""
+
+
 def write(path: Path, records: list[dict[str, object]]) -> None:
     """Write records as JSONL."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -65,12 +73,12 @@ def main() -> None:
     tokenizer.mkdir(parents=True, exist_ok=True)
     chats: list[dict[str, object]] = []
     preferences: list[dict[str, object]] = []
-    for number, (question, (_, text)) in enumerate(zip(questions, known, strict=True)):
+    for question, (_, text) in zip(questions, known, strict=True):
         user = {"role": "user", "content": question}
-        other = known[(number + len(known) // 2) % len(known)][1]
         chats.append({"messages": [user, {"role": "assistant", "content": text}]})
-        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (text, other))
-        preferences.append({"prompt": [user], "chosen": chosen, "rejected": rejected})
+        if short := first_sentence(text):
+            chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (short, text))
+            preferences.append({"prompt": [user], "chosen": chosen, "rejected": rejected})
     write(FOLDER / "chats.jsonl", chats)
     write(FOLDER / "preferences.jsonl", preferences)
     fast = Tokenizer(models.BPE())
