@@ -40,7 +40,8 @@ class ObjectiveSpec(Section):
     step, whose results are kept; adapter_off: in every step the model without its adapter; copy: in every step a frozen
     copy of the starting weights."""
     gamma: Coefficient = 1.0
-    """simpo: margin between the answers' rewards."""
+    """simpo: margin between the answers' rewards, as TRL's ``simpo_gamma``; the authors' ``gamma_beta_ratio`` is
+    gamma / beta."""
     weight: Coefficient = 0.1
     """orpo: weight of the odds ratio beside the loss of the chosen answer (the paper's lambda)."""
 

@@ -102,7 +102,7 @@ def train_alone(plan: Plan, draw: BlockSource | None = None) -> dict[str, Any]:
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.betas[0], spec.betas[1]), eps=spec.eps)
-    out: dict[str, Any] = {"losses": [], "accuracies": [], "kl": []}
+    out: dict[str, Any] = {"losses": [], "accuracies": [], "kl": [], "norms": []}
     kept: dict[bytes, float] = {}
 
     def sums(rows: list[int], *, held_out: bool = False) -> tuple[torch.Tensor, float, float]:
@@ -135,6 +135,7 @@ def train_alone(plan: Plan, draw: BlockSource | None = None) -> dict[str, Any]:
             optimizer.zero_grad()
             loss.backward()
             norm = float(clip_grad_norm_(named.values(), math.inf))
+            out["norms"].append(norm)
             torch._foreach_mul_([p.grad for p in named.values()], min(1.0, spec.clip / norm))
             for group in optimizer.param_groups:
                 group["lr"] = spec.lr * lr_factor(spec.schedule, step, training.steps)

@@ -102,9 +102,15 @@ def write_pairs(path: Path, seed: int = 7) -> Path:
 
 
 def plan_of(
-    place: Path, objective: dict[str, Any], mesh: Mesh, *, model: dict[str, Any] | None = None, **layout: Any
+    place: Path,
+    objective: dict[str, Any],
+    mesh: Mesh,
+    *,
+    model: dict[str, Any] | None = None,
+    precision: str = "fp64",
+    **layout: Any,
 ) -> Plan:
-    settings = {"steps": STEPS, "checkpoint": {"every": 3}}
+    settings = {"steps": STEPS, "checkpoint": {"every": 3}, "precision": precision}
     training = {
         "sequence_length": LENGTH,
         "objective": ObjectiveSpec(**objective),
@@ -197,6 +203,26 @@ def test_a_resumed_run_reads_the_reference_and_other_weights_are_another(jobs: J
         assert content["key"] == key
         np.testing.assert_allclose(content["sums"], sums, atol=1e-11)
     assert [step["loss"] for step in jobs.events("damaged", "step")] == pytest.approx(losses, abs=1e-11)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("objective", "mesh"), [("dpo", TWO), ("copy", Mesh(pp=2)), ("orpo", Mesh(tp=2))])
+def test_half_precision_is_near(jobs: Jobs, alone: Any, precision: str, objective: str, mesh: Mesh) -> None:
+    """Loss and gradient norm are those of pairs, whatever the loss is scaled by; fp16 may skip steps at first."""
+    name = f"{precision} {objective}"
+    stages = {"stages": HALVES} if mesh.pp > 1 else {}
+    jobs.train(name, plan_of(jobs.folder, OBJECTIVES[objective], mesh, precision=precision, **stages), run=name)
+    assert jobs.ended(name) == "done"
+    want, steps = alone(objective), jobs.events(name, "step")
+    done = [step for step in steps if not step["skipped"]]
+    assert len(done) == STEPS or precision == "fp16" and len(done) > 1
+    assert steps[0]["loss"] == pytest.approx(want["losses"][0], rel=0.02)
+    low, high = min(want["norms"]), max(want["norms"])
+    assert all(low / 2 < step["grad_norm"] < high * 2 for step in done)
+    if len(done) == STEPS:
+        assert [step["loss"] for step in steps] == pytest.approx(want["losses"], abs=0.03)
 
 
 @pytest.mark.timeout(170)
