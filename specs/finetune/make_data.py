@@ -12,7 +12,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -42,10 +42,10 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def documented() -> Iterator[tuple[str, str]]:
+def documented(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, documentation) of what the modules define, each text once."""
     seen: set[str] = set()
-    for name in MODULES:
+    for name in modules:
         module = importlib.import_module(name)
         for attribute in sorted(vars(module)):
             text = inspect.getdoc(getattr(module, attribute)) or ""
@@ -65,11 +65,11 @@ def write(path: Path, records: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def main() -> None:
-    """Write the files."""
-    known = list(documented())
+def main(folder: Path = FOLDER, modules: Sequence[str] = MODULES) -> None:
+    """Write the files into ``folder``, about what ``modules`` define."""
+    known = list(documented(modules))
     questions = [QUESTIONS[number % len(QUESTIONS)].format(name) for number, (name, _) in enumerate(known)]
-    tokenizer = FOLDER / "tokenizer"
+    tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
     chats: list[dict[str, object]] = []
     preferences: list[dict[str, object]] = []
@@ -79,8 +79,8 @@ def main() -> None:
         if short := first_sentence(text):
             chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (short, text))
             preferences.append({"prompt": [user], "chosen": chosen, "rejected": rejected})
-    write(FOLDER / "chats.jsonl", chats)
-    write(FOLDER / "preferences.jsonl", preferences)
+    write(folder / "chats.jsonl", chats)
+    write(folder / "preferences.jsonl", preferences)
     fast = Tokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -94,7 +94,7 @@ def main() -> None:
     config = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    print(f"{len(chats):,} conversations and {len(preferences):,} preferences in {FOLDER}")
+    print(f"{len(chats):,} conversations and {len(preferences):,} preferences in {folder}")
 
 
 if __name__ == "__main__":
