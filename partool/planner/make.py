@@ -233,7 +233,7 @@ def _predictions_and_reasons(
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
         score=score_of(best),
-        totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes, reference),
+        totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes, reference=reference),
     )
     table, searched = candidates.candidates(solution, best, fewer), solution.summary()
     without, limit = tuple(choice.comparisons(solution, best)), limits.limit(solution, best)

@@ -19,7 +19,6 @@ from partool.work.base import COMPUTE_BYTES
 from partool.work.evaluation import forward_only
 from partool.work.training import MASTER_BYTES
 
-
 _SUM_BYTES = 8
 """Bytes of the reference's log-probability of a document (float64)."""
 
@@ -61,6 +60,7 @@ def totals(
     time: TimePrediction,
     counts: DataCounts,
     saved_bytes: int,
+    *,
     reference: ReferencePass | None = None,
 ) -> Totals:
     """Return the figures of a layout's whole training, or of another job.

@@ -52,7 +52,8 @@ def render_run_html(
 ) -> str:
     """Return the page of a run, with the ``loads`` of its experts, or of an evaluation with its ``result``.
 
-    ``pairs`` are figures of pairs of answers. ``note`` says why the page has no timeline; ``status`` is None if this machine does not know it.
+    ``pairs`` are figures of pairs of answers. ``note`` says why the page has no timeline; ``status`` is None if this
+    machine does not know it.
     """
     return page(
         "run.html.jinja",

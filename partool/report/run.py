@@ -135,7 +135,8 @@ def render_run(
 ) -> None:
     """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline; of an evaluation its ``result``.
 
-    ``pairs`` are figures of pairs of answers. ``note`` says why there is no timeline; ``status`` is None if this machine does not know it.
+    ``pairs`` are figures of pairs of answers. ``note`` says why there is no timeline; ``status`` is None if this
+    machine does not know it.
     """
     words = state_words(status)
     console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))

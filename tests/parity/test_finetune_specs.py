@@ -34,7 +34,8 @@ OVERRIDES = (
 def make_data(folder: Path, *modules: str) -> None:
     """Write the data of the specs, of some modules of the standard library or of all."""
     spec = importlib.util.spec_from_file_location("make_data", SPECS / "make_data.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     made: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     made.main(folder, modules or made.MODULES)

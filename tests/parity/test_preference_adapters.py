@@ -68,7 +68,7 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "off experts": ("off", Mesh(dp_shard=4), {"model": EXPERTS, "zero": 3, "expert": 2}),
     "kept experts": ("kept", Mesh(dp_shard=2), {"model": EXPERTS, "zero": 1, "expert": 2}),
 }
-KEPT = ["off ZeRO-3", "off zb-h1 tensor"]
+KEPT = ["off zb-v"]
 
 
 def adapter_plan(place: Path, objective: str, mesh: Mesh, model: dict[str, Any] | None = None, **layout: Any) -> Plan:

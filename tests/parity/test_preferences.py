@@ -81,7 +81,7 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "copy compiled": ("copy", ONE, {"compile": "block", "recompute": "selective"}),
 }
 # The formulas of all objectives are compared without ranks.
-KEPT = ["dpo ZeRO-3", "orpo ring", "simpo tied", "copy 1f1b"]
+KEPT = ["dpo ZeRO-3", "orpo ring", "simpo tied", "copy ZeRO-1"]
 
 
 def write_pairs(path: Path, seed: int = 7) -> Path:
@@ -217,7 +217,7 @@ def test_half_precision_is_near(jobs: Jobs, alone: Any, precision: str, objectiv
     assert jobs.ended(name) == "done"
     want, steps = alone(objective), jobs.events(name, "step")
     done = [step for step in steps if not step["skipped"]]
-    assert len(done) == STEPS or precision == "fp16" and len(done) > 1
+    assert len(done) == STEPS or (precision == "fp16" and len(done) > 1)
     assert steps[0]["loss"] == pytest.approx(want["losses"][0], rel=0.02)
     low, high = min(want["norms"]), max(want["norms"])
     assert all(low / 2 < step["grad_norm"] < high * 2 for step in done)
@@ -225,6 +225,7 @@ def test_half_precision_is_near(jobs: Jobs, alone: Any, precision: str, objectiv
         assert [step["loss"] for step in steps] == pytest.approx(want["losses"], abs=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(170)
 def test_a_mixture_of_pairs_goes_on_in_another_layout(jobs: Jobs, place: Path) -> None:
     """Documents of all sources have numbers of their own, by which the reference's sums are kept."""
@@ -250,7 +251,8 @@ def test_a_mixture_of_pairs_goes_on_in_another_layout(jobs: Jobs, place: Path) -
     with open_data(plan(ONE, "dpo"), dp_rank=0, dp_size=1, barrier=lambda: None) as data:
         numbers = data.read_documents
         assert len(set(numbers.tolist())) == len(numbers)
-        assert (numbers[::2] % 2 == 0).all() and (numbers[1::2] == numbers[::2] + 1).all()
+        assert (numbers[::2] % 2 == 0).all()
+        assert (numbers[1::2] == numbers[::2] + 1).all(), "both answers of a pair are in one row"
         assert {int(number) // 100 for number in numbers} == {0, 1, 2}, "each source has 100 documents"
 
 

@@ -242,8 +242,8 @@ def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
 def _with_ascent(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Column, share: float) -> UnitSeconds:
     """Return the embedding or the head with a second forward and backward pass in a share of the steps.
 
-    Without ``backward_s`` it is a forward pass alone. ``more_s`` are further seconds of that forward pass, ``backward_s`` those of its backward pass, and ``exposed_s``
-    those of its communication.
+    Without ``backward_s`` it is a forward pass alone. ``more_s`` are further seconds of that forward pass,
+    ``backward_s`` those of its backward pass, and ``exposed_s`` those of its communication.
     """
     exposed = unit.exposed | {"tensor_parallel": unit.exposed["tensor_parallel"] + share * exposed_s}
     return replace(

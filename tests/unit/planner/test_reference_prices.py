@@ -86,7 +86,8 @@ def test_an_adapter_that_is_switched_off_takes_a_forward_pass_and_no_memory(plac
 def test_what_is_kept_is_in_the_totals(place: Path) -> None:
     plan = plan_of(text("kept"), folder=place)
     time, totals = plan.prediction.time, plan.prediction.totals
-    assert totals is not None and totals.reference_s is not None
+    assert totals is not None
+    assert totals.reference_s is not None
     steps = plan.training.steps
     assert time.total_s == pytest.approx(steps * time.step_time_s + totals.reference_s)
     assert time.device_hours == pytest.approx(time.total_s * 4 / 3600)
@@ -102,7 +103,8 @@ def test_what_is_kept_is_in_the_totals(place: Path) -> None:
     assert counted.file_bytes == 40 * 8
     for reference in ("copy", "adapter_off"):
         other = plan_of(text(reference, adapter="adapter: {rank: 4}"), folder=place)
-        assert other.prediction.totals is not None and other.prediction.totals.reference_s is None
+        assert other.prediction.totals is not None
+        assert other.prediction.totals.reference_s is None
         assert other.prediction.time.total_s == pytest.approx(steps * other.prediction.time.step_time_s)
         assert "one more forward pass in every step" in dict(job_rows(other))["Reference"]
 
