@@ -35,6 +35,7 @@ def command(
     """Show what a run did beside what was planned: every term, and its pipeline in time."""
     from partool.plan.evaluation_result import read_result
     from partool.report.experts import expert_loads
+    from partool.report.pairs import pair_reports
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
     refuse_foreign(Path(run))
@@ -43,6 +44,7 @@ def command(
     with reading_records():
         comparison, note = _comparison(stored, plan, pipeline, step)
         summary, loads, result = read_summary(stored.path), expert_loads(stored.path), read_result(stored.path)
+        pairs = pair_reports(stored.path)
     asked = step is not None or pipeline > 0 or timeline is not None
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
@@ -50,7 +52,9 @@ def command(
     if html is not None:
         from partool.report.html_run import render_run_html
 
-        shown = render_run_html(plan, stored.id, summary, comparison, note, status=status, loads=loads, result=result)
+        shown = render_run_html(
+            plan, stored.id, summary, comparison, note, status=status, loads=loads, pairs=pairs, result=result
+        )
         write_or_exit(shown, html)
     if timeline is not None and comparison is not None:
         write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
@@ -62,6 +66,7 @@ def command(
             "summary": summary.model_dump() if summary is not None else None,
             "pipeline": pipeline_data,
             "experts": [load.model_dump() for load in loads] or None,
+            "preferences": [each.model_dump() for each in pairs] or None,
             "evaluation": result.model_dump() if result is not None else None,
             "note": note or None,
         }
@@ -70,7 +75,9 @@ def command(
     from partool.report.run import render_run
 
     with printing() as console:
-        render_run(stored.id, summary, comparison, note, console, status=status, loads=loads, result=result)
+        render_run(
+            stored.id, summary, comparison, note, console, status=status, loads=loads, pairs=pairs, result=result
+        )
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:

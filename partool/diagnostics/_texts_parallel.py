@@ -214,4 +214,29 @@ RULES: tuple[Rule, ...] = (
         _FOUR + "training: {objective: dpo, z_loss: 1.0e-4}\n",
         _FOUR + "training: {z_loss: 1.0e-4}\n",
     ),
+    Rule(
+        "PT421",
+        "There is no adapter to switch off",
+        "A model with an adapter is its own reference without it. Without an adapter all weights are trained, and the "
+        "reference is what the first weights say of the data, kept before the first step, or a frozen copy of them.",
+        _FOUR + "training: {objective: {kind: dpo, reference: adapter_off}}\n",
+        _FOUR + "adapter: {}\ntraining: {objective: {kind: dpo, reference: adapter_off}}\n",
+    ),
+    Rule(
+        "PT422",
+        "Without its adapter the model is not what it was",
+        "Parameters that are trained in full beside the adapter change with every step, and nothing keeps their first "
+        "values: the model without its adapter would be a reference that moves.",
+        _FOUR + "adapter: {train: [head]}\ntraining: {objective: {kind: dpo, reference: adapter_off}}\n",
+        _FOUR + "adapter: {}\ntraining: {objective: {kind: dpo, reference: adapter_off}}\n",
+    ),
+    Rule(
+        "PT423",
+        "A frozen copy is not read from files",
+        "Parameters in files belong to the model that is trained. A frozen copy is on the device, or in host memory.",
+        _FOUR + "parallel: {data: {zero: 3}, offload: {optimizer: cpu, parameters: nvme, dir: /tmp}}\n"
+        "training: {objective: {kind: dpo, reference: copy}}\n",
+        _FOUR + "parallel: {data: {zero: 3}, offload: {optimizer: cpu, parameters: nvme, dir: /tmp}}\n"
+        "training: {objective: {kind: dpo}}\n",
+    ),
 )

@@ -643,7 +643,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT296",
         "The objective does not read this setting",
-        "dpo reads beta, form and, as sigmoid, smoothing; simpo beta, gamma and smoothing; orpo weight.",
+        "dpo reads beta, form, reference and, as sigmoid, smoothing; simpo beta, gamma and smoothing; orpo weight.",
         BASE + "training: {objective: {kind: sft, beta: 0.1}}\n",
         BASE + "training: {objective: sft}\n",
     ),

@@ -21,6 +21,19 @@ class _Start(Noted):
     resumed_from: Count | None = None
 
 
+class PairFigures(Noted):
+    """Means over pairs of answers; None stands for a figure that is not finite, or that the objective does not have."""
+
+    chosen: Number | None = None
+    rejected: Number | None = None
+    margin: Number | None = None
+    accuracy: Number | None = None
+    logps_chosen: Number | None = None
+    logps_rejected: Number | None = None
+    kl: Number | None = None
+    log_odds: Number | None = None
+
+
 class _Step(Noted):
     step: Count
     loss: Number | None = None
@@ -30,11 +43,13 @@ class _Step(Noted):
     step_time_s: Number | None = None
     mfu: Number | None = None
     memory_bytes: Count | None = None
+    preferences: PairFigures | None = None
 
 
 class _Validation(Noted):
     step: Count
     loss: Number | None = None
+    preferences: PairFigures | None = None
 
 
 class _Checkpoint(Noted):

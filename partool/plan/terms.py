@@ -80,7 +80,8 @@ REPORT_TERMS: dict[str, str] = {
     "total": "sum of the terms above it; if measured, the whole, to which the terms need not add up",
     "idle_streams": "memory that the allocator holds for idle streams where there is room, and returns before it fails",
     "step": "one optimizer step of all ranks: sum of the time terms, with its expected error (±)",
-    "training": "all steps of the run, without checkpoints and validation, and devices times hours",
+    "training": "all steps of the run, without checkpoints and validation, and devices times hours; of dpo with the "
+    "pass of the reference before them",
     "all_else": "sum of the time terms below one percent of the step",
     "host": "host memory that all ranks of a node take, and the pinned part of it",
     "mfu": "model FLOPs utilization: operations that the model needs per second, over the peak of the devices",

@@ -21,6 +21,11 @@ class Totals(Record):
     """Conversations, or prompts with completions, of one pass; 0 for texts."""
     epochs: Rate | None = None
     """Number of times that the training reads its data; None if the tokens are not known, or not all of them count."""
+    reference_s: Rate | None = None
+    """Seconds of the reference's pass over the data before the first step, a part of the time of the training; None
+    where the objective keeps no reference."""
+    reference_bytes: Predicted | None = None
+    """Bytes of the file with the reference's log-probabilities; None also where documents are not counted."""
     checkpoint_bytes: Predicted
     """Bytes of one checkpoint, over all ranks."""
     price_per_device_hour: Rate | None = None

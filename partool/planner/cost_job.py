@@ -53,4 +53,4 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         perturbed=training.adversarial.share(training.steps),
         offload=problem.offload,
     )
-    return work if problem.job.backward else forward_only(work)
+    return work.with_objective(training.objective) if problem.job.backward else forward_only(work)

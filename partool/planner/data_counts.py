@@ -28,6 +28,8 @@ class DataCounts:
     """Sequences of one pass over the data; None where they are unknown."""
     samples: int = 0
     """Conversations, prompts with completions, or pairs of preferences, in the rows; 0 for texts."""
+    documents: int = 0
+    """Documents of all sources, also those that are held out or in no row; 0 where they are not counted."""
     truncated: int = 0
     """Samples that are longer than a sequence and lose a part."""
     left_out: int = 0
@@ -55,6 +57,7 @@ def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCou
         tokens=round(sum((each.tokens or 0) * n / row for each, n, row in zip(counts, draws, rows, strict=True))),
         rows=sum(draws),
         samples=round(sum(each.samples * n / row for each, n, row in zip(counts, draws, rows, strict=True))),
+        documents=sum(each.documents for each in counts),
         truncated=sum(each.truncated for each in counts),
         left_out=sum(each.left_out for each in counts),
     )
@@ -102,6 +105,7 @@ def _arranged(ready: PreparedTokens, data: DataSpec, sequence_length: int, *, tr
         tokens=int(arranged.kept[rows.documents].sum()),
         rows=rows.count,
         samples=len(rows.documents) // arranged.per_sample,
+        documents=len(ready.lengths.tokens),
         truncated=int(cut.reshape(-1, arranged.per_sample).any(1).sum()),
         left_out=arranged.dropped + arranged.untrained,
     )

@@ -221,7 +221,7 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
         offload=plan.layout.offload,
         expert_imbalance=_limits(plan).expert_imbalance,
     )
-    return work if JOBS[plan.job].backward else forward_only(work)
+    return work.with_objective(plan.training.objective) if JOBS[plan.job].backward else forward_only(work)
 
 
 def _limits(plan: Plan) -> LimitsSpec:

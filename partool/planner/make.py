@@ -266,13 +266,14 @@ def _predictions_and_reasons(
     from partool.planner.explain import answers, candidates, choice, comparison, errors, limits, reasons
     from partool.planner.explain.fewer import fewer_devices
     from partool.planner.explain.scored import score_of
-    from partool.planner.totals import time_of_one_reading, totals
+    from partool.planner.totals import reference_pass, time_of_one_reading, totals, with_reference_pass
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
     fewer = fewer_devices(solution.problem)
     others = comparison.rows(solution, best, fewer)
-    predicted = best.time
+    reference = reference_pass(solution.problem, best, counts)
+    predicted = with_reference_pass(best.time, reference, best.layout.mesh.world_size)
     if not solution.problem.job.backward:
         predicted = time_of_one_reading(solution.problem, best.time, counts)
     time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
@@ -290,7 +291,7 @@ def _predictions_and_reasons(
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
         score=score_of(best),
-        totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes),
+        totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes, reference=reference),
     )
     table, searched = candidates.candidates(solution, best, fewer), solution.summary()
     without, limit = tuple(choice.comparisons(solution, best)), limits.limit(solution, best)

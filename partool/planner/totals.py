@@ -3,20 +3,66 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
+from partool.cost.training.predict import time_terms
 from partool.layout.checkpoint import checkpoint_bytes
 from partool.plan.layout import Layout
 from partool.plan.totals import Totals
 from partool.plan.types import TimePrediction
 from partool.planner.data_counts import DataCounts
 from partool.planner.problem import Problem
+from partool.planner.search.price import Priced
 from partool.spec.spec import Spec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.work.base import COMPUTE_BYTES
+from partool.work.evaluation import forward_only
 from partool.work.training import MASTER_BYTES
 
+_SUM_BYTES = 8
+"""Bytes of the reference's log-probability of a document (float64)."""
 
-def totals(problem: Problem, layout: Layout, time: TimePrediction, counts: DataCounts, saved_bytes: int) -> Totals:
+
+class ReferencePass(NamedTuple):
+    """What it costs to keep the reference's log-probabilities."""
+
+    s: float
+    """Seconds of the pass over the data before the first step."""
+    file_bytes: int | None
+    """Bytes of the file; None where the documents are not counted."""
+
+
+def reference_pass(problem: Problem, best: Priced, counts: DataCounts) -> ReferencePass | None:
+    """Return the price of the pass that keeps the reference's log-probabilities; None where there is none.
+
+    Each sequence that the steps and the validations read passes once, forward.
+    """
+    training, data = problem.spec.training, problem.spec.data
+    if not (problem.job.backward and training.objective.keeps_reference):
+        return None
+    rows = training.steps * training.global_batch
+    rows = min(rows, counts.rows or rows) + training.validation.samples * data.validates
+    step_s = sum(time_terms(forward_only(best.job), best.layout).values())
+    return ReferencePass(step_s * rows / training.global_batch, _SUM_BYTES * counts.documents or None)
+
+
+def with_reference_pass(time: TimePrediction, reference: ReferencePass | None, world_size: int) -> TimePrediction:
+    """Return the time of a training that begins with the pass of a reference, if there is one."""
+    if reference is None:
+        return time
+    hours = time.device_hours + reference.s * world_size / 3600.0
+    return time.model_copy(update={"total_s": time.total_s + reference.s, "device_hours": hours})
+
+
+def totals(
+    problem: Problem,
+    layout: Layout,
+    time: TimePrediction,
+    counts: DataCounts,
+    saved_bytes: int,
+    *,
+    reference: ReferencePass | None = None,
+) -> Totals:
     """Return the figures of a layout's whole training, or of another job.
 
     ``saved_bytes`` is the part of a checkpoint that a rank writes.
@@ -48,6 +94,8 @@ def totals(problem: Problem, layout: Layout, time: TimePrediction, counts: DataC
         data_rows=counts.rows,
         data_samples=counts.samples,
         epochs=_epochs(counts, spec),
+        reference_s=None if reference is None else reference.s,
+        reference_bytes=None if reference is None else reference.file_bytes,
         checkpoint_bytes=written,
         price_per_device_hour=spec.hardware.price_per_device_hour,
     )

@@ -14,6 +14,7 @@ from partool.report.experts import ExpertLoad, load_table, load_title, shares
 from partool.report.html import page
 from partool.report.html_svg import Picture, tag, text
 from partool.report.html_timeline import drawing_view, page_windows
+from partool.report.pairs import PairReport, pair_table
 from partool.report.run import (
     RunSummary,
     headline,
@@ -46,11 +47,13 @@ def render_run_html(
     *,
     status: RunStatus | None = None,
     loads: Sequence[ExpertLoad] = (),
+    pairs: Sequence[PairReport] = (),
     result: EvaluationResult | None = None,
 ) -> str:
     """Return the page of a run, with the ``loads`` of its experts, or of an evaluation with its ``result``.
 
-    ``note`` says why the page has no timeline; ``status`` is None if this machine does not know it.
+    ``pairs`` are figures of pairs of answers. ``note`` says why the page has no timeline; ``status`` is None if this
+    machine does not know it.
     """
     return page(
         "run.html.jinja",
@@ -63,6 +66,7 @@ def render_run_html(
         slow_words=slow_words(summary),
         terms=term_rows(summary) if summary is not None else [],
         experts=_experts(loads) if loads else None,
+        pairs=pair_table(pairs) if pairs else None,
         pipeline=_pipeline(comparison) if comparison is not None else None,
         note=note,
     )

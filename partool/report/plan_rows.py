@@ -71,6 +71,8 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     if not job.backward:
         yield "Stop", stop_text(plan)
         return
+    if training.objective.has_reference:
+        yield "Reference", _reference(plan, totals)
     yield "Optimizer", _optimizer(plan)
     if plan.stopping is not None:
         yield "Checkpoint", _checkpoint(plan, totals)
@@ -157,6 +159,19 @@ def _data(plan: Plan, totals: Totals | None) -> str:
     if totals.epochs is None:
         return f"{text}; epochs unknown (pack: false trains on one document per sequence)"
     return f"{text}; {totals.epochs:.3g} epochs"
+
+
+def _reference(plan: Plan, totals: Totals | None) -> str:
+    """Return what the model is compared with, and what that costs."""
+    kind = plan.training.objective.reference
+    if kind == "adapter_off":
+        return "the model without its adapter: one more forward pass in every step"
+    if kind == "copy":
+        return "a frozen copy of the first weights, which every rank holds: one more forward pass in every step"
+    if totals is None or totals.reference_s is None:
+        return "kept before step 1"
+    kept = f", {size(totals.reference_bytes)} on disk" if totals.reference_bytes else ""
+    return f"kept before step 1: one forward pass over the data, {duration(totals.reference_s)}{kept}"
 
 
 def _optimizer(plan: Plan) -> str:

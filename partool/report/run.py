@@ -17,6 +17,7 @@ from partool.plan.types import Plan
 from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
 from partool.report.experts import ExpertLoad, render_expert_loads
+from partool.report.pairs import PairReport, render_pairs
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
 from partool.report.units import counted, seconds, size
@@ -129,11 +130,13 @@ def render_run(
     *,
     status: RunStatus | None = None,
     loads: Sequence[ExpertLoad] = (),
+    pairs: Sequence[PairReport] = (),
     result: EvaluationResult | None = None,
 ) -> None:
     """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline; of an evaluation its ``result``.
 
-    ``note`` says why there is no timeline; ``status`` is None if this machine does not know it.
+    ``pairs`` are figures of pairs of answers. ``note`` says why there is no timeline; ``status`` is None if this
+    machine does not know it.
     """
     words = state_words(status)
     console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))
@@ -150,6 +153,7 @@ def render_run(
         console.print(_terms(summary))
     console.print()
     render_expert_loads(loads, console)
+    render_pairs(pairs, console)
     if comparison is None:
         console.print(Text(f"No timeline: {note}."))
         return

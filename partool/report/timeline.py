@@ -105,7 +105,7 @@ def _job(plan: Plan) -> TrainingWork:
         perturbed=plan.training.adversarial.share(plan.training.steps),
         time_scalar=plan.prediction.time_scalar,
     )
-    return work if JOBS[plan.job].backward else forward_only(work)
+    return work.with_objective(plan.training.objective) if JOBS[plan.job].backward else forward_only(work)
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:

@@ -92,6 +92,7 @@ ALIASES = {
     **dict.fromkeys(("simpo_gamma", "gamma_beta_ratio"), "training.objective.gamma"),
     **dict.fromkeys(("orpo_alpha", "odds_ratio_weight"), "training.objective.weight"),
     **dict.fromkeys(("rl", "pref_loss"), "training.objective.kind"),
+    **dict.fromkeys(("precompute_ref_log_probs", "ref_model"), "training.objective.reference"),
     "learning_rate": "optimizer.lr",
     "save_total_limit": "checkpoint.keep",
     **dict.fromkeys(("enable_tensorboard", "tensorboard_dir"), "launch.tensorboard"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from partool.layout.one_bit import ExchangeKind
 from partool.plan.layout import OffloadLayout
+from partool.spec.objective import ObjectiveSpec
 from partool.spec.parallel import Offload
 from partool.spec.training import Adapt
 from partool.work.base import Workload
@@ -65,8 +66,17 @@ class TrainingWork(Workload):
     """Parameters whose steps the optimizer scales by norms of whole parameters (LAMB); None if it scales none so."""
     perturbed: float = 0.0
     """Share of the steps whose micro-batches run once more before, to find perturbations of embeddings."""
+    reference_passes: int = 0
+    """Forward passes of a reference over each micro-batch, before the passes of the training."""
+    reference_copy: bool = False
+    """Whether a frozen copy of the model computes them."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
+
+    def with_objective(self, objective: ObjectiveSpec) -> TrainingWork:
+        """Return the work with the passes and the memory of the objective's reference."""
+        passes, copy = int(objective.refers_in_steps), objective.has_reference and objective.reference == "copy"
+        return replace(self, reference_passes=passes, reference_copy=copy)
 
     @property
     def master_bytes(self) -> int:

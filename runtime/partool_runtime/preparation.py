@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import finalize
 
@@ -22,6 +23,7 @@ from partool_runtime.host import HostParts
 from partool_runtime.losses import put_around_loss, set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts, StagedDecoder
+from partool_runtime.model.adapter import adapters_off
 from partool_runtime.offload import Activations, Slabs
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
@@ -32,6 +34,7 @@ from partool_runtime.parallel.passes import Passes, PlainPasses, Timer
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.preferences import PreferenceLoss
+from partool_runtime.parallel.reference import ReferencePasses
 from partool_runtime.parallel.sequence.batches import SharedSequences
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
@@ -70,6 +73,8 @@ class Prepared:
     """Loads of the experts; None for a dense model."""
     preferences: PreferenceLoss | None = None
     """The objective of pairs of answers; None where each token counts by itself."""
+    frozen_copy: Prepared | None = None
+    """The model whose log-probabilities the objective compares, if it is a second one in memory."""
 
     @classmethod
     def sharded(
@@ -101,13 +106,41 @@ def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = N
     host = host or HostParts()
     if plan.training.adversarial.epsilon:
         check_perturbable(plan)
+    prepared = _prepared(plan, ranks, report, host)
+    if prepared.preferences is None or not plan.training.objective.refers_in_steps:
+        return prepared
+    return _with_reference(prepared, prepared.preferences, plan, ranks, host)
+
+
+def _with_reference(
+    prepared: Prepared, preferences: PreferenceLoss, plan: Plan, ranks: Ranks, host: HostParts
+) -> Prepared:
+    """Return ``prepared`` with passes that follow those of the reference."""
+    if plan.training.objective.reference == "adapter_off":
+        within = partial(adapters_off, prepared.model)
+        passes = ReferencePasses(
+            prepared.passes, preferences, reference=prepared.passes, recorder=preferences, within=within
+        )
+        return replace(prepared, passes=passes)
+    copy = _prepared(plan, ranks, lambda timed_actions, sent_bytes: None, host, trains=False)
+    assert copy.preferences is not None, "it has the objective of the plan"
+    passes = ReferencePasses(
+        prepared.passes, preferences, reference=copy.passes, recorder=copy.preferences, within=nullcontext
+    )
+    return replace(prepared, passes=passes, frozen_copy=copy)
+
+
+def _prepared(plan: Plan, ranks: Ranks, report: Report, host: HostParts, *, trains: bool = True) -> Prepared:
+    """Return a rank's part of the model; without ``trains`` every parameter is frozen."""
     if plan.layout.mesh.pp == 1:
-        return _plain(plan, ranks, host)
+        return _plain(plan, ranks, host, trains=trains)
     schedule = trained_schedule(plan)
     if schedule.moves != "activations" and plan.training.objective.prefers:
         message = f"objective: {plan.training.objective.kind} does not run where {schedule.name} moves weights"
         raise ConfigurationError("PT420", message, "Plan it again.")
-    return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report, host)
+    if schedule.moves == "activations":
+        return _stages(plan, schedule, ranks, report, host, trains=trains)
+    return _ring(plan, schedule, ranks, report, host)
 
 
 def _offload(
@@ -127,19 +160,20 @@ def _preferences(model: nn.Module, plan: Plan, ranks: Ranks) -> PreferenceLoss |
     """If training compares pairs of answers, put their loss around that of the model; a collective of all ranks."""
     if not plan.training.objective.prefers:
         return None
-    preferences = PreferenceLoss(plan.training.objective, ranks)
+    with ranks.tensors():
+        preferences = PreferenceLoss(plan.training.objective, ranks)
     put_around_loss(model, preferences.around)
     return preferences
 
 
-def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
+def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     preferences = _preferences(model, plan, ranks)
+    _freeze(model, plan, trains=trains)  # outside of the context: fake tensors are no data of parameters on meta
     with ranks.tensors():
         _own_buffers(model)
-        _freeze(model, plan)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(model, plan, ranks, memory, host)
         _accumulate_in_master_dtype(model, plan)
@@ -164,9 +198,14 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     )
 
 
-def _freeze(model: AnyDecoder, plan: Plan) -> None:
-    """Freeze what the plan does not train, and store it in no more bits than it needs."""
+def _freeze(model: AnyDecoder, plan: Plan, *, trains: bool) -> None:
+    """Freeze what the plan does not train, and store it in no more bits than it needs.
+
+    Without ``trains`` that is everything.
+    """
     freeze(model, plan.frozen)
+    if not trains:
+        model.requires_grad_(False)
     narrow(model, plan.frozen, COMPUTE_DTYPE[plan.training.precision])
 
 
@@ -246,16 +285,16 @@ def _seed(plan: Plan, ranks: Ranks) -> None:
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)
 
 
-def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: HostParts) -> Prepared:
+def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: HostParts, *, trains: bool) -> Prepared:
     mine = schedule.on_rank(ranks.pp.place)
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     preferences = _preferences(parts, plan, ranks)
     before = None if preferences is None else preferences.begin
+    _freeze(parts, plan, trains=trains)
     with ranks.tensors():
         _own_buffers(parts)
-        _freeze(parts, plan)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
         _accumulate_in_master_dtype(parts, plan)

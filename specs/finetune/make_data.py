@@ -3,6 +3,7 @@
     python specs/finetune/make_data.py
 
 writes ``data/chats.jsonl``, ``data/preferences.jsonl`` and ``data/tokenizer`` beside this file. Needs ``tokenizers``.
+Conversations answer with the whole documentation; preferences prefer its first sentence to the whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -40,10 +42,10 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def documented() -> Iterator[tuple[str, str]]:
+def documented(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, documentation) of what the modules define, each text once."""
     seen: set[str] = set()
-    for name in MODULES:
+    for name in modules:
         module = importlib.import_module(name)
         for attribute in sorted(vars(module)):
             text = inspect.getdoc(getattr(module, attribute)) or ""
@@ -52,27 +54,33 @@ def documented() -> Iterator[tuple[str, str]]:
                 yield f"{name}.{attribute}", text
 
 
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text that goes on for a while after it; empty if there is none."""
+    found = re.match(r"[A-Z][^.]{15,200}\.(?=\s)", text, re.DOTALL)
+    return found.group() if found and len(text) > found.end() + 40 else ""
+
+
 def write(path: Path, records: list[dict[str, object]]) -> None:
     """Write records as JSONL."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def main() -> None:
-    """Write the files."""
-    known = list(documented())
+def main(folder: Path = FOLDER, modules: Sequence[str] = MODULES) -> None:
+    """Write the files into ``folder``, about what ``modules`` define."""
+    known = list(documented(modules))
     questions = [QUESTIONS[number % len(QUESTIONS)].format(name) for number, (name, _) in enumerate(known)]
-    tokenizer = FOLDER / "tokenizer"
+    tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
     chats: list[dict[str, object]] = []
     preferences: list[dict[str, object]] = []
-    for number, (question, (_, text)) in enumerate(zip(questions, known, strict=True)):
+    for question, (_, text) in zip(questions, known, strict=True):
         user = {"role": "user", "content": question}
-        other = known[(number + len(known) // 2) % len(known)][1]
         chats.append({"messages": [user, {"role": "assistant", "content": text}]})
-        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (text, other))
-        preferences.append({"prompt": [user], "chosen": chosen, "rejected": rejected})
-    write(FOLDER / "chats.jsonl", chats)
-    write(FOLDER / "preferences.jsonl", preferences)
+        if short := first_sentence(text):
+            chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in (short, text))
+            preferences.append({"prompt": [user], "chosen": chosen, "rejected": rejected})
+    write(folder / "chats.jsonl", chats)
+    write(folder / "preferences.jsonl", preferences)
     fast = Tokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -86,7 +94,7 @@ def main() -> None:
     config = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    print(f"{len(chats):,} conversations and {len(preferences):,} preferences in {FOLDER}")
+    print(f"{len(chats):,} conversations and {len(preferences):,} preferences in {folder}")
 
 
 if __name__ == "__main__":

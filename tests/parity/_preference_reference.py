@@ -14,11 +14,14 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from partool.layout.adapters import is_adapter
+from partool.layout.parameters import is_frozen
 from partool.plan.learning_rate import lr_factor
 from partool.plan.types import Plan
 from partool_runtime.building import build, materialise
 from partool_runtime.data import Batches, open_data
 from partool_runtime.weights import fill
+from partool_runtime.weights.draw import BlockSource
 
 Answer = tuple[torch.Tensor, torch.Tensor]
 """Tokens of a document, and 1 for each that is trained on."""
@@ -72,22 +75,37 @@ def answers(data: Batches, number: int, *, held_out: bool = False) -> list[Answe
     return [(row[here & (documents == d)], loss[here & (documents == d)]) for d in range(int(documents.max()) + 1)]
 
 
-def train_alone(plan: Plan) -> dict[str, Any]:
-    """Train on the rows of all steps; return losses, accuracies, the validation's loss, and the weights."""
+def started(plan: Plan, draw: BlockSource | None = None) -> Any:
+    """Return the model with its first weights; ``draw`` gives those of an adapter."""
     model = build(plan.model).to(torch.float64)
     materialise(model, "cpu")
     fill(model, plan.weights, seed=plan.training.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if draw is not None and is_adapter(name):
+                parameter.copy_(draw(name, tuple(parameter.shape), (0, 0), tuple(parameter.shape)))
+    return model
+
+
+def train_alone(plan: Plan, draw: BlockSource | None = None) -> dict[str, Any]:
+    """Train on the rows of all steps; return losses, accuracies, the validation's loss, and the weights.
+
+    ``draw`` gives the first values of an adapter. The reference has the same, or no adapter at all.
+    """
+    model = reference = started(plan, draw)
+    if plan.training.objective.reference == "adapter_off":
+        reference = started(plan.model_copy(update={"model": plan.model.model_copy(update={"adapter": None})}))
     spec, training = plan.optimizer, plan.training
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if not is_frozen(name, plan.frozen)}
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.betas[0], spec.betas[1]), eps=spec.eps)
-    out: dict[str, Any] = {"losses": [], "accuracies": []}
+    out: dict[str, Any] = {"losses": [], "accuracies": [], "kl": [], "norms": []}
     kept: dict[bytes, float] = {}
 
-    def sums(rows: list[int], *, held_out: bool = False) -> tuple[torch.Tensor, float]:
+    def sums(rows: list[int], *, held_out: bool = False) -> tuple[torch.Tensor, float, float]:
         documents = [each for number in rows for each in answers(data, number, held_out=held_out)]
         assert len(documents) % 2 == 0
         logs = log_probabilities(model, documents)
@@ -96,27 +114,35 @@ def train_alone(plan: Plan) -> dict[str, Any]:
             pair_loss(training.objective, logs[at], logs[at + 1], (before[at], before[at + 1]))
             for at in range(0, len(documents), 2)
         ]
-        return torch.stack([loss for loss, _ in pairs]).mean(), sum(right for _, right in pairs) / len(pairs)
+        apart = sum(float(log.detach()) - of_reference for (log, _), of_reference in zip(logs, before, strict=True))
+        divergence = apart / sum(tokens for _, tokens in logs)
+        return (
+            torch.stack([loss for loss, _ in pairs]).mean(),
+            sum(right for _, right in pairs) / len(pairs),
+            divergence,
+        )
 
     with open_data(plan, dp_rank=0, dp_size=1, barrier=lambda: None) as data:
         for held_out, count in ((False, data._train.count), (True, data._validation.count)):
             documents = [each for row in range(count) for each in answers(data, row, held_out=held_out)]
             with torch.no_grad():
-                logs = log_probabilities(model, documents)
+                logs = log_probabilities(reference, documents)
             kept |= {
                 tokens.numpy().tobytes(): float(log) for (tokens, _), (log, _) in zip(documents, logs, strict=True)
             }
         for step in range(training.steps):
-            loss, accuracy = sums(data.sample_ids(step).tolist())
+            loss, accuracy, divergence = sums(data.sample_ids(step).tolist())
             optimizer.zero_grad()
             loss.backward()
             norm = float(clip_grad_norm_(named.values(), math.inf))
+            out["norms"].append(norm)
             torch._foreach_mul_([p.grad for p in named.values()], min(1.0, spec.clip / norm))
             for group in optimizer.param_groups:
                 group["lr"] = spec.lr * lr_factor(spec.schedule, step, training.steps)
             optimizer.step()
             out["losses"].append(float(loss.detach()))
             out["accuracies"].append(accuracy)
+            out["kl"].append(divergence)
         with torch.no_grad():
             out["validation"] = tuple(map(float, sums(list(range(data._validation.count)), held_out=True)))
     return out | {"weights": {name: p.detach() for name, p in named.items()}}

@@ -62,11 +62,13 @@ def layer(
     perturbed: float = 0.0,
     trained: float = 1.0,
     *,
+    more_forward: int = 0,
     bare: BareCases | None = None,
 ) -> Layer:
     """Return the passes of one layer of ``kind``.
 
-    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. ``trained`` is the
+    In a share ``perturbed`` of the steps, passes without gradients of weights run once more before. The forward pass
+    includes ``more_forward`` others. ``trained`` is the
     share of the matrices whose gradients backward passes compute. With ``bare``, layouts that differ only in what they
     recompute share the prices of their passes.
     """
@@ -90,7 +92,7 @@ def layer(
     if inputs is not None:
         more = ((forward, forward), (backward, inputs), (recompute, recompute))
         return Layer(*(one.plus(other, perturbed) for one, other in more))
-    return Layer(forward, backward, recompute)
+    return Layer(forward.plus(forward, more_forward) if more_forward else forward, backward, recompute)
 
 
 class _Gradients(NamedTuple):

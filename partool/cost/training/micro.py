@@ -173,7 +173,10 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
 def _micro(job: TrainingWork, layouts: Layouts, priced: dict[Any, BarePasses]) -> Micro:
     counts, bare = Counter(kinds(job.model)), BareCases(_case(job, layouts, _BARE_CASE), priced)
     shares = {kind: trained_matrices(job.model, job.frozen, moe=kind.moe) for kind in counts}
-    passes = {kind: layer(job, layouts, kind, job.perturbed, shares[kind], bare=bare) for kind in counts}
+    more = job.reference_passes
+    passes = {
+        kind: layer(job, layouts, kind, job.perturbed, shares[kind], more_forward=more, bare=bare) for kind in counts
+    }
     if not job.backward:
         no_pass = LayerPass(exposed=dict.fromkeys(COMMUNICATION, 0.0))
         passes = {kind: Layer(costs.forward, no_pass, no_pass) for kind, costs in passes.items()}
@@ -212,11 +215,9 @@ def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
         summed=job.backward * shares.summed[0],
     )
     # Embeddings are looked up again, but the pass that finds perturbations has no gradients of them.
-    return (
-        _with_ascent(unit, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed)
-        if job.perturbed
-        else unit
-    )
+    if job.perturbed:
+        return _with_ascent(unit, perturbation_s(job, layouts), 0.0, sent.forward.total, job.perturbed)
+    return _with_ascent(unit, 0.0, 0.0, sent.forward.total, job.reference_passes) if job.reference_passes else unit
 
 
 def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
@@ -230,6 +231,8 @@ def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     unit = replace(
         _end(job, layouts, head_s, sent, elements, weights=job.trains_head), summed=job.backward * shares.summed[2]
     )
+    if job.reference_passes:
+        return _with_ascent(unit, 0.0, 0.0, sent.forward.total, job.reference_passes)
     if not job.perturbed:
         return unit
     backward = head_s(job, layouts, backward=True, weights=False) + sent.backward.total
@@ -239,8 +242,8 @@ def _last(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
 def _with_ascent(unit: UnitSeconds, more_s: Column, backward_s: Column, exposed_s: Column, share: float) -> UnitSeconds:
     """Return the embedding or the head with a second forward and backward pass in a share of the steps.
 
-    ``more_s`` are further seconds of that forward pass, ``backward_s`` those of its backward pass, and ``exposed_s``
-    those of its communication.
+    Without ``backward_s`` it is a forward pass alone. ``more_s`` are further seconds of that forward pass,
+    ``backward_s`` those of its backward pass, and ``exposed_s`` those of its communication.
     """
     exposed = unit.exposed | {"tensor_parallel": unit.exposed["tensor_parallel"] + share * exposed_s}
     return replace(

@@ -147,6 +147,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
         frozen = sharded(1, (sizes.common - sizes.trained, sizes.expert - sizes.trained_expert))
         narrow_parameters = _narrow_parameters(job, layouts, sizes, frozen, trained)
         parameters = np.where(np.asarray(layouts.ring), parameters, narrow_parameters)
+    parameters = parameters + _copied(job, layouts, sizes, everywhere)
     stored = np.where((on_host > 0) & stack.narrow_beside_host, small * everywhere, parameters)
     away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
@@ -190,6 +191,14 @@ def _narrow_parameters(
     gathers = (np.asarray(layouts.zero) == 3) | (np.asarray(layouts.offload_parameters) == 1)
     unsharded = sizes.common - sizes.trained + sizes.expert - sizes.trained_expert
     return small * np.where(gathers, frozen, unsharded) + np.where(narrow, small, job.master_bytes) * trained
+
+
+def _copied(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, sharded: Column) -> Column:
+    """Return the bytes of a reference's frozen copy, which has no masters and is whole on each rank below ZeRO-3."""
+    if not job.reference_copy:
+        return 0.0
+    elements = np.where(np.asarray(layouts.zero) == 3, sharded, sizes.common + sizes.expert)
+    return job.compute_bytes * elements
 
 
 def _managed(layouts: Layouts, sizes: ElementCounts) -> Column:

@@ -71,6 +71,8 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     # With ZeRO-3, passes that find perturbations gather once more; they reduce nothing.
     turns = m * (1.0 + job.perturbed)
     both = 1.0 + job.backward
+    # So do passes of a reference, forward alone.
+    referred = m * job.reference_passes
     if stack.pipeline_keeps_whole:
         zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
@@ -88,17 +90,17 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     around = _groups_s(job, collective.all_reduce_s, parameters, reduce_bytes, (everyone, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient: Column = job.backward * np.where(zero == 0, around, rounds * scatter + between)
-    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, both * turns * gather, gather))
+    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, (both * turns + referred) * gather, gather))
     refresh = _refresh_s(job, parameters, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
-    ahead = np.where(zero == 3, turns * gather, np.where(zero > 0, gather, 0.0))
+    ahead = np.where(zero == 3, (turns + referred) * gather, np.where(zero > 0, gather, 0.0))
     behind = gathered - ahead
     # Without prefetching, ZeRO-3 waits for each gather.
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
     forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
     backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
     most = parameters.groups if parameters.most_groups is None else parameters.most_groups
-    first = np.where(zero == 3, turns, 1) * gather / np.maximum(most, 1)
+    first = np.where(zero == 3, turns + referred, 1) * gather / np.maximum(most, 1)
     before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
     hideable = gradient + looks * behind
     after = np.maximum(hideable - backward_room, _ALWAYS_EXPOSED * gradient)

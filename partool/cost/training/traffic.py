@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from partool.cost.codec import encode
@@ -21,6 +21,7 @@ from partool.layout.quantised import FewBits, weighed
 from partool.plan.layout import Layout
 from partool.plan.types import ExchangePart
 from partool.spec.model import ModelConfig
+from partool.work.evaluation import forward_only
 from partool.work.training import TrainingWork
 
 
@@ -40,6 +41,8 @@ class ZeroTraffic:
 
 def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
     """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
+    if job.reference_passes:
+        return _with_reference(job, layout)
     zero = traffic(job, layout)
     reduced = zero.scatter_bytes + zero.replica_bytes
     if job.one_bit is not None:
@@ -53,6 +56,15 @@ def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
         "expert": expert_bytes(job, layout),
         "optimizer": int(matrix_bytes(job, encode(layout)) + norm_bytes(job, encode(layout))),
     }
+
+
+def _with_reference(job: TrainingWork, layout: Layout) -> dict[str, int]:
+    """Return the bytes of a step with those of a reference's forward passes; below ZeRO-3 these gather nothing."""
+    training = traffic_bytes(replace(job, reference_passes=0), layout)
+    reference = traffic_bytes(forward_only(job), layout)
+    if layout.data.zero < 3:
+        reference["parameter_gather"] = 0
+    return {term: sent + job.reference_passes * reference[term] for term, sent in training.items()}
 
 
 def exchanges(job: TrainingWork, layout: Layout) -> dict[str, ExchangePart]:

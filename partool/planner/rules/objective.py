@@ -18,13 +18,15 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     spec = problem.spec
     objective = spec.training.objective
     yield from _data(problem)
-    read = READS[objective.kind] if objective.form == "sigmoid" else ("beta", "form")
+    read = READS[objective.kind] if objective.form == "sigmoid" else ("beta", "form", "reference")
     for name in sorted(objective.model_fields_set - {"kind", *read}):
         of = f"form: {objective.form}" if name in READS[objective.kind] else f"objective: {objective.kind}"
         message = f"{name} has no meaning for {of}"
         yield Diagnostic("PT296", message, path=(*_PATH, name), help="drop it")
     if not objective.prefers:
         return
+    if objective.has_reference:
+        yield from _reference(spec)
     for conflicts, what, instead in _excluded(spec):
         if conflicts:
             message = f"objective: {objective.kind} does not run with {what}"
@@ -44,13 +46,24 @@ def _data(problem: Problem) -> Iterator[Diagnostic]:
         if not spec.data.is_preference:
             help = "name records with a prompt, a chosen and a rejected answer, or drop objective"
         yield Diagnostic("PT295", message, path=_PATH, help=help)
-    if spec.data.is_preference and (spec.data.mix or spec.data.validation_source):
-        message = "preferences are read from one source, and validated on a share of it"
-        help = "name all files in data.source, and data.validation: 0.05, say"
-        yield Diagnostic("PT295", message, path=("data",), help=help)
     if spec.data.is_preference and spec.data.attend == "sequence":
         message = "attend: sequence lets a rejected answer see the chosen one, which shares its sequence"
         yield Diagnostic("PT295", message, path=("data", "attend"), help="drop attend")
+
+
+def _reference(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield findings about a reference that the model cannot have."""
+    path, adapter = (*_PATH, "reference"), spec.adapter
+    reference = spec.training.objective.reference
+    if reference == "adapter_off" and adapter is None:
+        message = "reference: adapter_off compares with the model without its adapter, and there is no adapter"
+        yield Diagnostic("PT421", message, path=path, help="use reference: kept, or write the section adapter")
+    elif reference == "adapter_off" and adapter is not None and adapter.train:
+        message = f"reference: adapter_off: {', '.join(adapter.train)} are trained in full, so they change, too"
+        yield Diagnostic("PT422", message, path=path, help="use reference: kept or copy, or drop adapter.train")
+    if reference == "copy" and spec.parallel.offload.parameters == "nvme":
+        message = "reference: copy keeps a second model, whose parameters are not read from files"
+        yield Diagnostic("PT423", message, path=path, help="use reference: kept, or offload.parameters: cpu")
 
 
 def _excluded(spec: Spec) -> tuple[tuple[bool, str, str], ...]:
@@ -76,7 +89,15 @@ def sentences(problem: Problem) -> list[str]:
     if not objective.has_reference:
         return [f"Objective {objective.kind}: pairs of answers share a sequence; {loss}."]
     return [
-        f"Objective {objective.kind}: pairs of answers share a sequence; {loss}. Before step 1, one pass over the data "
-        "without gradients computes the log-probabilities of the model that training starts from, about a third of the "
-        "time of an epoch; it is in no predicted step or total."
+        f"Objective {objective.kind}: pairs of answers share a sequence; {loss}. {_REFERENCES[objective.reference]}"
     ]
+
+
+_REFERENCES = {
+    "kept": "Before step 1, one pass over the data without gradients computes the log-probabilities of the model that "
+    "training starts from; it is in the time of the training, and in no step.",
+    "adapter_off": "In every step, the model without its adapter goes over the micro-batches first, without gradients; "
+    "this is in the time of a forward pass.",
+    "copy": "In every step, a frozen copy of the first weights goes over the micro-batches first, without gradients; "
+    "this is in the time of a forward pass, and the copy in the memory of parameters.",
+}

@@ -73,7 +73,8 @@ def open_data(
         split(Corpus(shards, plan.model.vocab), training.sequence_length, part)
         for part, shards in zip(parts, opened, strict=True)
     ]
-    train, validation, order = _joined(divisions, plan)
+    counts = [sum(len(shard.documents) - 1 for shard in shards) for shards in opened]
+    train, validation, order = _joined(divisions, counts, plan)
     deal = SampleDeal(
         global_batch=training.global_batch,
         micro_batch=plan.layout.micro_batch,
@@ -98,18 +99,24 @@ def open_data(
         fingerprint=_fingerprint(plan, opened),
         notes=tuple(notes),
         order=order,
-        documents=sum(len(shard.documents) - 1 for shards in opened for shard in shards),
+        documents=sum(counts),
     )
 
 
-def _joined(divisions: list[DataDivision], plan: Plan) -> tuple[Samples, Samples, SampleOrder]:
-    """Return the samples of training and validation of all sources, and the order of the former."""
+def _joined(
+    divisions: list[DataDivision], documents: Sequence[int], plan: Plan
+) -> tuple[Samples, Samples, SampleOrder]:
+    """Return the samples of training and validation of all sources, and the order of the former.
+
+    ``documents`` are the numbers of documents of the sources, of which files for validation alone are the last.
+    """
     data, seed = plan.data, plan.training.seed
-    held_out = divisions.pop().train if data.held_out is not None else None
+    first = [sum(documents[:number]) for number in range(len(documents))]
+    held_out = Joined([divisions.pop().train], first[-1:]) if data.held_out is not None else None
     trains = [division.train for division in divisions]
-    train = trains[0] if len(trains) == 1 else Joined(trains)
+    train = trains[0] if len(trains) == 1 else Joined(trains, first)
     validations = [division.validation for division in divisions]
-    validation = held_out or (validations[0] if len(validations) == 1 else Joined(validations))
+    validation = held_out or (validations[0] if len(validations) == 1 else Joined(validations, first))
     if not data.mix:
         return train, validation, Epochs(train.count, seed)
     sizes = [each.count for each in trains]

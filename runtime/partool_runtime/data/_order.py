@@ -54,6 +54,8 @@ class SampleOrder(Protocol):
 
     epoch: int
     """Number of samples of one epoch."""
+    every_sample: bool
+    """Whether an epoch holds every sample."""
 
     def ids(self, first: int, count: int) -> I64:
         """Return the samples at the ``count`` positions from ``first`` on."""
@@ -61,6 +63,8 @@ class SampleOrder(Protocol):
 
 class Epochs:
     """Every epoch holds each sample once."""
+
+    every_sample = True
 
     def __init__(self, size: int, seed: int) -> None:
         self.epoch = size
@@ -82,6 +86,7 @@ class Mixture:
         self._bases = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._ends = np.cumsum(draws, dtype=np.int64)
         self.epoch = int(self._ends[-1])
+        self.every_sample = all(drawn >= size for drawn, size in zip(draws, sizes, strict=True))
 
     def ids(self, first: int, count: int) -> I64:
         """See :class:`SampleOrder`."""

@@ -155,10 +155,13 @@ class WholeDocuments:
 
 
 class Joined:
-    """The samples of several sources, numbered consecutively."""
+    """The samples of several sources, numbered consecutively.
 
-    def __init__(self, sources: Sequence[Samples]) -> None:
-        self._sources = sources
+    ``first`` are the numbers, in the run's corpus, of the first document of each source.
+    """
+
+    def __init__(self, sources: Sequence[Samples], first: Sequence[int]) -> None:
+        self._sources, self._first = sources, first
         self._ends = np.cumsum([source.count for source in sources], dtype=np.int64)
         self.count = int(self._ends[-1])
         self.tokens = sum(source.tokens for source in sources)
@@ -180,13 +183,16 @@ class Joined:
         return source.loss(place)
 
     def numbers(self, index: int) -> I64:
-        """Return the documents' numbers in the corpus of their source; see :class:`Samples`."""
+        """Return the documents' numbers in the corpus of all sources; see :class:`Samples`."""
         source, place = self._place(index)
-        return source.numbers(place)
+        return source.numbers(place) + self._first[self._source_of(index)]
 
     def _place(self, index: int) -> tuple[Samples, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        number = self._source_of(index)
         return self._sources[number], index - int(self._ends[number]) + self._sources[number].count
+
+    def _source_of(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,9 @@ class Batches:
         """Numbers of the samples that the steps read, each once."""
         deal, available = self._deal, self._train.count
         taken = deal.steps * deal.global_batch
-        return np.arange(available) if taken >= available else np.unique(self._order.ids(0, taken))
+        if taken >= self._order.epoch and self._order.every_sample:
+            return np.arange(available)
+        return np.unique(self._order.ids(0, taken))
 
     def _validation_ids(self) -> list[int]:
         available = self._validation.count

@@ -6,7 +6,8 @@ multiplies by a projection calls it, or its ``product``, and exchanges are not f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -24,7 +25,27 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 """Function that sums a vector over the ranks that hold columns of one matrix."""
 
 
-class Adapted(Linear):
+class Switched:
+    """A module with an adapter, which can be left out of its passes."""
+
+    adapter_off: bool = False
+    """Whether the module computes with the frozen matrix alone."""
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Leave all adapters of ``model`` out of the passes within."""
+    switched = [module for module in model.modules() if isinstance(module, Switched)]
+    for module in switched:
+        module.adapter_off = True
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.adapter_off = False
+
+
+class Adapted(Linear, Switched):
     """A projection with the sum ``W x + scale · B (A x)``; a rank holds parts of A and B as it does of W."""
 
     lora_a: nn.Parameter
@@ -51,6 +72,8 @@ class Adapted(Linear):
 
     def product(self, x: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
         """See :class:`~partool_runtime.model.projection.Projection`."""
+        if self.adapter_off:
+            return self.base(x, biased=biased)
         if self.magnitude is not None:
             out = self._with_norms(x, self.magnitude)
             return out if self.bias is None or not biased else out + self.bias
@@ -107,7 +130,7 @@ class Adapted(Linear):
         return deferral.linear(deferral.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
-class AdaptedStack(Stacked):
+class AdaptedStack(Stacked, Switched):
     """The matrices of one projection of all experts, each with its own A and B, stacked as the matrices are."""
 
     lora_a: nn.Parameter
@@ -118,6 +141,8 @@ class AdaptedStack(Stacked):
 
     def product(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """See :class:`~partool_runtime.model.moe.Stacked`."""
+        if self.adapter_off:
+            return super().product(rows_RI, ends_E)
         low_Rr = grouped_gemm(rows_RI, self.matrices(self.lora_a, ends_E), ends_E) * self.scale
         return super().product(rows_RI, ends_E) + grouped_gemm(low_Rr, self.matrices(self.lora_b, ends_E), ends_E)
 

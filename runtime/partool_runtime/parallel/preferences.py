@@ -7,7 +7,7 @@ its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,21 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.model.preferences import PairLosses, pair_losses
 from partool_runtime.parallel.comm import sum_over
 
-FIGURES = ("pairs", "chosen", "rejected", "accuracy", "log_odds")
+FIGURES = ("pairs", "chosen", "rejected", "accuracy", "log_odds", "logps_chosen", "logps_rejected", "ratio", "tokens")
 """Sums over pairs that a rank keeps: their number, both rewards, the pairs whose chosen answer has the higher reward,
-and the log odds."""
+the log odds, the log-probabilities of both answers, and over both answers the logarithm of the ratio to the reference
+and the number of trained tokens."""
+
+
+def means_of(spec: ObjectiveSpec, sums: Sequence[float]) -> dict[str, float]:
+    """Return the means over pairs, and the divergence from the reference per token, from sums of :data:`FIGURES`."""
+    pairs, *totals, ratio, tokens = sums
+    means = {name: total / max(pairs, 1.0) for name, total in zip(FIGURES[1:-2], totals, strict=True)}
+    if spec.kind != "orpo":
+        del means["log_odds"]
+    if spec.has_reference:
+        means["kl"] = ratio / max(tokens, 1.0)
+    return {**means, "margin": means["chosen"] - means["rejected"], "pairs": pairs}
 
 
 class PreferenceLoss:
@@ -38,6 +50,8 @@ class PreferenceLoss:
         """Sums of :data:`FIGURES` over pairs since they were last read, of passes with and without gradients."""
         self._recorded: list[tuple[npt.NDArray[np.int64], torch.Tensor]] | None = None
         """Documents and their sums of log-probabilities; None unless they are being recorded."""
+        self._reference: dict[bytes, torch.Tensor] = {}
+        """Sums of the reference's log-probabilities of the next micro-batches, by the numbers of their documents."""
 
     def begin(self, micro: MicroBatch) -> None:
         """Take the micro-batch whose forward pass is next to compute a loss."""
@@ -70,17 +84,25 @@ class PreferenceLoss:
         means: npt.NDArray[np.float64] = (total_D / times_D).numpy()
         return means
 
+    def passed(self) -> dict[bytes, torch.Tensor]:
+        """Return the recorded sums of this rank's micro-batches, by the numbers of their documents, and end recording.
+
+        They are on the rank's device, and empty on ranks that compute no losses.
+        """
+        passed, self._recorded = self._recorded or [], None
+        return {numbers.tobytes(): sums_D for numbers, sums_D in passed}
+
+    def refer(self, sums: dict[bytes, torch.Tensor]) -> None:
+        """Take the reference's sums of the micro-batches whose passes follow, as :meth:`passed` returns them."""
+        self._reference = sums
+
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Return the means over the pairs of all ranks since the last call, with the margin; a collective of all ranks.
 
         ``trains`` selects the passes with gradients.
         """
         sums, self._sums[trains] = self._sums[trains], self._zeros()
-        pairs, *totals = sum_over(sums, self._ranks.world).tolist()
-        means = {name: total / max(pairs, 1.0) for name, total in zip(FIGURES[1:], totals, strict=True)}
-        if self._spec.kind != "orpo":
-            del means["log_odds"]
-        return {**means, "margin": means["chosen"] - means["rejected"], "pairs": pairs}
+        return means_of(self._spec, sum_over(sums, self._ranks.world).tolist())
 
     @property
     def _counts(self) -> bool:
@@ -102,9 +124,12 @@ class PreferenceLoss:
         if self._recorded is not None:
             self._recorded.append((pairs.numbers_D, sums_D.detach()))
             return sums_D.new_zeros(())
-        reference_D = None if pairs.reference_D is None else pairs.reference_D.to(device)
-        losses = pair_losses(self._spec, sums_D, pairs.lengths_D.to(device), reference_D)
-        self._note(losses)
+        reference_D = self._reference.get(pairs.numbers_D.tobytes())
+        if reference_D is None and pairs.reference_D is not None:
+            reference_D = pairs.reference_D.to(device)
+        lengths_D = pairs.lengths_D.to(device)
+        losses = pair_losses(self._spec, sums_D, lengths_D, reference_D)
+        self._note(losses, sums_D.detach() if reference_D is None else sums_D.detach() - reference_D, lengths_D)
         total = losses.loss_P.sum()
         # The ranks of a sequence have the same losses, which one of them counts; each has gradients of its own tokens.
         return total if self._ranks.cp.place == 0 else total - total.detach()
@@ -123,9 +148,19 @@ class PreferenceLoss:
         # Every rank has the sums of all; its tokens' gradients are summed over the ranks with those of the others.
         return sums_D + (sum_over(mine_D.clone(), self._sequence) - mine_D)
 
-    def _note(self, losses: PairLosses) -> None:
+    def _note(self, losses: PairLosses, ratios_D: torch.Tensor, lengths_D: torch.Tensor) -> None:
         if not self._counts:
             return
-        chosen_P, rejected_P = losses.chosen_P.detach(), losses.rejected_P.detach()
-        of_pairs = (torch.ones_like(chosen_P), chosen_P, rejected_P, chosen_P > rejected_P, losses.log_odds_P.detach())
-        self._sums[torch.is_grad_enabled()].add_(torch.stack([each.double().sum() for each in of_pairs]))
+        chosen_P, rejected_P, logps_D = (each.detach() for each in (losses.chosen_P, losses.rejected_P, losses.logps_D))
+        summed = (
+            torch.ones_like(chosen_P),
+            chosen_P,
+            rejected_P,
+            chosen_P > rejected_P,
+            losses.log_odds_P.detach(),
+            logps_D[::2],
+            logps_D[1::2],
+            ratios_D,
+            lengths_D,
+        )
+        self._sums[torch.is_grad_enabled()].add_(torch.stack([each.double().sum() for each in summed]))

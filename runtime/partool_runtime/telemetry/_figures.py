@@ -55,7 +55,8 @@ def preference_pairs(means: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return means over pairs of answers as (name, text)."""
     texts = [("accuracy", f"{means['accuracy']:.1%}"), ("margin", f"{means['margin']:.4f}")]
     texts += [("rewards", f"{means['chosen']:.3f} / {means['rejected']:.3f}")]
-    return [*texts, ("log odds", f"{means['log_odds']:.4f}")] if "log_odds" in means else texts
+    more = (("log odds", "log_odds"), ("KL", "kl"))
+    return [*texts, *((title, f"{means[name]:.4f}") for title, name in more if name in means)]
 
 
 def seconds(value: float) -> str:

@@ -40,6 +40,8 @@ class TensorBoard:
         for tag, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(tag, value, figures.step)
+        for name, mean in (figures.preferences or {}).items():
+            self._writer.add_scalar(f"preferences/{name}", mean, figures.step)
 
     def validation(self, step: int, loss: float) -> None:
         """Write a validation's loss."""

@@ -38,14 +38,14 @@ def give_reference(
     start: Callable[[], None],
     pulse: Pulse,
 ) -> bool:
-    """Give the data the reference's log-probabilities if the objective needs them; return whether they were computed.
+    """Give the data the reference's log-probabilities if the objective keeps them; return whether they were computed.
 
     They are read from ``run_dir`` if a run of the same weights and data wrote them there; else ``start`` must give the
     model the weights that training starts from, and one pass over the data without gradients computes them. A
     collective of all ranks.
     """
     preferences = prepared.preferences
-    if preferences is None or not plan.training.objective.has_reference:
+    if preferences is None or not plan.training.objective.keeps_reference:
         return False
     file, key = run_dir / FILE, _key(plan, data)
     kept = _read(file, key, data) if ranks.rank == 0 else None

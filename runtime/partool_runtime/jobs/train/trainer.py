@@ -225,9 +225,10 @@ def _open(
         preferences=prepared.preferences,
     )
 
+    folder = None if plan.adapter is None else plan.adapter.weights
+
     def start() -> None:
         """Give the model the weights that training starts from."""
-        folder = None if plan.adapter is None else plan.adapter.weights
         masters, group = optimizer.masters(), ranks.world
         for note in fill(model, plan.weights, seed=plan.training.seed, masters=masters, adapter=folder, group=group):
             recorder.warning(note)
@@ -250,6 +251,9 @@ def _open(
         arena=arena,
         base=base,
     )
+    if (copy := prepared.frozen_copy) is not None:
+        fill(copy.model, plan.weights, seed=plan.training.seed, adapter=folder, group=ranks.world)
+        post_load(copy.model)
     pulse.enter("loading")
     started = give_reference(plan, run_dir, ranks, prepared=prepared, data=data, start=start, pulse=pulse)
     fallback = falls_back(plan.resume.fallback, plan.launch.target, os.environ)
@@ -274,9 +278,10 @@ def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device
     """Give the recorder the bytes of each kind of device memory, and report the optimizer's notes to the user."""
     for note in optimizer.notes:
         recorder.warning(note)
-    recorder.note_memory("parameters", _bytes_on(device, prepared.model.parameters()))
+    models = [prepared] if prepared.frozen_copy is None else [prepared, prepared.frozen_copy]
+    recorder.note_memory("parameters", sum(_bytes_on(device, each.model.parameters()) for each in models))
     recorder.note_memory("optimizer", optimizer.state_bytes())
-    recorder.probe_memory("gathered", prepared.gathered_bytes)
+    recorder.probe_memory("gathered", lambda: sum(each.gathered_bytes() for each in models))
     recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + optimizer.gradient_bytes())
 
 

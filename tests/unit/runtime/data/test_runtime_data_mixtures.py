@@ -108,3 +108,18 @@ def test_a_part_without_a_row_is_said(tmp_path: Path) -> None:
     data = DataSpec(mix=[MixedSource(source=str(tmp_path / "few.bin"))])
     with pytest.raises(ConfigurationError, match="too little data"):
         open_one(data, vocab=1000, sequence_length=3)
+
+
+def test_documents_of_all_sources_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """What is kept of a document, such as a reference's log-probability, is kept by its number."""
+    write_tokens(tmp_path / "held.bin", [9] * 31)
+    data = mixture(tmp_path, {"weight": 1.0}, {"weight": 1.0}, {"weight": 2.0})
+    held = data.model_copy(update={"validation_source": str(tmp_path / "held.bin")})
+    with open_one(held, vocab=1000, sequence_length=3, steps=40) as batches:
+        assert batches.documents == 4
+        assert set(batches.read_documents.tolist()) == {0, 1, 2, 3}
+        assert set(batches._validation.numbers(0).tolist()) == {3}
+    with open_one(held, vocab=1000, sequence_length=3, steps=2) as batches:
+        rows = [row for step in range(2) for micro in batches.step(step) for row in micro.tokens_BS[:, 0].tolist()]
+        passes = [row for micro in batches.reference_pass() for row in micro.tokens_BS[:, 0].tolist()]
+        assert Counter(passes) - Counter([9] * len(passes)) == Counter(rows), "only what the steps read"
