@@ -25,7 +25,19 @@ LAYERS = [
     ["cli"],
 ]
 RUNTIME_LAYERS = [
-    ["__init__", "errors", "exchanges", "groups", "hashing", "losses", "placement", "precision", "private", "pulse"],
+    [
+        "__init__",
+        "errors",
+        "exchanges",
+        "fast_tokenizer",
+        "groups",
+        "hashing",
+        "losses",
+        "placement",
+        "precision",
+        "private",
+        "pulse",
+    ],
     ["stop", "threads", "torch_internals", "deferral", "chat"],
     ["tokens", "pieces"],
     ["plan_file", "model", "mesh"],

@@ -19,7 +19,7 @@ from partool_runtime.chat._folder import special_tokens_of
 from partool_runtime.chat.spans import Loss, TrainedText, message_ends, trained_text
 from partool_runtime.chat.template import DATE, ChatTemplate, Span
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.tokens.tokenizers import open_fast, vocab_of
+from partool_runtime.fast_tokenizer import open_fast, vocab_of
 
 Sample = Conversation | Completion
 TokenIds = npt.NDArray[np.uint32]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from partool.plan.tokenizer_folder import FURTHER_TEMPLATES, tokenizer_files
 from partool.spec.data import DataSpec
-from partool_runtime.tokens.tokenizers import open_fast
+from partool_runtime.fast_tokenizer import open_fast
 
 TEMPLATE_FILE = "chat_template.jinja"
 
