@@ -24,8 +24,10 @@ def trained_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[st
 
     Raises ConfigurationError PT621 where the checkpoint holds others.
     """
-    own = {info.name: info.shape for info in parameters(plan.model)}
-    every = own if plan.own_decoder else _built(plan).whole_shapes()
+    if plan.own_decoder:
+        every = {info.name: info.shape for info in parameters(plan.model)}
+    else:
+        every = _built(plan).whole_shapes()
     shapes = {name: shape for name, shape in every.items() if not is_frozen(name, plan.frozen)}
     return load_whole(checkpoint, dtype, shapes)
 
