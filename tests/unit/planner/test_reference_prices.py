@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from _bounds import above
 from _chat_case import folder
 from planned import checked, plan_of, problem_of
+from test_planner_bounds import wrong_on_memory
 
 from partool.cost.training.traffic import traffic_bytes
 from partool.layout.parameters import count, parameters
@@ -123,3 +126,15 @@ def test_references_that_the_model_cannot_have(place: Path, reference: str, adap
     findings = [each.code for each in checked(text(reference, adapter=adapter), folder=place) if each.code != "PT663"]
     errors = [each for each in findings if each.startswith("PT42")]
     assert errors == ([code] if code else [])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reference", ["copy", "adapter_off"])
+def test_bounds_of_the_search_hold(place: Path, reference: str) -> None:
+    """Least times are below the exact ones, and many layouts at once have the memory of each."""
+    auto = re.sub(r"(?m)^parallel: .*$", "", text(reference, adapter="adapter: {rank: 4}"))
+    problem = problem_of(auto, folder=place)
+    assert above(problem, 7, 60) == []
+    wrong, seen = wrong_on_memory(problem, 7, 60)
+    assert wrong == []
+    assert seen > 10

@@ -14,8 +14,10 @@ import pytest
 from _dry_traces import Recorded, recorded
 from planned import plan_of
 
+from partool.layout.parameters import count, parameters
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
+from partool.spec.objective import ObjectiveSpec
 
 SPEC = """\
 model: {hidden: 64, layers: 4, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: true}
@@ -143,3 +145,24 @@ def test_layers_along_rows_and_columns_of_a_grid(small: dict[str, Recorded]) -> 
     turns = [[each for each in trace.collectives if each[2] == "sequence_parallel"] for trace in small["grid"][1]]
     assert turns[0]
     assert len({len(mine) for mine in turns}) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_references_and_adapters_take_the_memory_of_the_plan(tmp_path: Path) -> None:
+    """A copy in bf16 beside the masters; the model without its adapter needs none, and runs as a part of the step."""
+    one = with_parallel("{tensor: 2, sequence: 1, pipeline: 1, data: {zero: 3}, micro_batch: 2, compile: none}")
+    for reference, more in (("copy", ""), ("adapter_off", "adapter: {rank: 4}\n")):
+        plan = plan_of(f"{more}{one}\nkernels: {{fused: []}}\n")
+        objective = ObjectiveSpec(kind="dpo", reference=reference)
+        update = {
+            "training": plan.training.model_copy(update={"objective": objective}),
+            "data": plan.data.model_copy(update={"attend": "document", "records": "preference"}),
+        }
+        code, [trace] = dry(plan.model_copy(update=update), tmp_path, 0, PARTOOL_HOME=str(tmp_path))
+        assert code == 0, trace
+        added = count(parameters(plan.model)) if reference == "copy" else 0  # of 2 bytes, on 2 · 2 ranks
+        want = plan.prediction.memory.terms_bytes["parameters"] + added / 2
+        assert trace["memory"]["terms_bytes"]["parameters"] == pytest.approx(
+            want, rel=0.06
+        )  # norms are on both tensor ranks
