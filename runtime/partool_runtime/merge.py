@@ -79,4 +79,5 @@ def _merged(state: dict[str, torch.Tensor], name: str, config: ModelConfig) -> t
     if magnitude is None:
         return merged
     norms = torch.linalg.vector_norm(merged, dim=1).clamp_min(torch.finfo(wide).tiny)
-    return merged * (magnitude.to(wide) / norms)[:, None]
+    scaled: torch.Tensor = merged * (magnitude.to(wide) / norms)[:, None]
+    return scaled

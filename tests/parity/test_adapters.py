@@ -64,7 +64,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
 }
 OPTIMIZERS = ("sgd", "lion", "adagrad")
 MODELS |= dict.fromkeys(OPTIMIZERS, SHARED)
-ADAPTERS |= {name: AdapterSpec(rank=2, alpha=3.0, lr_ratio=3.0) for name in OPTIMIZERS}
+ADAPTERS |= {name: AdapterSpec(rank=2, alpha=4.0 + n, lr_ratio=3.0) for n, name in enumerate(OPTIMIZERS)}
 MODELS |= {f"{name} dropout": MODELS[name] for name in ("five", "latent")}
 ADAPTERS |= {
     "five dropout": ADAPTERS["five"].model_copy(update={"dropout": 0.3}),

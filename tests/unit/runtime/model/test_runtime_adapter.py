@@ -92,7 +92,9 @@ def filled(model: ModelConfig) -> Decoder:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize(("policy", "tile"), [("selective", 0), ("full", 0), ("attention", 0), ("none", 3), ("full", 3)])
+@pytest.mark.parametrize(
+    ("policy", "tile"), [("selective", 0), ("full", 0), ("attention", 0), ("none", 3), ("full", 3)]
+)
 def test_dropout_is_repeated_by_recomputation_and_in_tiles(policy: Any, tile: int, kind: Any) -> None:
     """Two micro-batches are in flight, and the first one's gradients come after the second one's pass."""
     results = []
