@@ -50,7 +50,7 @@ ADAPTERS = {
     "phi3 dora": AdapterSpec(kind="dora", rank=2, alpha=3.0, targets=("qkv", "gate_up", "o")),
     "deepseek_v2": AdapterSpec(kind="dora", rank=2, alpha=3.0),
 }
-CORE = ("qwen3_deep dora tensor",)
+CORE = ("phi3 dora tensor",)
 
 
 @pytest.fixture(scope="module")
