@@ -66,7 +66,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
 }
 OPTIMIZERS = ("sgd", "lion", "adagrad")
 MODELS |= dict.fromkeys(OPTIMIZERS, SHARED)
-ADAPTERS |= {name: AdapterSpec(rank=2, alpha=3.0, lr_ratio=3.0) for name in OPTIMIZERS}
+ADAPTERS |= {name: AdapterSpec(rank=2, alpha=4.0 + n, lr_ratio=3.0) for n, name in enumerate(OPTIMIZERS)}
 MODELS |= {f"{name} dropout": MODELS[name] for name in ("five", "latent")}
 ADAPTERS |= {
     "five dropout": ADAPTERS["five"].model_copy(update={"dropout": 0.3}),
@@ -81,7 +81,6 @@ CORE = (
     "zero-1 tensor shares",
     "zb-v tensor",
     "dora three tensor ranks",
-    "dora zero-3 tensor shares",
     "dropout tiles tensor",
     "nf4 zero-3 tensor shares",
     "adagrad interleaved",
@@ -301,7 +300,7 @@ def torch_matches(name: str, pattern: str) -> bool:
     "model",
     often(
         [name for name in MODELS if name != "lamb" and "dropout" not in name],
-        ["five", "nf4", "five dora", *OPTIMIZERS],
+        ["five", "nf4", "five dora", "lion", "adagrad"],
     ),
 )
 def test_one_process_follows_summed_matrices(ran: Ran, model: str) -> None:
@@ -345,8 +344,9 @@ def traffic(ran: Ran, name: str, rank: int) -> tuple[int, int]:
     return summary["measures"]["traffic"]["tensor"]["value"], sum(call.sent_bytes for call in calls)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", often(MEASURED, MEASURED[:1]))
+@pytest.mark.parametrize("name", MEASURED)
 def test_bytes_of_norms_are_those_of_the_cost_model(ran: Ran, name: str) -> None:
     """DoRA's norms, and its magnitudes' gradients, come on top of what LoRA sends."""
     for rank in range(cases(ran.text)[name][0].layout.mesh.world_size):

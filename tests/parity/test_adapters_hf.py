@@ -50,7 +50,7 @@ ADAPTERS = {
     "phi3 dora": AdapterSpec(kind="dora", rank=2, alpha=3.0, targets=("qkv", "gate_up", "o")),
     "deepseek_v2": AdapterSpec(kind="dora", rank=2, alpha=3.0),
 }
-CORE = ("qwen3_deep dora tensor",)
+CORE = ("phi3 dora tensor",)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapter_plan(text: Path, folder: Path, name: str, mesh: Mesh, zero: int, **layout: Any) -> Plan:
     """Return a plan of ten steps of an adapter of a model in ``folder``."""
     adapter, path = ADAPTERS[name], folder / name.split(maxsplit=1)[0]
-    base = tensor_plan(text, mesh, model=FIVE, settings={"zero": zero, "steps": STEPS})
+    settings = {"zero": zero, "steps": STEPS}
+    base = tensor_plan(text, mesh, model=FIVE, settings=settings, stages=layout.get("stages"))
     fields = {"micro_batch": base.layout.micro_batch, "accumulation": base.layout.derived.accumulation}
     recompute = (layout.pop("recompute", "none"),) * 4
     plan = plan_of(base, path, mesh, zero=zero, recompute=recompute, **fields, **layout)

@@ -60,5 +60,5 @@ def _norms(
     if group is not None:
         dist.all_reduce(sums, group=group)
     squares, counts = sums
-    norms_O: torch.Tensor = (squares * columns / counts).sqrt()
-    return norms_O
+    norms_of_rows: torch.Tensor = (squares * columns / counts).sqrt()
+    return norms_of_rows

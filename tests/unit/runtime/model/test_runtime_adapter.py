@@ -17,6 +17,7 @@ from partool_runtime.model.adapter import Adapted
 from partool_runtime.model.dropout import column_hashes, dropped, token_keys
 from partool_runtime.model.projection import Linear
 from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.tiling import tile_networks
 from partool_runtime.weights import checksum, fill, frozen_of
 from partool_runtime.weights.draw import adapter_source
 
@@ -90,18 +91,28 @@ def filled(model: ModelConfig) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("policy", ["selective", "full", "attention"])
-def test_dropout_is_repeated_by_recomputation(policy: Any) -> None:
-    grads = []
-    for each in ("none", policy):
-        decoder = filled(config(dropout=0.5))
-        recompute(decoder.layers, [each] * 3)
-        decoder.contexts.first_sequence = 5
-        tokens = torch.arange(14).view(2, 7)
-        decoder(tokens, tokens).backward()
-        grads.append({name: p.grad for name, p in decoder.named_parameters() if is_adapter(name)})
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("policy", "tile"), [("selective", 0), ("full", 0), ("attention", 0), ("none", 3), ("full", 3)]
+)
+def test_dropout_is_repeated_by_recomputation_and_in_tiles(policy: Any, tile: int, kind: Any) -> None:
+    """Two micro-batches are in flight, and the first one's gradients come after the second one's pass."""
+    results = []
+    for each, tokens in (("none", 0), (policy, tile)):
+        decoder = filled(config(kind=kind, dropout=0.5))
+        tile_networks(decoder.layers, tokens)
+        recompute(decoder.layers, [each] * 3, tiled=tokens > 0)
+        losses = []
+        for first in (5, 9):
+            decoder.contexts.first_sequence = first
+            batch = torch.arange(first, first + 14).view(2, 7)
+            losses.append(decoder(batch, batch))
+        for loss in losses:
+            loss.backward()
+        grads = {name: p.grad for name, p in decoder.named_parameters() if is_adapter(name)}
+        results.append(grads | {f"loss {number}": loss.detach() for number, loss in enumerate(losses)})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_is_for_training() -> None:
