@@ -137,9 +137,9 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     preferences = _preferences(model, plan, ranks)
+    _freeze(model, plan)
     with ranks.tensors():
         _own_buffers(model)
-        _freeze(model, plan)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(model, plan, ranks, memory, host)
         _accumulate_in_master_dtype(model, plan)
@@ -252,9 +252,9 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
     preferences = _preferences(parts, plan, ranks)
     before = None if preferences is None else preferences.begin
+    _freeze(parts, plan)
     with ranks.tensors():
         _own_buffers(parts)
-        _freeze(parts, plan)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
         _accumulate_in_master_dtype(parts, plan)
