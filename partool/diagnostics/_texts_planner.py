@@ -525,7 +525,7 @@ RULES: tuple[Rule, ...] = (
         "adapter: auto, and no way to tune the model fits",
         "All weights, and adapters beside bases in bf16, int8 and nf4 were tried: even the smallest needs more memory "
         "per rank than may be used.",
-        "model: llama3-405b\n" + _ONE_GPU + "parallel: {offload: none}\nadapter: auto\n",
+        "model: llama3-8b\n" + _ONE_GPU + "parallel: {offload: none}\nlimits: {memory_headroom: 0.95}\nadapter: auto\n",
         "model: llama3-8b\n" + _ONE_GPU + "parallel: {offload: none}\nadapter: auto\n",
     ),
     Rule(

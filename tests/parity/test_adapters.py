@@ -250,6 +250,7 @@ def by_torch(
 
     ``changed`` returns what the base has in the place of a parameter.
     """
+    torch.set_num_threads(1)  # several threads wait for each other where ranks of other tests run
     plain = plan.model.model_copy(update={"adapter": None})
     decoder, shapes = Decoder(plain).double(), {info.name: info.shape for info in parameters(plan.model)}
     fill_from(decoder, init_source(plain, plan.training.seed))

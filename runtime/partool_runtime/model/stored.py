@@ -100,16 +100,16 @@ class QuantisedMatrix:
             codes = unpacked(codes, stop - start)
             first = int(start % NF4_BLOCK > 0)
             blocks = self.place.blocks[0] + first, self.place.blocks[1]
-        whole = {tensor.name: tensor.shape for tensor in stored_tensors(self.adapter, self.placement.shape)}
+        shapes = {tensor.name: tensor.shape for tensor in stored_tensors(self.adapter, self.placement.shape)}
         yield StoredPart(CODES, codes, Placement(self.placement.shape, (rows, ((start, stop),))))
-        yield StoredPart(ABSMAX, absmax[:, first:], Placement(whole[ABSMAX], (rows, (blocks,))))
+        yield StoredPart(ABSMAX, absmax[:, first:], Placement(shapes[ABSMAX], (rows, (blocks,))))
         if self.doubled:
-            yield StoredPart(SECONDS, seconds, full_placement(whole[SECONDS]))
+            yield StoredPart(SECONDS, seconds, full_placement(shapes[SECONDS]))
 
     def rows(self, module: nn.Module) -> tuple[tuple[int, int], ...]:
         """Return the ranges of the whole matrix's rows that this rank holds, without those of other data ranks."""
-        held = local_rows(cast(torch.Tensor, getattr(module, CODES)))
-        return tuple((box.offsets[0], box.offsets[0] + box.sizes[0]) for box in self._one_column().boxes(held))
+        local = local_rows(cast(torch.Tensor, getattr(module, CODES)))
+        return tuple((box.offsets[0], box.offsets[0] + box.sizes[0]) for box in self._one_column().boxes(local))
 
     def _one_column(self) -> Placement:
         return Placement((self.placement.shape[0], 1), (self.placement.spans[0], ((0, 1),)))

@@ -32,13 +32,13 @@ def checksum(model: AnyDecoder, names: Collection[str], group: dist.ProcessGroup
     quantised = quantised_names(model.config, names)
     digest = hashlib.sha256()
     device = next(iter(parameters.values())).device
-    for name, whole in model.whole_shapes().items():
+    for name, full_shape in model.whole_shapes().items():
         if name not in names:
             continue
-        shapes: dict[str, tuple[int, ...]] = {name: whole}
+        shapes: dict[str, tuple[int, ...]] = {name: full_shape}
         parts: dict[str, list[TensorBlock]] = {}
         if name in quantised:
-            shapes, parts = _of_few_bits(model, name, whole)
+            shapes, parts = _of_few_bits(model, name, full_shape)
         elif name in parameters:
             parts = {name: pieces(parameters[name], model.placements.get(name))}
         for each, shape in shapes.items():
@@ -53,13 +53,13 @@ def checksum(model: AnyDecoder, names: Collection[str], group: dist.ProcessGroup
 
 
 def _of_few_bits(
-    model: AnyDecoder, name: str, whole: tuple[int, ...]
+    model: AnyDecoder, name: str, shape: tuple[int, ...]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[TensorBlock]]]:
     """Return the shapes of a matrix's codes and scales, and the blocks of them that this rank holds."""
     adapter, projection = model.config.adapter, name.rpartition(".")[0]
     assert adapter is not None, "few bits without an adapter"
-    tensors = {each.name: each.shape for each in stored_tensors(adapter, whole)} | {CODES: whole}
-    shapes = {f"{projection}.{each}": shape for each, shape in tensors.items()}
+    tensors = {each.name: each.shape for each in stored_tensors(adapter, shape)} | {CODES: shape}
+    shapes = {f"{projection}.{each}": size for each, size in tensors.items()}
     if name not in model.stored:
         return shapes, {}
     module, matrix = model.stored[name]

@@ -34,8 +34,8 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
     _check(folder, {name: shape for name, shape in model.whole_shapes().items() if not is_adapter(name)})
     if model.stored:  # codes are made of whole rows
         with _all_ranks() as ranks:
-            whole = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
-        fill_from(model, whole.block, masters, lambda name: not is_adapter(name))
+            source = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
+        fill_from(model, source.block, masters, lambda name: not is_adapter(name))
         return
     state = {
         _MODEL + name: placed(tensor.detach(), model.placements.get(name))

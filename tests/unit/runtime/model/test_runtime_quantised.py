@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned import plan_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ from partool.spec.adapter import LowRank
 from partool.spec.model import ModelConfig, Weights
 from partool_kernels.quantised.op import QUANTISED
 from partool_runtime.checkpoint import Checkpointer
+from partool_runtime.dry.rank import dry_rank
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import Decoder
 from partool_runtime.model.projection import Linear
@@ -32,6 +34,15 @@ _SIZES: dict[str, Any] = {
     "ffn_bias": True, "out_bias": True,
 }  # fmt: skip
 EXPERTS = {"moe": {"experts": 3, "top_k": 2, "ffn_hidden": 9, "shared_experts": 1, "first_dense_layers": 1}}
+DRY = """\
+model: {layers: 2, hidden: 72, heads: 4, vocab: 256, ffn_hidden: 133}
+adapter: {rank: 4, base: BASE}
+hardware: {accelerator: cpu, per_node: 2}
+data: python-stdlib
+training: {sequence_length: 32, global_batch: 4, steps: 2, precision: bf16}
+parallel: {data: {zero: 3, shard: 2}, tensor: 1, pipeline: 1, compile: none}
+kernels: {mode: torch}
+"""
 BASES = [("int8", True), ("nf4", False), ("nf4", True)]
 
 
@@ -183,3 +194,11 @@ def test_recomputation_keeps_the_products() -> None:
     assert calls == [2 * len(decoder.stored) - 3] * 2
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_dry_run_takes_frozen_weights(base: str) -> None:
+    """Without memory, as ``plan --verify`` does it; codes are gathered in fewer bytes."""
+    ran = dry_rank(plan_of(DRY.replace("BASE", base)), 1)
+    gathers = {each.dtype for each in ran.collectives if "gather" in each.kind}
+    assert gathers == ({"bfloat16"} if base == "bf16" else {"bfloat16", "uint8"})
