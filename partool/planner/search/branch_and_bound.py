@@ -21,6 +21,7 @@ from partool.planner.search.prices import PRICED_AT_ONCE, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.score import EMPTY, KAPPA, UNFIT_BELOW, ScoreWeights, fill_share
 from partool.planner.search.space import Space
+from partool.planner.search.stages import stages
 
 CROWDED = 1.5
 """Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
@@ -106,7 +107,11 @@ class Search(Prices):
         """
         super().__init__(problem, space, groups, policies, None if shared is None else shared.seen)
         self.proven = proven
-        self.weights = ScoreWeights.of(problem, space.groups, space.size, space.policies, proven=proven)
+        self.weights = (
+            shared.weights
+            if shared is not None and shared.proven == proven
+            else ScoreWeights.of(problem, space.groups, space.size, space.policies, proven=proven)
+        )
         """Shares of the step time that the score adds for groups and policies."""
         self._shared = shared
         self.result = SearchResult(None)
@@ -137,6 +142,8 @@ class Search(Prices):
         elif not len(self.bound_s):
             self.bound()
         if len(self.groups) and len(self.policies):
+            if self._limit_s == float("inf"):
+                self._look_at_parts()
             self._pass()
         if self.problem.budget.stopped and not self.problem.budget.has_best:
             raise Stopped
@@ -210,6 +217,17 @@ class Search(Prices):
                 return int(near[fits[0]])
             start, count = start + count, min(8 * count, PRICED_AT_ONCE)
         return None
+
+    def _look_at_parts(self) -> None:
+        """Search the parts of the space where a good layout is found soon; its score limits the search of all."""
+        for places, few in stages(self.space, self.groups, self.policies):
+            part = Search(self.problem, self.space, shared=self, limit_s=self._limit_s, proven=self.proven, gap=self._gap)
+            part.groups, part.policies = self.groups[places], self.policies[few]
+            part.bound_s, part.least_bytes = self.bound_s[places], self.least_bytes[places]
+            part._pass()
+            self._parts += part._parts
+            if part._best_at is not None and (self._best_at is None or part._best_at < self._best_at):
+                self._best_at, self._limit_s, self.result.best = part._best_at, part._limit_s, part.result.best
 
     def _pass(self) -> None:
         """Expand groups and price queued layouts, both by their bounds, until no bound is below the best score."""
