@@ -14,7 +14,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.training.crowd import crowds
-from partool.cost.training.micro import Micro
+from partool.cost.training.micro import Micro, cases
 from partool.cost.training.offload import offload
 from partool.cost.training.optimizer import update_s
 from partool.cost.training.passes import PassLimits, passes, recorded, shared_most
@@ -57,6 +57,17 @@ def bound_s(job: TrainingWork, layouts: Layouts, open_choices: Open | None = Non
     bound = np.where(pp > 1, np.maximum(m * busiest, through), m * total)
     bound = bound + pipeline_wait(job, layouts) * m * busiest
     return job.time_scalar * (bound + _outside_s(job, layouts, pass_limits, open_choices))
+
+
+def pass_bound_s(job: TrainingWork, layouts: Layouts) -> Column:
+    """Return the seconds of the passes of each layout's busiest pipeline rank, or less; layouts have columns.
+
+    The mean rank's passes take no longer. They are computed once for layouts that differ in nothing that passes read.
+    """
+    first, where = cases(job, layouts)
+    mean_s = passes(job, layouts.take(first)).both_s / layouts.take(first).pp
+    # Around a ring of weights the last stage is not recomputed.
+    return np.asarray(np.where(layouts.ring, 0.0, job.time_scalar * layouts.accumulation * np.asarray(mean_s)[where]))
 
 
 def _pipelined(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> tuple[Column, Column]:

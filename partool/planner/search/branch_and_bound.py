@@ -27,9 +27,9 @@ CROWDED = 1.5
 """Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
 _SAVED = EMPTY + KAPPA * UNFIT_BELOW
 """Most that a layout can save in its share for filled memory beside one that surely fits."""
-_AT_FIRST, _MOST_AT_ONCE = 32, 512
+_AT_FIRST, _MOST_AT_ONCE, _WITH_LIMIT = 32, 512, 4096
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
-later groups."""
+later groups. Once there is a limit, few of a group's layouts are below it, and more groups are expanded at once."""
 _PREPARED = 512
 """Maximum number of groups whose micro-batches are priced at the beginning of a pass, as many as most passes expand."""
 _EXACT_ROWS = 3_000
@@ -153,12 +153,28 @@ class Search(Prices):
     def bound(self) -> None:
         """Bound the least memory and the least time of every group, and count the groups that are too large.
 
-        The time of a group that is too large is infinite, unless all groups are too large.
+        The time of a group that is too large is infinite, unless all groups are too large. Groups whose passes alone
+        are above the limit of the score have only the bound of their passes, and none of memory.
         """
+        if len(self.groups) and len(self.policies) and self._limit_s < float("inf"):
+            self.bound_s, self.least_bytes = self.pass_bounds(self.groups), np.zeros(len(self.groups))
+            factor = 1.0 + self.weights.group[self.groups] + self.weights.policy[self.policies].min()
+            near = np.flatnonzero(self.bound_s * factor <= self._limit_s)
+            groups = self.groups[near]
+            self.least_bytes[near] = self.bounded_memory(groups) if len(near) else 0.0
+            may_fit = self.least_bytes[near] <= self.problem.capacity_bytes * self.slack(groups)
+            self._count_too_large(groups[~may_fit])
+            self.bound_s[near[~may_fit]] = np.inf
+            self.bound_s[near[may_fit]] = self.group_bounds(groups[may_fit])
+        else:
+            self.bound_all()
+
+    def bound_all(self) -> None:
+        """Bound all groups, whatever the limit of the score."""
         if len(self.groups) and len(self.policies):
             self.least_bytes = self.bounded_memory(self.groups)
             may_fit = self.least_bytes <= self.problem.capacity_bytes * self.slack(self.groups)
-            self._count_too_large(may_fit)
+            self._count_too_large(self.groups[~may_fit])
             timed = may_fit if may_fit.any() else np.ones_like(may_fit)
             self.bound_s = np.full(len(self.groups), np.inf)
             self.bound_s[timed] = self.group_bounds(self.groups[timed])
@@ -176,8 +192,8 @@ class Search(Prices):
         """Return the least bytes of device memory of some groups of the space, or fewer."""
         return self.least_bytes[groups]
 
-    def _count_too_large(self, may_fit: NDArray[np.bool_]) -> None:
-        self._left_out[self.groups[~may_fit]] = True
+    def _count_too_large(self, groups: Any) -> None:
+        self._left_out[groups] = True
         self.result.too_large = self.space.count(self._left_out, self.policies)
 
     def second_s(self, key: Key) -> float:
@@ -235,7 +251,7 @@ class Search(Prices):
         bound = self.bound_s * (1.0 + self.weights.group[self.groups] + self.weights.policy[self.policies].min())
         order = np.flatnonzero(may_fit)[np.argsort(bound[may_fit], kind="stable")]
         self.prepare(self.groups[order[bound[order] <= self._limit_s][:_PREPARED]])
-        position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _MOST_AT_ONCE
+        position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _WITH_LIMIT
         start = self.problem.budget.rows
         while not self._reached_limit(start):
             following = bound[order[position]] if position < len(order) else float("inf")
@@ -246,8 +262,10 @@ class Search(Prices):
                 if key is not None:
                     self._settle(key)
             elif following <= self._limit_s:
-                self._expand(self.groups[order[position : position + batch]])
-                position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
+                near = order[position : position + batch]
+                self._expand(self.groups[near[bound[near] <= self._limit_s]])
+                position += batch
+                batch = min(2 * batch, _MOST_AT_ONCE) if self._limit_s == float("inf") else _WITH_LIMIT
             else:
                 break
         if self.problem.budget.stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import RING, Layouts
+from partool.cost.case import RING, Layouts, among
 from partool.planner.forms.experts import Form, experts_on_tensor_ranks
 from partool.planner.forms.experts import forms as expert_forms
 from partool.planner.forms.experts import shared as can_share
@@ -35,15 +36,35 @@ _UNCUT = "no sequence method cuts the model so"
 _BEATEN = "another sequence method takes less time and no more memory"
 
 
-def build(problem: Problem) -> Space:
-    """Enumerate a problem's layouts; constraints on whole meshes are applied first."""
+def build(problem: Problem, takes: Callable[[int], bool] = lambda _: True) -> Space:
+    """Enumerate a problem's layouts; constraints on whole meshes are applied first.
+
+    ``takes`` says of a number of data-parallel ranks whether meshes with it are enumerated.
+    """
     policies = policies_of(problem)
-    builder = _Builder(problem, policies)
+    builder = _Builder(problem, policies, takes)
     columns = builder.columns(MANY)
     if columns is None:
-        builder = _Builder(problem, policies, coarse=True)
+        builder = _Builder(problem, policies, takes, coarse=True)
         columns = builder.columns()
     assert columns is not None
+    return builder.space(columns)
+
+
+def rebuilt(problem: Problem, space: Space) -> Space:
+    """Return the groups and policies of a problem that is that of ``space`` with relaxed constraints.
+
+    Numbers of layouts before pruning are those of ``space``. Tiles rule out schedules that move weights; what tiles of
+    networks rule out beside these is enumerated anew.
+    """
+    policies = policies_of(problem)
+    if problem.mlp_tile or not space.listed or len(policies) != len(space.policies):
+        return build(problem)
+    builder = _Builder(problem, policies, lambda _: True)
+    builder.enumerated, builder.pruned = space.listed_layouts, dict(space.pruned)
+    columns = np.stack([getattr(space.groups, name)[: space.listed] for name in GROUP_COLUMNS])
+    if problem.loss_tile:
+        columns = columns[:, ~np.asarray(among(columns[GROUP_COLUMNS.index("schedule")], RING))]
     return builder.space(columns)
 
 
@@ -65,8 +86,11 @@ def _power(n: int) -> bool:
 class _Builder:
     """Builder of a space: enumerates meshes, then the choices within each mesh that no constraint rules out."""
 
-    def __init__(self, problem: Problem, policies: Policies, *, coarse: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, policies: Policies, takes: Callable[[int], bool], *, coarse: bool = False
+    ) -> None:
         self.problem = problem
+        self.takes = takes
         self.policies = policies
         self.coarse = coarse
         self.pruned: dict[str, int] = {}
@@ -89,6 +113,7 @@ class _Builder:
 
         ``compiled`` has 1 for groups with compiled blocks; None tries what :meth:`_compiled` returns.
         """
+        listed, listed_layouts = columns.shape[1], self.enumerated
         if compiled is None:
             columns, compiled = self._compiled(columns)
         named = dict(zip(GROUP_COLUMNS, columns, strict=True))
@@ -103,7 +128,7 @@ class _Builder:
         kept = within(self.problem.engine, groups)
         if not kept.all():
             self._count_out(f"{self.problem.engine.title} cannot", named["zero"][~kept])
-            return self.space(columns[:, kept], compiled[kept])
+            return replace(self.space(columns[:, kept], compiled[kept]), listed=0)
         some = not nothing_runs(self.problem)
         return Space(
             groups=groups,
@@ -115,6 +140,8 @@ class _Builder:
             pruned=dict(self.pruned),
             layers=self.problem.model.layers,
             offloads_from=self.problem.engine.offloads_from,
+            listed=listed,
+            listed_layouts=listed_layouts,
         )
 
     def _compiled(self, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -171,6 +198,8 @@ class _Builder:
                     if world % (tp * pp * cp):
                         continue
                     dp = world // (tp * pp * cp)
+                    if not self.takes(dp):
+                        continue
                     weight = self._weight(pp, cp, dp)
                     self.enumerated += weight
                     reason = self._reason(tp, pp, cp, dp)

@@ -44,6 +44,10 @@ class Space:
     layers: int = 1
     offloads_from: int = 0
     """Lowest ZeRO stage with which the optimizer's state may be in host memory."""
+    listed: int = 0
+    """Number of groups before some were repeated without compiled blocks; 0 if some were ruled out after that."""
+    listed_layouts: int = 0
+    """Number of layouts in ``enumerated`` before these groups were repeated."""
 
     def rows(self, group: Any, policy: Any) -> Layouts:
         """Return the layouts for pairs of group and policy indices.

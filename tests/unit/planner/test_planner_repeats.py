@@ -18,7 +18,6 @@ from partool.planner.cost_job import cost_job
 from partool.planner.explain import front
 from partool.planner.problem import Problem
 from partool.planner.search import refine
-from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import splits, variant_costs
 from partool.planner.search.refine import refined
@@ -139,13 +138,9 @@ def test_columns_are_replaced_by_name() -> None:
 
 def test_the_front_leaves_out_only_layouts_that_are_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
     solution = solve(planned.problem_of(EXPERTS))
+    monkeypatch.setattr(front, "_SMALLEST", solution.space.size)
     every = [(one.step_time_s, one.memory.total_bytes) for one in front.front(solution)]
-
-    def all_columns(search: Search, group: object, policy: object, _: object) -> object:
-        return search.columns(group, policy)
-
-    monkeypatch.setattr(front, "_smallest_columns", all_columns)
-    monkeypatch.setattr(front._SmallestLeaves, "bytes_within", lambda _, times_s: np.full(np.shape(times_s), np.inf))
+    monkeypatch.setattr(front._SmallestLayouts, "bytes_within", lambda _, times_s: np.full(np.shape(times_s), np.inf))
     assert [(one.step_time_s, one.memory.total_bytes) for one in front.front(solution)] == every
     assert len(every) > 2
 
