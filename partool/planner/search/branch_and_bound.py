@@ -237,7 +237,9 @@ class Search(Prices):
     def _look_at_parts(self) -> None:
         """Search the parts of the space where a good layout is found soon; its score limits the search of all."""
         for places, few in stages(self.space, self.groups, self.policies):
-            part = Search(self.problem, self.space, shared=self, limit_s=self._limit_s, proven=self.proven, gap=self._gap)
+            part = Search(
+                self.problem, self.space, shared=self, limit_s=self._limit_s, proven=self.proven, gap=self._gap
+            )
             part.groups, part.policies = self.groups[places], self.policies[few]
             part.bound_s, part.least_bytes = self.bound_s[places], self.least_bytes[places]
             part._pass()

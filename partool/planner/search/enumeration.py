@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import RING, Layouts, among
+from partool.cost.case import RING, Layouts
 from partool.planner.forms.experts import Form, experts_on_tensor_ranks
 from partool.planner.forms.experts import forms as expert_forms
 from partool.planner.forms.experts import shared as can_share
@@ -23,7 +22,7 @@ from partool.planner.rules.tensor_cuts import cuttable
 from partool.planner.search.policies import Policies, policies_of
 from partool.planner.search.schedules import Scheduled, schedules
 from partool.planner.search.sequence_forms import Forms, best_forms, every_form
-from partool.planner.search.space import GROUP_COLUMNS, Space
+from partool.planner.search.space import GROUP_COLUMNS, Space, wide
 
 MOST_STAGES = 128
 """Maximum number of pipeline ranks tried: twice as many as in published runs (arXiv 2104.04473: 64 for 1T
@@ -32,6 +31,8 @@ TOKENS_PER_RANK = 256
 """Minimum number of a sequence's tokens per rank under sequence parallelism; with fewer, kernels are inefficient."""
 MANY = 300_000
 """Number of groups above which only powers of two are tried for degrees that the spec leaves ``auto``."""
+_AT_ONCE = 65536
+"""Number of groups whose columns are computed at once."""
 _UNCUT = "no sequence method cuts the model so"
 _BEATEN = "another sequence method takes less time and no more memory"
 
@@ -57,15 +58,13 @@ def rebuilt(problem: Problem, space: Space) -> Space:
     Numbers of layouts before pruning are those of ``space``. Tiles rule out schedules that move weights; what tiles of
     networks rule out beside these is enumerated anew.
     """
-    policies = policies_of(problem)
-    if problem.mlp_tile or not space.listed or len(policies) != len(space.policies):
+    policies, groups = policies_of(problem), space.groups
+    if problem.mlp_tile or len(policies) != len(space.policies):
         return build(problem)
     builder = _Builder(problem, policies, lambda _: True)
-    builder.enumerated, builder.pruned = space.listed_layouts, dict(space.pruned)
-    columns = np.stack([getattr(space.groups, name)[: space.listed] for name in GROUP_COLUMNS])
-    if problem.loss_tile:
-        columns = columns[:, ~np.asarray(among(columns[GROUP_COLUMNS.index("schedule")], RING))]
-    return builder.space(columns)
+    builder.enumerated, builder.pruned = space.enumerated, dict(space.pruned)
+    moves = np.asarray(groups.ring)
+    return builder.space_of(groups.take(~moves) if problem.loss_tile and moves.any() else groups)
 
 
 def micro_batches(problem: Problem, dp: int) -> list[int]:
@@ -98,41 +97,33 @@ class _Builder:
         self._with_parameters = len(policies)
         self._without = int((policies.parameters == 0).sum())
 
-    def columns(self, most: float = float("inf")) -> NDArray[np.int64] | None:
+    def columns(self, most: float = float("inf")) -> NDArray[np.int32] | None:
         """Return the groups as a matrix with one row for each name in :data:`GROUP_COLUMNS`; None if over ``most``."""
         blocks, groups = [], 0
         for block in (block for mesh in self._meshes() for block in self._below(*mesh)):
-            blocks.append(block)
+            blocks.append(block.astype(np.int32))
             groups += block.shape[1]
             if groups > most:
                 return None
-        return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(GROUP_COLUMNS), 0), dtype=np.int64)
+        return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(GROUP_COLUMNS), 0), dtype=np.int32)
 
-    def space(self, columns: NDArray[np.int64], compiled: NDArray[Any] | None = None) -> Space:
-        """Return the space of the groups in ``columns``, with the choices that follow from these columns.
+    def space(self, columns: NDArray[np.int32]) -> Space:
+        """Return the space of the groups in ``columns``, with the choices that follow from these columns."""
+        columns, compiled = self._compiled(columns)
+        return self.space_of(Layouts(**dict(zip(GROUP_COLUMNS, columns, strict=True)), compiled=compiled))
 
-        ``compiled`` has 1 for groups with compiled blocks; None tries what :meth:`_compiled` returns.
-        """
-        listed, listed_layouts = columns.shape[1], self.enumerated
-        if compiled is None:
-            columns, compiled = self._compiled(columns)
-        named = dict(zip(GROUP_COLUMNS, columns, strict=True))
-        groups = Layouts(**named, compiled=compiled)
-        networks, losses = tile_sizes(self.problem, groups)
-        groups = groups.with_columns(
-            tensor_overlap=overlap_of(self.problem, groups),
-            tensor_chunks=pieces_of(self.problem, groups),
-            mlp_tile_tokens=networks,
-            loss_tile_tokens=losses,
-        )
+    def space_of(self, groups: Layouts) -> Space:
+        """Return the space of groups that have all columns but those that follow from the others."""
+        size = np.size(groups.pp)
+        groups = groups.with_columns(**self._following(groups, size))
         kept = within(self.problem.engine, groups)
         if not kept.all():
-            self._count_out(f"{self.problem.engine.title} cannot", named["zero"][~kept])
-            return replace(self.space(columns[:, kept], compiled[kept]), listed=0)
+            self._count_out(f"{self.problem.engine.title} cannot", np.asarray(groups.zero)[~kept])
+            return self.space_of(groups.take(kept))
         some = not nothing_runs(self.problem)
         return Space(
             groups=groups,
-            size=columns.shape[1],
+            size=size,
             policies=self.policies,
             runnable=able(groups, self.problem.model) & some,
             runnable_policies=able(self.policies.rows) & some,
@@ -140,18 +131,29 @@ class _Builder:
             pruned=dict(self.pruned),
             layers=self.problem.model.layers,
             offloads_from=self.problem.engine.offloads_from,
-            listed=listed,
-            listed_layouts=listed_layouts,
         )
 
-    def _compiled(self, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    def _following(self, groups: Layouts, size: int) -> dict[str, NDArray[np.int32]]:
+        """Return the columns of groups that follow from the others: tiles, overlap and pieces of tensor ranks."""
+        names = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
+        columns = {name: np.zeros(size, dtype=np.int32) for name in names}
+        for start in range(0, size, _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            rows = wide(groups.take(part))
+            networks, losses = tile_sizes(self.problem, rows)
+            values = overlap_of(self.problem, rows), pieces_of(self.problem, rows), networks, losses
+            for name, value in zip(names, values, strict=True):
+                columns[name][part] = value
+        return columns
+
+    def _compiled(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the groups, some of them twice, and which of them have compiled blocks.
 
         Compiled blocks keep the gathered inputs of products of tensor ranks that share norms, almost as many bytes as
         all else that a layer saves. Blocks that are not compiled gather them again, so both are tried.
         """
         named = dict(zip(GROUP_COLUMNS, columns, strict=True))
-        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
+        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"), dtype=np.int32)
         compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
         twice = (compiled == 1) & (named["tp"] > 1) & (named["sequence_norms"] == 1)
         if not self.problem.compiles_later or self.problem.engine.name != "partool" or not twice.any():
@@ -363,7 +365,7 @@ class _Builder:
             ]
         )  # fmt: skip
 
-    def _count_out(self, reason: str, zero: NDArray[np.int64]) -> None:
+    def _count_out(self, reason: str, zero: NDArray[Any]) -> None:
         """Count the layouts of groups that are ruled out, given the ZeRO stage of each of them."""
         third = int((zero == 3).sum())
         self._prune(reason, third * self._with_parameters + (len(zero) - third) * self._without)
