@@ -7,26 +7,22 @@ bound and are priced exactly, best first. The search ends when no bound is below
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partool.planner.problem import Problem, Stopped
+from partool.planner.search.dominance import dominated
 from partool.planner.search.layouts import layout_of
-from partool.planner.search.price import SLACK, Priced, host_limit, pinned_limit
+from partool.planner.search.leaves import CROWDED, Leaves, SearchResult
+from partool.planner.search.price import SLACK, Priced, host_limit
 from partool.planner.search.prices import PRICED_AT_ONCE, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
-from partool.planner.search.score import EMPTY, KAPPA, UNFIT_BELOW, ScoreWeights, fill_share
+from partool.planner.search.score import ScoreWeights, fill_share
 from partool.planner.search.space import Space
 from partool.planner.search.stages import stages
 
-CROWDED = 1.5
-"""Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
-_SAVED = EMPTY + KAPPA * UNFIT_BELOW
-"""Most that a layout can save in its share for filled memory beside one that surely fits."""
 _AT_FIRST, _MOST_AT_ONCE, _WITH_LIMIT = 32, 512, 4096
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
 later groups. Once there is a limit, few of a group's layouts are below it, and more groups are expanded at once."""
@@ -38,51 +34,6 @@ _MOST_ROWS = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
 _HURRIED = 500
 """Maximum number of queued layouts that are tried when the user has stopped a search that has found none."""
-
-
-@dataclass
-class Leaves:
-    """Layouts that fit according to the closed equations, with prices; each field has one entry per layout."""
-
-    group: NDArray[np.int64]
-    policy: NDArray[np.int64]
-    bound_s: NDArray[np.float64]
-    memory_bytes: NDArray[np.float64]
-    probability: NDArray[np.float64]
-    host_bytes: NDArray[np.float64]
-
-    @classmethod
-    def join(cls, parts: list[Leaves]) -> Leaves:
-        """Return the leaves of all parts, concatenated."""
-        names = ("group", "policy", "bound_s", "memory_bytes", "probability", "host_bytes")
-        if not parts:
-            return cls(*(np.zeros(0, dtype=int if name in ("group", "policy") else float) for name in names))
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-
-def crowded(results: Iterable[SearchResult], limit_s: float) -> tuple[Any, Any]:
-    """Return groups and policies of layouts with bounds up to ``limit_s`` that exceed the memory by little."""
-    parts = [np.concatenate(part) for part in zip(*(one for each in results for one in each.crowded), strict=True)]
-    near = parts[2] <= limit_s if parts else slice(0)
-    return (parts[0][near], parts[1][near]) if parts else (np.zeros(0, dtype=int),) * 2
-
-
-@dataclass
-class SearchResult:
-    """The result of a search."""
-
-    best: Priced | None
-    """The layout with the least score that is predicted to fit; None if there is none."""
-    leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
-    too_large: int = 0
-    """Number of layouts in groups whose bound of memory is too large even with everything recomputed and offloaded."""
-    crowded: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """Groups and policies of layouts that exceed the memory by less than :data:`CROWDED`, and their bounds."""
-    complete: bool = True
-    """False if the search ended at its limit of rows: layouts that the search did not reach may be faster."""
 
 
 class Search(Prices):
@@ -321,7 +272,7 @@ class Search(Prices):
         weight = 1.0 + self.weights.group[leaves.group] + self.weights.policy[leaves.policy]
         scores = leaves.bound_s * (weight + fill)
         queued = scores <= self._limit_s
-        queued &= ~self._dominated(leaves, queued)
+        queued &= ~dominated(self.problem, self.space, leaves, queued)
         self.problem.budget.has_fitting |= bool(queued.any())
         self._queue.push(scores[queued], weight[queued], leaves.group[queued], leaves.policy[queued])
 
@@ -335,42 +286,3 @@ class Search(Prices):
         group, policy = group[fits], policy[fits]
         bound_s = self.bounds(group, policy)
         return Leaves(group, policy, bound_s, total[fits], fit_probability[fits], host[fits]), unfit[fits]
-
-    def _dominated(self, leaves: Leaves, queued: Any) -> Any:
-        """Return a mask of leaves that a queued leaf of the same group dominates.
-
-        The dominating leaf is faster by more than its memory costs, recomputes and offloads no more, and is sure to
-        fit. Only without pipeline ranks, and with whole networks, do bounds differ from exact times by the same amount.
-        """
-        out = np.zeros(len(leaves), dtype=bool)
-        comparable = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
-        index = np.flatnonzero(queued & self._surely_fit(leaves) & comparable)
-        for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
-            if len(start):
-                # A smaller layout saves a part of the price of filled memory; exact times are below twice the bounds.
-                faster = (1.0 + 2.0 * _SAVED) * leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
-                milder = self._milder(leaves.policy[start]) & faster
-                np.fill_diagonal(milder, False)
-                out[start] = milder.any(axis=0)
-        return out
-
-    def _surely_fit(self, leaves: Leaves) -> Any:
-        """Return a mask of leaves whose exact memory is sure to fit; others must not rule out layouts.
-
-        A leaf over a limit by less than the slack may not fit after all. Activations in host memory take more of it the
-        less is recomputed, so layouts that use host memory are sure only where the limits of host memory are far.
-        """
-        surely = (leaves.probability >= 1.0 - UNFIT_BELOW) & (leaves.memory_bytes <= self.problem.capacity_bytes)
-        stays = leaves.host_bytes == 0
-        if pinned_limit(self.problem) != float("inf"):
-            return surely & stays
-        return surely & (stays | ((1.0 + SLACK) * leaves.host_bytes <= host_limit(self.problem)))
-
-    def _milder(self, policy: Any) -> Any:
-        """Return a matrix of pairs of policies, True where the first recomputes and offloads no more."""
-        table = self.space.policies
-        mild = np.ones((len(policy), len(policy)), dtype=bool)
-        for column in (table.recompute, -table.gpu_fraction, table.parameters, table.activations):
-            mild &= column[policy][:, None] <= column[policy][None, :]
-        share = table.share[policy]
-        return mild & ((table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :]))

@@ -18,9 +18,10 @@ from partool.planner.forms.runnable import runnable
 from partool.planner.forms.tiles import in_tiles
 from partool.planner.forms.tiles import sizes as tile_sizes
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import CROWDED, Search, SearchResult, crowded
+from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build, rebuilt
 from partool.planner.search.glance import glance
+from partool.planner.search.leaves import CROWDED, SearchResult, crowded
 from partool.planner.search.offload import to_disks
 from partool.planner.search.price import Priced, host_limit, least_room, pinned_limit, room, room_below
 from partool.planner.search.prices import firsts

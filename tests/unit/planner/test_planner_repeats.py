@@ -19,9 +19,10 @@ from partool.planner.explain import front
 from partool.planner.forms.gathers import under_pressure
 from partool.planner.problem import Problem
 from partool.planner.search import refine
-from partool.planner.search.branch_and_bound import Search, SearchResult
+from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build, rebuilt
 from partool.planner.search.layouts import splits, variant_costs
+from partool.planner.search.leaves import SearchResult
 from partool.planner.search.refine import refined
 from partool.planner.search.solve import Solution, _bounds_in, harder_ones, solve
 
