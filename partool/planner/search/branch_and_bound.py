@@ -25,7 +25,8 @@ from partool.planner.search.stages import stages
 
 _AT_FIRST, _MOST_AT_ONCE, _WITH_LIMIT = 32, 512, 4096
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
-later groups. Once there is a limit, few of a group's layouts are below it, and more groups are expanded at once."""
+later groups. Where parts of a space, or a plain search, gave a limit, few of a group's layouts are below it, and more
+groups are expanded at once."""
 _PREPARED = 512
 """Maximum number of groups whose micro-batches are priced at the beginning of a pass, as many as most passes expand."""
 _EXACT_ROWS = 3_000
@@ -80,6 +81,7 @@ class Search(Prices):
         self._parts: list[Leaves] = []
         self._limit_s = limit_s
         self._gap = gap
+        self._is_part = False
         self._queue = Queue(problem, space, self._second)
 
     def run(self) -> SearchResult:
@@ -191,6 +193,7 @@ class Search(Prices):
             part = Search(
                 self.problem, self.space, shared=self, limit_s=self._limit_s, proven=self.proven, gap=self._gap
             )
+            part._is_part = True
             part.groups, part.policies = self.groups[places], self.policies[few]
             part.bound_s, part.least_bytes = self.bound_s[places], self.least_bytes[places]
             part._pass()
@@ -204,7 +207,8 @@ class Search(Prices):
         bound = self.bound_s * (1.0 + self.weights.group[self.groups] + self.weights.policy[self.policies].min())
         order = np.flatnonzero(may_fit)[np.argsort(bound[may_fit], kind="stable")]
         self.prepare(self.groups[order[bound[order] <= self._limit_s][:_PREPARED]])
-        position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _WITH_LIMIT
+        limited = self._limit_s < float("inf") and not self._is_part
+        position, batch = 0, _WITH_LIMIT if limited else _AT_FIRST
         start = self.problem.budget.rows
         while not self._reached_limit(start):
             following = bound[order[position]] if position < len(order) else float("inf")
@@ -218,7 +222,7 @@ class Search(Prices):
                 near = order[position : position + batch]
                 self._expand(self.groups[near[bound[near] <= self._limit_s]])
                 position += batch
-                batch = min(2 * batch, _MOST_AT_ONCE) if self._limit_s == float("inf") else _WITH_LIMIT
+                batch = _WITH_LIMIT if limited else min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
         if self.problem.budget.stopped:
