@@ -59,7 +59,7 @@ class Search(Prices):
         """
         super().__init__(problem, space, groups, policies, None if shared is None else shared.seen)
         self.proven = proven
-        self.weights = (
+        self.weights: ScoreWeights = (
             shared.weights
             if shared is not None and shared.proven == proven
             else ScoreWeights.of(problem, space.groups, space.size, space.policies, proven=proven)

@@ -133,10 +133,10 @@ class _Builder:
             offloads_from=self.problem.engine.offloads_from,
         )
 
-    def _following(self, groups: Layouts, size: int) -> dict[str, NDArray[np.int32]]:
+    def _following(self, groups: Layouts, size: int) -> dict[str, NDArray[Any]]:
         """Return the columns of groups that follow from the others: tiles, overlap and pieces of tensor ranks."""
         names = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
-        columns = {name: np.zeros(size, dtype=np.int32) for name in names}
+        columns: dict[str, NDArray[Any]] = {name: np.zeros(size, dtype=np.int32) for name in names}
         for start in range(0, size, _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             rows = wide(groups.take(part))
@@ -146,7 +146,7 @@ class _Builder:
                 columns[name][part] = value
         return columns
 
-    def _compiled(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _compiled(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[Any]]:
         """Return the groups, some of them twice, and which of them have compiled blocks.
 
         Compiled blocks keep the gathered inputs of products of tensor ranks that share norms, almost as many bytes as
