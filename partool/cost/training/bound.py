@@ -14,17 +14,17 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.training.crowd import crowds
-from partool.cost.training.micro import Micro
+from partool.cost.training.micro import Micro, cases
 from partool.cost.training.offload import offload
 from partool.cost.training.optimizer import update_s
 from partool.cost.training.passes import PassLimits, passes, recorded, shared_most
 from partool.cost.training.split import Split, split
-from partool.cost.training.step import held_elements, owned_elements, saved_bytes
+from partool.cost.training.step import held_elements, neighbour_s, owned_elements, saved_bytes
 from partool.cost.training.sync import LeastElements, PassSeconds, RankParameters, pipeline_wait, sync, tensor_sync_s
 from partool.work.training import TrainingWork
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
-_GPIPE = SCHEDULES.index("gpipe")
+_GPIPE, _1F1B, _INTERLEAVED = (SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved"))
 _FOLLOWED = 200_000
 """Number of actions up to which exact predictions follow a schedule (:mod:`partool.schedule.makespan`)."""
 _SEARCHED = 20_000
@@ -59,6 +59,17 @@ def bound_s(job: TrainingWork, layouts: Layouts, open_choices: Open | None = Non
     return job.time_scalar * (bound + _outside_s(job, layouts, pass_limits, open_choices))
 
 
+def pass_bound_s(job: TrainingWork, layouts: Layouts) -> Column:
+    """Return the seconds of the passes of each layout's busiest pipeline rank, or less; layouts have columns.
+
+    The mean rank's passes take no longer. They are computed once for layouts that differ in nothing that passes read.
+    """
+    first, where = cases(job, layouts)
+    mean_s = passes(job, layouts.take(first)).both_s / layouts.take(first).pp
+    # Around a ring of weights the last stage is not recomputed.
+    return np.asarray(np.where(layouts.ring, 0.0, job.time_scalar * layouts.accumulation * np.asarray(mean_s)[where]))
+
+
 def _pipelined(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> tuple[Column, Column]:
     """Return the least seconds of the busiest pipeline rank per micro-batch, and of a whole step's passes."""
     costs, m, total = pass_limits.costs, layouts.accumulation, pass_limits.both_s
@@ -74,6 +85,7 @@ def _pipelined(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> 
     # In any order, a micro-batch passes all stages twice; only weight gradients need not be waited for.
     path = pass_limits.path_s
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
+    through = np.maximum(through, _round_trips_s(job, layouts, pass_limits, limits))
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, path
     elif job.recompute is None:
@@ -91,6 +103,27 @@ def _pipelined(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits) -> 
         busiest = np.where(layouts.ring, (total - last_recompute_s) / layouts.pp, busiest)
         through = np.where(layouts.ring, _travelling_s(job, layouts, pass_limits, limits), through)
     return busiest, through
+
+
+def _round_trips_s(job: TrainingWork, layouts: Layouts, pass_limits: PassLimits, limits: Split) -> Column:
+    """Return the least seconds in which all micro-batches go from the first rank down to the last stage and back.
+
+    Activations of a stage wait on the first rank meanwhile, and the schedule limits how many do so at once: with 1F1B
+    as many as there are ranks, interleaved (arXiv 2104.04473, section 2.2) those of the forward passes before the first
+    backward pass. Of other schedules, and of jobs without backward passes, the result is 0.
+    """
+    if not job.backward:
+        return 0.0
+    pp, m, chunks = layouts.pp, layouts.accumulation, layouts.chunks
+    send = neighbour_s(job, layouts)
+    down_and_up = pass_limits.both_s + 2.0 * (pp - 1) * send
+    plain = np.ceil(m / np.minimum(pp, m)) * down_and_up
+    # Of the first rank's stages 0, p, 2 p, ... each waits for all that come after it.
+    after = chunks * (pp * chunks - 1) - pp * chunks * (chunks - 1) / 2.0
+    waiting = limits.first_s - limits.inner_s + chunks * limits.final_s + after * (limits.inner_s + 2.0 * send)
+    most = np.minimum(2 * (pp - 1) + (chunks - 1) * pp + 1, m * chunks)
+    several = np.where(layouts.schedule == _INTERLEAVED, m * waiting / most, 0.0)
+    return np.asarray(np.where(layouts.schedule == _1F1B, plain, several))
 
 
 def _extrapolated(layouts: Layouts) -> Mask:

@@ -91,11 +91,16 @@ def micro(job: TrainingWork, layouts: Layouts) -> Micro:
         return cached
     if shape[0] < _FEW:
         return _repeated(job, layouts, memo.many)
+    first, where = cases(job, layouts)
+    return _repeated(job, layouts.take(first), memo.many, where)
+
+
+def cases(job: TrainingWork, layouts: Layouts) -> tuple[Any, Any]:
+    """Return the first of the layouts of each case of a micro-batch and pipeline, and the place of each among these."""
     columns = [layouts.pp, computes_late(layouts), *(getattr(layouts, name) for name in _CASE)]
     if np.any(np.asarray(layouts.tp) > 1):
         columns.append(keeps_gathered(job, layouts))
-    first, where = distinct(codes(shape[0], columns))
-    return _repeated(job, layouts.take(first), memo.many, where)
+    return distinct(codes(layouts.shape[0], columns))
 
 
 _FEW = 512

@@ -52,10 +52,14 @@ def step(job: TrainingWork, layouts: Layouts) -> StepParts:
         last_s=passes.backward_s,
     )
     optimizer = update_s(job, layouts, owned * layouts.gpu_fraction)
+    return StepParts(costs, shared, moved, optimizer, neighbour_s(job, layouts), owned, passes.backward_s)
+
+
+def neighbour_s(job: TrainingWork, layouts: Layouts) -> Column:
+    """Return the seconds of one transfer of a micro-batch between neighbouring stages; 0 without pipeline ranks."""
     boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
-    send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
-    return StepParts(costs, shared, moved, optimizer, send, owned, passes.backward_s)
+    return np.where(layouts.pp > 1, collective.send_s(job, boundary, stride), 0.0)
 
 
 def held_elements(job: TrainingWork, layouts: Layouts, costs: Micro) -> tuple[Column, Column]:

@@ -22,7 +22,8 @@ def awkward_batch(problem: Problem, best: Priced, plain: Solution) -> Iterator[D
     """Yield a finding if a batch beside that of the spec is predicted to take clearly less time per token.
 
     Data-parallel ranks have equal numbers of sequences. If the batch has few divisors in common with the ranks, the
-    ranks have to share layers, matrices or sequences instead. Both batches are priced by the same short search.
+    ranks have to share layers, matrices or sequences instead. Both batches are priced by the same short search, the
+    other one on the meshes that the spec's batch rules out: on the rest, both take about as long per token.
     ``plain`` is the solution without relaxed constraints, whose bounds serve the spec's batch.
     """
     batch = problem.spec.training.global_batch
@@ -36,7 +37,9 @@ def awkward_batch(problem: Problem, best: Priced, plain: Solution) -> Iterator[D
     # A longer step saves less than what is worth a finding.
     longest = {other: (1.0 - _WORTH) * here.step_time_s * other / batch * (1.0 + 1e-9) for other in near}
     by_batch = {
-        other: least_bound(problem.with_training(global_batch=other), longest_s=longest_s)
+        other: least_bound(
+            problem.with_training(global_batch=other), longest_s=longest_s, takes=lambda ranks: batch % ranks != 0
+        )
         for other, longest_s in longest.items()
     }
     faster = {

@@ -6,6 +6,7 @@ Groups that cannot hold such a layout, by their least time and their least memor
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from partool.planner.search.solve import Solution
 _FRONT = 6
 _MARGIN = 0.99
 """Factor on the least time and the least memory of groups, which are not proven in every detail."""
+_SMALLEST = 48
+"""Number of groups that are priced for the front, of groups that are about as fast as each other."""
 _AT_FIRST, _AT_ONCE = 256, 4096
 """Numbers of groups whose memory is priced before the next groups are known to be slower, at first and at most."""
 
@@ -34,20 +37,18 @@ def front(solution: Solution) -> list[Priced]:
     The front is taken over the layouts of the search, and over layouts with 1F1B that save most memory.
     """
     search, space = solution.search, solution.space
-    leaves = solution.overall.leaves
-    best = _SmallestLeaves(solution)
+    leaves, smallest = solution.overall.leaves, _SmallestLayouts(solution)
     plain = np.flatnonzero(np.broadcast_to(space.groups.schedule == SCHEDULES.index("1f1b"), space.size))
-    most = best.bytes_within(_MARGIN * search.bound_s[plain])
-    plain = plain[_MARGIN * search.least_bytes[plain] < most]
-    most = best.bytes_within(_MARGIN * search.bound_s[plain])
-    plain = plain[_MARGIN * search.least_memory(plain, most)[0] < most]
-    extremes = search.extremes()
-    group, policy = np.tile(plain, len(extremes)), np.repeat(np.array(extremes), len(plain))
-    allowed = space.allowed(group, policy)
-    group, policy = group[allowed], policy[allowed]
-    bound, total = _smallest_columns(search, group, policy, best)
-    groups, policies = np.concatenate([leaves.group, group]), np.concatenate([leaves.policy, policy])
-    times, sizes = np.concatenate([leaves.bound_s, bound]), np.concatenate([leaves.memory_bytes, total])
+    plain = plain[np.argsort(search.bound_s[plain], kind="stable")]
+    parts = [(leaves.group, leaves.policy, leaves.bound_s, leaves.memory_bytes)]
+    start, count = 0, _AT_FIRST
+    while start < len(plain):
+        near = plain[start : start + count]
+        start, count = start + count, 2 * count
+        if len(near := _small_groups(search, near, smallest)):
+            parts.append(_small_layouts(search, near, smallest))
+            smallest.add(*parts[-1][2:])
+    groups, policies, times, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
     order = fits[np.lexsort((sizes[fits], times[fits]))]
     if not len(order):
@@ -58,51 +59,71 @@ def front(solution: Solution) -> list[Priced]:
     return [search.price(groups[index], policies[index]) for index in ends[list(steps)]]
 
 
-class _SmallestLeaves:
-    """The least memory of the leaves of a search that fit, by their time."""
+class _SmallestLayouts:
+    """The least memory of layouts that fit, by their time; at first of the leaves of a search."""
 
     def __init__(self, solution: Solution) -> None:
-        leaves, capacity = solution.overall.leaves, solution.problem.capacity_bytes
-        fits = np.flatnonzero(leaves.memory_bytes <= capacity)
-        order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
-        self._bound_s = leaves.bound_s[order]
-        none = np.array([capacity * (1.0 + SLACK)])
-        self._least_bytes = np.concatenate([none, np.minimum.accumulate(leaves.memory_bytes[order])])
+        leaves = solution.overall.leaves
+        self._capacity_bytes = solution.problem.capacity_bytes
+        self._bound_s, self._bytes = np.zeros(0), np.zeros(0)
+        self.add(leaves.bound_s, leaves.memory_bytes)
+
+    def add(self, bound_s: Any, layout_bytes: Any) -> None:
+        """Take further layouts, those that fit."""
+        fits = layout_bytes <= self._capacity_bytes
+        times, sizes = np.concatenate([self._bound_s, bound_s[fits]]), np.concatenate([self._bytes, layout_bytes[fits]])
+        order = np.argsort(times, kind="stable")
+        self._bound_s, self._bytes = times[order], np.minimum.accumulate(sizes[order])
 
     def bytes_within(self, times_s: Any) -> Any:
-        """Return the least memory of the leaves that take at most ``times_s``; layouts with more are not on the front.
+        """Return the least memory of the layouts that take at most ``times_s``; layouts with more are not on the front.
 
-        Where no leaf is as fast, it is what a layout may need at most.
+        Where no layout is as fast, it is what one may need at most.
         """
-        return self._least_bytes[np.searchsorted(self._bound_s, times_s, side="right")]
+        least = np.concatenate([[self._capacity_bytes * (1.0 + SLACK)], self._bytes])
+        return least[np.searchsorted(self._bound_s, times_s, side="right")]
 
 
-def _smallest_columns(search: Search, group: Any, policy: Any, best: _SmallestLeaves) -> tuple[Any, Any]:
-    """Return bounds of time and memory of layouts; the memory of one that is not on the front may be infinite.
+def _small_groups(search: Search, groups: Any, smallest: _SmallestLayouts) -> Any:
+    """Return the few of some groups that need least memory, if they need less than any layout as fast as their bounds.
 
-    Layouts come in the order of their bounds, so that one with more memory than an earlier one is not on the front.
+    Memory is that of the training state; the groups are about as fast as each other.
     """
-    bound = search.bounds(group, policy)
-    most, total = best.bytes_within(_MARGIN * bound), np.full(len(group), np.inf)
-    order, least = np.argsort(bound, kind="stable"), np.inf
-    start, count = 0, _AT_FIRST
-    while start < len(order):
-        near = order[start : start + count]
-        start, count = start + count, 2 * count
-        total[near] = search.fitting_bytes(group[near], policy[near], np.minimum(most[near], least))
-        least = min(least, float(total[near].min()))
-    return bound, total
+    most = smallest.bytes_within(_MARGIN * search.bound_s[groups])
+    groups = groups[_MARGIN * search.least_bytes[groups] < most]
+    return np.sort(groups[np.argsort(search.least_bytes[groups], kind="stable")[:_SMALLEST]])
 
 
-def least_bound(problem: Problem, bounded: Search | None = None, *, longest_s: float = float("inf")) -> Priced | None:
+def _small_layouts(search: Search, groups: Any, smallest: _SmallestLayouts) -> tuple[Any, Any, Any, Any]:
+    """Return group, policy, bounds of time and of memory of those layouts of some groups that may be on the front.
+
+    Only policies that save most memory are looked at.
+    """
+    extremes = search.extremes()
+    group, policy = np.tile(groups, len(extremes)), np.repeat(np.array(extremes), len(groups))
+    allowed = search.space.allowed(group, policy)
+    group, policy = group[allowed], policy[allowed]
+    total = search.fitting_bytes(group, policy, smallest.bytes_within(_MARGIN * search.bound_s[group]))
+    small = np.isfinite(total)
+    group, policy = group[small], policy[small]
+    return group, policy, search.bounds(group, policy), total[small]
+
+
+def least_bound(
+    problem: Problem,
+    bounded: Search | None = None,
+    *,
+    longest_s: float = float("inf"),
+    takes: Callable[[int], bool] = lambda _: True,
+) -> Priced | None:
     """Return the layout with the least bound of the score among those that surely fit with one policy on all layers.
 
     Groups are tried in the order of their bound under the policy that recomputes least. ``bounded`` is a search of the
     same problem whose groups are bounded. If a step of that layout takes longer than ``longest_s``, the result is None
-    or a layout whose step takes longer, too.
+    or a layout whose step takes longer, too. ``takes`` says which numbers of data-parallel ranks are looked at.
     """
     problem.budget.subject = f"layouts on only {problem.world_size:,} devices"
-    space = build(problem) if bounded is None else bounded.space
+    space = build(problem, takes) if bounded is None else bounded.space
     if not space.size:
         return None
     table = space.policies

@@ -7,28 +7,26 @@ bound and are priced exactly, best first. The search ends when no bound is below
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partool.planner.problem import Problem, Stopped
+from partool.planner.search.dominance import dominated
 from partool.planner.search.layouts import layout_of
-from partool.planner.search.price import SLACK, Priced, host_limit, pinned_limit
+from partool.planner.search.leaves import CROWDED, Leaves, SearchResult
+from partool.planner.search.price import SLACK, Priced, host_limit
 from partool.planner.search.prices import PRICED_AT_ONCE, Prices, firsts
 from partool.planner.search.queue import Key, Queue, SecondBounds
-from partool.planner.search.score import EMPTY, KAPPA, UNFIT_BELOW, ScoreWeights, fill_share
+from partool.planner.search.score import ScoreWeights, fill_share
 from partool.planner.search.space import Space
+from partool.planner.search.stages import stages
 
-CROWDED = 1.5
-"""Factor on the memory limit: settings that save memory do not make layouts fit that exceed it by more."""
-_SAVED = EMPTY + KAPPA * UNFIT_BELOW
-"""Most that a layout can save in its share for filled memory beside one that surely fits."""
-_AT_FIRST, _MOST_AT_ONCE = 32, 512
+_AT_FIRST, _MOST_AT_ONCE, _WITH_LIMIT = 32, 512, 4096
 """Numbers of groups expanded at once, at first and at most; the first groups lower the time limit, which saves pricing
-later groups."""
+later groups. Where parts of a space, or a plain search, gave a limit, few of a group's layouts are below it, and more
+groups are expanded at once."""
 _PREPARED = 512
 """Maximum number of groups whose micro-batches are priced at the beginning of a pass, as many as most passes expand."""
 _EXACT_ROWS = 3_000
@@ -37,51 +35,6 @@ _MOST_ROWS = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
 _HURRIED = 500
 """Maximum number of queued layouts that are tried when the user has stopped a search that has found none."""
-
-
-@dataclass
-class Leaves:
-    """Layouts that fit according to the closed equations, with prices; each field has one entry per layout."""
-
-    group: NDArray[np.int64]
-    policy: NDArray[np.int64]
-    bound_s: NDArray[np.float64]
-    memory_bytes: NDArray[np.float64]
-    probability: NDArray[np.float64]
-    host_bytes: NDArray[np.float64]
-
-    @classmethod
-    def join(cls, parts: list[Leaves]) -> Leaves:
-        """Return the leaves of all parts, concatenated."""
-        names = ("group", "policy", "bound_s", "memory_bytes", "probability", "host_bytes")
-        if not parts:
-            return cls(*(np.zeros(0, dtype=int if name in ("group", "policy") else float) for name in names))
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-    def __len__(self) -> int:
-        return len(self.group)
-
-
-def crowded(results: Iterable[SearchResult], limit_s: float) -> tuple[Any, Any]:
-    """Return groups and policies of layouts with bounds up to ``limit_s`` that exceed the memory by little."""
-    parts = [np.concatenate(part) for part in zip(*(one for each in results for one in each.crowded), strict=True)]
-    near = parts[2] <= limit_s if parts else slice(0)
-    return (parts[0][near], parts[1][near]) if parts else (np.zeros(0, dtype=int),) * 2
-
-
-@dataclass
-class SearchResult:
-    """The result of a search."""
-
-    best: Priced | None
-    """The layout with the least score that is predicted to fit; None if there is none."""
-    leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
-    too_large: int = 0
-    """Number of layouts in groups whose bound of memory is too large even with everything recomputed and offloaded."""
-    crowded: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """Groups and policies of layouts that exceed the memory by less than :data:`CROWDED`, and their bounds."""
-    complete: bool = True
-    """False if the search ended at its limit of rows: layouts that the search did not reach may be faster."""
 
 
 class Search(Prices):
@@ -106,7 +59,11 @@ class Search(Prices):
         """
         super().__init__(problem, space, groups, policies, None if shared is None else shared.seen)
         self.proven = proven
-        self.weights = ScoreWeights.of(problem, space.groups, space.size, space.policies, proven=proven)
+        self.weights: ScoreWeights = (
+            shared.weights
+            if shared is not None and shared.proven == proven
+            else ScoreWeights.of(problem, space.groups, space.size, space.policies, proven=proven)
+        )
         """Shares of the step time that the score adds for groups and policies."""
         self._shared = shared
         self.result = SearchResult(None)
@@ -124,6 +81,7 @@ class Search(Prices):
         self._parts: list[Leaves] = []
         self._limit_s = limit_s
         self._gap = gap
+        self._is_part = False
         self._queue = Queue(problem, space, self._second)
 
     def run(self) -> SearchResult:
@@ -137,6 +95,8 @@ class Search(Prices):
         elif not len(self.bound_s):
             self.bound()
         if len(self.groups) and len(self.policies):
+            if self._limit_s == float("inf"):
+                self._look_at_parts()
             self._pass()
         if self.problem.budget.stopped and not self.problem.budget.has_best:
             raise Stopped
@@ -146,12 +106,28 @@ class Search(Prices):
     def bound(self) -> None:
         """Bound the least memory and the least time of every group, and count the groups that are too large.
 
-        The time of a group that is too large is infinite, unless all groups are too large.
+        The time of a group that is too large is infinite, unless all groups are too large. Groups whose passes alone
+        are above the limit of the score have only the bound of their passes, and none of memory.
         """
+        if len(self.groups) and len(self.policies) and self._limit_s < float("inf"):
+            self.bound_s, self.least_bytes = self.pass_bounds(self.groups), np.zeros(len(self.groups))
+            factor = 1.0 + self.weights.group[self.groups] + self.weights.policy[self.policies].min()
+            near = np.flatnonzero(self.bound_s * factor <= self._limit_s)
+            groups = self.groups[near]
+            self.least_bytes[near] = self.bounded_memory(groups) if len(near) else 0.0
+            may_fit = self.least_bytes[near] <= self.problem.capacity_bytes * self.slack(groups)
+            self._count_too_large(groups[~may_fit])
+            self.bound_s[near[~may_fit]] = np.inf
+            self.bound_s[near[may_fit]] = self.group_bounds(groups[may_fit])
+        else:
+            self.bound_all()
+
+    def bound_all(self) -> None:
+        """Bound all groups, whatever the limit of the score."""
         if len(self.groups) and len(self.policies):
             self.least_bytes = self.bounded_memory(self.groups)
             may_fit = self.least_bytes <= self.problem.capacity_bytes * self.slack(self.groups)
-            self._count_too_large(may_fit)
+            self._count_too_large(self.groups[~may_fit])
             timed = may_fit if may_fit.any() else np.ones_like(may_fit)
             self.bound_s = np.full(len(self.groups), np.inf)
             self.bound_s[timed] = self.group_bounds(self.groups[timed])
@@ -169,8 +145,8 @@ class Search(Prices):
         """Return the least bytes of device memory of some groups of the space, or fewer."""
         return self.least_bytes[groups]
 
-    def _count_too_large(self, may_fit: NDArray[np.bool_]) -> None:
-        self._left_out[self.groups[~may_fit]] = True
+    def _count_too_large(self, groups: Any) -> None:
+        self._left_out[groups] = True
         self.result.too_large = self.space.count(self._left_out, self.policies)
 
     def second_s(self, key: Key) -> float:
@@ -211,13 +187,28 @@ class Search(Prices):
             start, count = start + count, min(8 * count, PRICED_AT_ONCE)
         return None
 
+    def _look_at_parts(self) -> None:
+        """Search the parts of the space where a good layout is found soon; its score limits the search of all."""
+        for places, few in stages(self.space, self.groups, self.policies):
+            part = Search(
+                self.problem, self.space, shared=self, limit_s=self._limit_s, proven=self.proven, gap=self._gap
+            )
+            part._is_part = True
+            part.groups, part.policies = self.groups[places], self.policies[few]
+            part.bound_s, part.least_bytes = self.bound_s[places], self.least_bytes[places]
+            part._pass()
+            self._parts += part._parts
+            if part._best_at is not None and (self._best_at is None or part._best_at < self._best_at):
+                self._best_at, self._limit_s, self.result.best = part._best_at, part._limit_s, part.result.best
+
     def _pass(self) -> None:
         """Expand groups and price queued layouts, both by their bounds, until no bound is below the best score."""
         may_fit = self.least_bytes <= self.problem.capacity_bytes * self.slack(self.groups)
         bound = self.bound_s * (1.0 + self.weights.group[self.groups] + self.weights.policy[self.policies].min())
         order = np.flatnonzero(may_fit)[np.argsort(bound[may_fit], kind="stable")]
         self.prepare(self.groups[order[bound[order] <= self._limit_s][:_PREPARED]])
-        position, batch = 0, _AT_FIRST if self._limit_s == float("inf") else _MOST_AT_ONCE
+        limited = self._limit_s < float("inf") and not self._is_part
+        position, batch = 0, _WITH_LIMIT if limited else _AT_FIRST
         start = self.problem.budget.rows
         while not self._reached_limit(start):
             following = bound[order[position]] if position < len(order) else float("inf")
@@ -228,8 +219,10 @@ class Search(Prices):
                 if key is not None:
                     self._settle(key)
             elif following <= self._limit_s:
-                self._expand(self.groups[order[position : position + batch]])
-                position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
+                near = order[position : position + batch]
+                self._expand(self.groups[near[bound[near] <= self._limit_s]])
+                position += batch
+                batch = _WITH_LIMIT if limited else min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
         if self.problem.budget.stopped:
@@ -283,7 +276,7 @@ class Search(Prices):
         weight = 1.0 + self.weights.group[leaves.group] + self.weights.policy[leaves.policy]
         scores = leaves.bound_s * (weight + fill)
         queued = scores <= self._limit_s
-        queued &= ~self._dominated(leaves, queued)
+        queued &= ~dominated(self.problem, self.space, leaves, queued)
         self.problem.budget.has_fitting |= bool(queued.any())
         self._queue.push(scores[queued], weight[queued], leaves.group[queued], leaves.policy[queued])
 
@@ -297,42 +290,3 @@ class Search(Prices):
         group, policy = group[fits], policy[fits]
         bound_s = self.bounds(group, policy)
         return Leaves(group, policy, bound_s, total[fits], fit_probability[fits], host[fits]), unfit[fits]
-
-    def _dominated(self, leaves: Leaves, queued: Any) -> Any:
-        """Return a mask of leaves that a queued leaf of the same group dominates.
-
-        The dominating leaf is faster by more than its memory costs, recomputes and offloads no more, and is sure to
-        fit. Only without pipeline ranks, and with whole networks, do bounds differ from exact times by the same amount.
-        """
-        out = np.zeros(len(leaves), dtype=bool)
-        comparable = (np.asarray(self.space.groups.pp)[leaves.group] == 1) & (not self.problem.mlp_tile)
-        index = np.flatnonzero(queued & self._surely_fit(leaves) & comparable)
-        for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
-            if len(start):
-                # A smaller layout saves a part of the price of filled memory; exact times are below twice the bounds.
-                faster = (1.0 + 2.0 * _SAVED) * leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
-                milder = self._milder(leaves.policy[start]) & faster
-                np.fill_diagonal(milder, False)
-                out[start] = milder.any(axis=0)
-        return out
-
-    def _surely_fit(self, leaves: Leaves) -> Any:
-        """Return a mask of leaves whose exact memory is sure to fit; others must not rule out layouts.
-
-        A leaf over a limit by less than the slack may not fit after all. Activations in host memory take more of it the
-        less is recomputed, so layouts that use host memory are sure only where the limits of host memory are far.
-        """
-        surely = (leaves.probability >= 1.0 - UNFIT_BELOW) & (leaves.memory_bytes <= self.problem.capacity_bytes)
-        stays = leaves.host_bytes == 0
-        if pinned_limit(self.problem) != float("inf"):
-            return surely & stays
-        return surely & (stays | ((1.0 + SLACK) * leaves.host_bytes <= host_limit(self.problem)))
-
-    def _milder(self, policy: Any) -> Any:
-        """Return a matrix of pairs of policies, True where the first recomputes and offloads no more."""
-        table = self.space.policies
-        mild = np.ones((len(policy), len(policy)), dtype=bool)
-        for column in (table.recompute, -table.gpu_fraction, table.parameters, table.activations):
-            mild &= column[policy][:, None] <= column[policy][None, :]
-        share = table.share[policy]
-        return mild & ((table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :]))

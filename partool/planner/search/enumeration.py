@@ -22,7 +22,7 @@ from partool.planner.rules.tensor_cuts import cuttable
 from partool.planner.search.policies import Policies, policies_of
 from partool.planner.search.schedules import Scheduled, schedules
 from partool.planner.search.sequence_forms import Forms, best_forms, every_form
-from partool.planner.search.space import GROUP_COLUMNS, Space
+from partool.planner.search.space import GROUP_COLUMNS, Space, wide
 
 MOST_STAGES = 128
 """Maximum number of pipeline ranks tried: twice as many as in published runs (arXiv 2104.04473: 64 for 1T
@@ -31,20 +31,40 @@ TOKENS_PER_RANK = 256
 """Minimum number of a sequence's tokens per rank under sequence parallelism; with fewer, kernels are inefficient."""
 MANY = 300_000
 """Number of groups above which only powers of two are tried for degrees that the spec leaves ``auto``."""
+_AT_ONCE = 65536
+"""Number of groups whose columns are computed at once."""
 _UNCUT = "no sequence method cuts the model so"
 _BEATEN = "another sequence method takes less time and no more memory"
 
 
-def build(problem: Problem) -> Space:
-    """Enumerate a problem's layouts; constraints on whole meshes are applied first."""
+def build(problem: Problem, takes: Callable[[int], bool] = lambda _: True) -> Space:
+    """Enumerate a problem's layouts; constraints on whole meshes are applied first.
+
+    ``takes`` says of a number of data-parallel ranks whether meshes with it are enumerated.
+    """
     policies = policies_of(problem)
-    builder = _Builder(problem, policies)
+    builder = _Builder(problem, policies, takes)
     columns = builder.columns(MANY)
     if columns is None:
-        builder = _Builder(problem, policies, coarse=True)
+        builder = _Builder(problem, policies, takes, coarse=True)
         columns = builder.columns()
     assert columns is not None
     return builder.space(columns)
+
+
+def rebuilt(problem: Problem, space: Space) -> Space:
+    """Return the groups and policies of a problem that is that of ``space`` with relaxed constraints.
+
+    Numbers of layouts before pruning are those of ``space``. Tiles rule out schedules that move weights; what tiles of
+    networks rule out beside these is enumerated anew.
+    """
+    policies, groups = policies_of(problem), space.groups
+    if problem.mlp_tile or len(policies) != len(space.policies):
+        return build(problem)
+    builder = _Builder(problem, policies, lambda _: True)
+    builder.enumerated, builder.pruned = space.enumerated, dict(space.pruned)
+    moves = np.asarray(groups.ring)
+    return builder.space_of(groups.take(~moves) if problem.loss_tile and moves.any() else groups)
 
 
 def micro_batches(problem: Problem, dp: int) -> list[int]:
@@ -65,8 +85,11 @@ def _power(n: int) -> bool:
 class _Builder:
     """Builder of a space: enumerates meshes, then the choices within each mesh that no constraint rules out."""
 
-    def __init__(self, problem: Problem, policies: Policies, *, coarse: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, policies: Policies, takes: Callable[[int], bool], *, coarse: bool = False
+    ) -> None:
         self.problem = problem
+        self.takes = takes
         self.policies = policies
         self.coarse = coarse
         self.pruned: dict[str, int] = {}
@@ -74,40 +97,33 @@ class _Builder:
         self._with_parameters = len(policies)
         self._without = int((policies.parameters == 0).sum())
 
-    def columns(self, most: float = float("inf")) -> NDArray[np.int64] | None:
+    def columns(self, most: float = float("inf")) -> NDArray[np.int32] | None:
         """Return the groups as a matrix with one row for each name in :data:`GROUP_COLUMNS`; None if over ``most``."""
         blocks, groups = [], 0
         for block in (block for mesh in self._meshes() for block in self._below(*mesh)):
-            blocks.append(block)
+            blocks.append(block.astype(np.int32))
             groups += block.shape[1]
             if groups > most:
                 return None
-        return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(GROUP_COLUMNS), 0), dtype=np.int64)
+        return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(GROUP_COLUMNS), 0), dtype=np.int32)
 
-    def space(self, columns: NDArray[np.int64], compiled: NDArray[Any] | None = None) -> Space:
-        """Return the space of the groups in ``columns``, with the choices that follow from these columns.
+    def space(self, columns: NDArray[np.int32]) -> Space:
+        """Return the space of the groups in ``columns``, with the choices that follow from these columns."""
+        columns, compiled = self._compiled(columns)
+        return self.space_of(Layouts(**dict(zip(GROUP_COLUMNS, columns, strict=True)), compiled=compiled))
 
-        ``compiled`` has 1 for groups with compiled blocks; None tries what :meth:`_compiled` returns.
-        """
-        if compiled is None:
-            columns, compiled = self._compiled(columns)
-        named = dict(zip(GROUP_COLUMNS, columns, strict=True))
-        groups = Layouts(**named, compiled=compiled)
-        networks, losses = tile_sizes(self.problem, groups)
-        groups = groups.with_columns(
-            tensor_overlap=overlap_of(self.problem, groups),
-            tensor_chunks=pieces_of(self.problem, groups),
-            mlp_tile_tokens=networks,
-            loss_tile_tokens=losses,
-        )
+    def space_of(self, groups: Layouts) -> Space:
+        """Return the space of groups that have all columns but those that follow from the others."""
+        size = np.size(groups.pp)
+        groups = groups.with_columns(**self._following(groups, size))
         kept = within(self.problem.engine, groups)
         if not kept.all():
-            self._count_out(f"{self.problem.engine.title} cannot", named["zero"][~kept])
-            return self.space(columns[:, kept], compiled[kept])
+            self._count_out(f"{self.problem.engine.title} cannot", np.asarray(groups.zero)[~kept])
+            return self.space_of(groups.take(kept))
         some = not nothing_runs(self.problem)
         return Space(
             groups=groups,
-            size=columns.shape[1],
+            size=size,
             policies=self.policies,
             runnable=able(groups, self.problem.model, hf=self.problem.described is not None) & some,
             runnable_policies=able(self.policies.rows) & some,
@@ -117,14 +133,27 @@ class _Builder:
             offloads_from=self.problem.engine.offloads_from,
         )
 
-    def _compiled(self, columns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    def _following(self, groups: Layouts, size: int) -> dict[str, NDArray[Any]]:
+        """Return the columns of groups that follow from the others: tiles, overlap and pieces of tensor ranks."""
+        names = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
+        columns: dict[str, NDArray[Any]] = {name: np.zeros(size, dtype=np.int32) for name in names}
+        for start in range(0, size, _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            rows = wide(groups.take(part))
+            networks, losses = tile_sizes(self.problem, rows)
+            values = overlap_of(self.problem, rows), pieces_of(self.problem, rows), networks, losses
+            for name, value in zip(names, values, strict=True):
+                columns[name][part] = value
+        return columns
+
+    def _compiled(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[Any]]:
         """Return the groups, some of them twice, and which of them have compiled blocks.
 
         Compiled blocks keep the gathered inputs of products of tensor ranks that share norms, almost as many bytes as
         all else that a layer saves. Blocks that are not compiled gather them again, so both are tried.
         """
         named = dict(zip(GROUP_COLUMNS, columns, strict=True))
-        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
+        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"), dtype=np.int32)
         compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
         twice = (compiled == 1) & (named["tp"] > 1) & (named["sequence_norms"] == 1)
         if not self.problem.compiles_later or self.problem.engine.name != "partool" or not twice.any():
@@ -171,6 +200,8 @@ class _Builder:
                     if world % (tp * pp * cp):
                         continue
                     dp = world // (tp * pp * cp)
+                    if not self.takes(dp):
+                        continue
                     weight = self._weight(pp, cp, dp)
                     self.enumerated += weight
                     reason = self._reason(tp, pp, cp, dp)
@@ -334,7 +365,7 @@ class _Builder:
             ]
         )  # fmt: skip
 
-    def _count_out(self, reason: str, zero: NDArray[np.int64]) -> None:
+    def _count_out(self, reason: str, zero: NDArray[Any]) -> None:
         """Count the layouts of groups that are ruled out, given the ZeRO stage of each of them."""
         third = int((zero == 3).sum())
         self._prune(reason, third * self._with_parameters + (len(zero) - third) * self._without)

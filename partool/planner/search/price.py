@@ -14,7 +14,7 @@ from partool.cost.case import RECOMPUTE, Column, Layouts, Mask
 from partool.cost.codec import encode
 from partool.cost.memory.fit import fit_probability
 from partool.cost.training import host_state, micro
-from partool.cost.training.bound import Open, bound_s
+from partool.cost.training.bound import Open, bound_s, pass_bound_s
 from partool.cost.training.peak import Memory, least_memory, least_memory_of_passes, peak_memory, predict_memory
 from partool.cost.training.predict import predict_time, time_terms
 from partool.plan.layout import Layout
@@ -294,6 +294,14 @@ def bounds_s(problem: Problem, layouts: Layouts, open_choices: Open | None = Non
     bound_of_row_s = np.zeros(shape)
     for choice, rows in (("block", compiled), ("none", ~compiled)):
         bound_of_row_s[rows] = bound_s(cost_job(problem, choice), layouts.take(rows), open_choices)  # type: ignore[arg-type]
+    return bound_of_row_s
+
+
+def pass_bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
+    """Return a lower bound of the step time of each layout: that of its busiest rank's passes."""
+    bound_of_row_s = np.zeros(layouts.shape)
+    for choice, rows in _by_compile(layouts):
+        bound_of_row_s[rows] = pass_bound_s(cost_job(problem, choice), layouts.take(rows))
     return bound_of_row_s
 
 

@@ -17,8 +17,9 @@ from partool.planner.search.space import Space
 from partool.planner.search.span import listed
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
-_TOGETHER = 192
-"""Maximum number of layouts that get second bounds at once; all of these layouts have the same structure."""
+_TOGETHER, _WITH_LIMIT = 192, 2048
+"""Maximum numbers of layouts that get second bounds at once, without and with a layout whose score limits the search;
+all of these layouts have the same structure."""
 Key = tuple[int, int]
 """Indices of a layout's group and policy."""
 
@@ -97,7 +98,8 @@ class Queue:
         if (group, policy) in self._settled:
             return (group, policy) if self._settled[group, policy] <= bound else None
         waiting = self._coarse[self._structure(group)]
-        near = heapq.nsmallest(_TOGETHER, ((first, key) for key, first in waiting.items() if first <= limit_s))
+        most = _TOGETHER if limit_s == float("inf") else _WITH_LIMIT
+        near = heapq.nsmallest(most, ((first, key) for key, first in waiting.items() if first <= limit_s))
         self._refine([key for _, key in near if key not in self._second.bound_s], limit_s)
         for first, key in near:
             second = self._second.bound_s[key] * (self._weight[key] + self._second.fill[key])

@@ -18,9 +18,10 @@ from partool.planner.forms.runnable import runnable
 from partool.planner.forms.tiles import in_tiles
 from partool.planner.forms.tiles import sizes as tile_sizes
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import CROWDED, Search, SearchResult, crowded
-from partool.planner.search.enumeration import build
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.enumeration import build, rebuilt
 from partool.planner.search.glance import glance
+from partool.planner.search.leaves import CROWDED, SearchResult, crowded
 from partool.planner.search.offload import to_disks
 from partool.planner.search.price import Priced, host_limit, least_room, pinned_limit, room, room_below
 from partool.planner.search.prices import firsts
@@ -157,8 +158,10 @@ def _solved(problem: Problem) -> Solution:
         gathers_alone = harder.relaxed - problem.relaxed <= {"gathers"}
         if best is not None and gathers_alone and not _finds(harder, plain, best.score_s):
             continue
-        relaxed = _solve(harder, float("inf") if best is None else best.score_s)
+        relaxed = _solve(harder) if best is None else _solve(harder, best.score_s, plain.space)
         if relaxed.chosen is not None and (best is None or _better(relaxed.chosen, best)):
+            # Only a whole search has the bounds of all groups, and counts of what was ruled out.
+            relaxed = relaxed if best is None else _solve(harder)
             solution = replace(relaxed, unrelaxed=plain)
     return solution
 
@@ -215,7 +218,7 @@ def _finds(harder: Problem, plain: Solution, limit_s: float) -> bool:
 
     Groups whose bound without them exceeds it are left out, as in :func:`_may_help`. Those that did not fit have none.
     """
-    space = build(harder)
+    space = rebuilt(harder, plain.space)
     bound_s = _bounds_in(space, plain)
     weights = ScoreWeights.of(harder, space.groups, space.size, space.policies)
     scores = bound_s * (1.0 + weights.group + weights.policy.min(initial=0.0))
@@ -248,10 +251,13 @@ def _smallest(problem: Problem) -> Problem:
     return in_tiles(problem) or under_pressure(problem) or problem
 
 
-def _solve(problem: Problem, limit_s: float = float("inf")) -> Solution:
-    """Return the solution without relaxed constraints; layouts with a score above ``limit_s`` are not looked for."""
+def _solve(problem: Problem, limit_s: float = float("inf"), plain: Space | None = None) -> Solution:
+    """Return the solution of one problem; layouts with a score above ``limit_s`` are not looked for.
+
+    ``plain`` is the space without relaxed constraints, if the problem has some.
+    """
     problem.budget.subject = f"layouts on {problem.world_size:,} devices"
-    space = build(problem)
+    space = build(problem) if plain is None else rebuilt(problem, plain)
     search = Search(problem, space, limit_s=limit_s)
     search.bound()
     overall, able = search.run(), None

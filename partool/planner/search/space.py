@@ -24,11 +24,18 @@ GROUP_COLUMNS = (
 """Columns of groups that are enumerated."""
 
 
+def wide(layouts: Layouts) -> Layouts:
+    """Return layouts whose columns of whole numbers have 64 bits; groups of a space have half, to take less memory."""
+    columns = {name: column for name, column in layouts.__dict__.items() if getattr(column, "dtype", None) == np.int32}
+    return layouts.with_columns(**{name: column.astype(np.int64) for name, column in columns.items()})
+
+
 @dataclass(frozen=True)
 class Space:
     """The space of a search: groups of layouts and policies."""
 
     groups: Layouts
+    """Columns of 32 bits: products of them may not fit, those of :meth:`rows` do."""
     size: int
     """Number of groups."""
     policies: Policies
@@ -51,7 +58,7 @@ class Space:
         The share of layers that recompute is rounded up to whole layers only without pipeline ranks: the policy's
         share bounds the time of rows with several ranks from below.
         """
-        taken, chosen = self.groups.take(group), self.policies
+        taken, chosen = wide(self.groups.take(group)), self.policies
         share = np.where(taken.pp == 1, self._shares[1][policy], chosen.share[policy])
         values = {
             "recompute": chosen.recompute[policy],

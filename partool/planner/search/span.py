@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from partool.schedule import followed, order
+from partool.schedule import followed, in_flight, order
 from partool.strategies.schedules import SCHEDULES
 
 _ENDS = 4
 """Rounds of micro-batches after which the end of a schedule's action lists no longer changes."""
+_STEADY = ("1f1b", "interleaved")
+"""Schedules whose ranks keep few activations, and whose last action is a backward pass of their lowest stage."""
 Sizes = tuple[str, int, int, int, int]
 """Schedule, ranks, chunks, the limit of micro-batches in flight, and :func:`listed` micro-batches."""
 
@@ -51,7 +53,8 @@ def least_span_s(sizes: Sizes, m: Any, stages: StagePasses, send_s: Any) -> Any:
 
     A rank starts once the first micro-batch has passed all stages before the rank's first stage. Its last action of
     some stage is followed by the same micro-batch's passes of all stages below. Between these it does all its work,
-    except what its list puts after that action.
+    except what its list puts after that action, and all its activations wait for their gradients, as many at once as
+    the lists let wait.
     """
     name, ranks, chunks, *_ = sizes
     halved, forward, weight = SCHEDULES[name].split, stages.forward_s, stages.weight_s
@@ -65,11 +68,12 @@ def least_span_s(sizes: Sizes, m: Any, stages: StagePasses, send_s: Any) -> Any:
     span = to[:, -1] + forward[:, -1] + backward[:, -1] + back[:, -1]
     if name == "gpipe":
         span = np.maximum(span, _phases_s(m, forward, backward, send_s))
+    waiting = _waiting_s(sizes, m, stages, crossed * send_s[:, None]) if name in _STEADY and np.any(backward) else work
     for rank in range(ranks):
         lowest = int(np.flatnonzero(stages.place[rank])[0])
         start = to[:, lowest] + work[rank]
         if not halved:
-            span = np.maximum(span, start + back[:, lowest])
+            span = np.maximum(span, to[:, lowest] + np.maximum(work[rank], waiting[rank]) + back[:, lowest])
             continue
         span = np.maximum(span, start)
         for stage, after in _after(*sizes)[rank]:
@@ -79,6 +83,21 @@ def least_span_s(sizes: Sizes, m: Any, stages: StagePasses, send_s: Any) -> Any:
             span = np.maximum(span, start - later + back[:, stage] + (weight[:, 0] if stage else 0.0))
     is_followed = {count: followed(name, ranks, count, chunks) for count in set(m.tolist())}
     return np.where([is_followed[count] for count in m.tolist()], span, 0.0)
+
+
+def _waiting_s(sizes: Sizes, m: Any, stages: StagePasses, crossed_s: Any) -> Any:
+    """Return an array [ranks, layouts] of the least seconds in which a rank's activations wait for their gradients.
+
+    An activation waits for the passes of its own and all later stages; ``crossed_s`` [layouts, stages] are the seconds
+    of transfers before a stage. The time of all of them together, over the number that waits at once, bounds the time
+    from a rank's first forward to its last backward pass.
+    """
+    name, ranks, chunks, *_ = sizes
+    both = stages.forward_s + stages.backward_s
+    after = np.cumsum(both[:, ::-1], axis=1)[:, ::-1] + 2.0 * (crossed_s[:, -1:] - crossed_s)
+    counts = m.astype(int).tolist()
+    most = {count: in_flight(name, ranks, count, chunks) for count in set(counts)}
+    return m * stages.of_ranks(after) / np.array([most[count] for count in counts]).T
 
 
 def _phases_s(m: Any, forward: Any, backward: Any, send_s: Any) -> Any:

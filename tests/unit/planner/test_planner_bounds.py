@@ -18,13 +18,18 @@ from partool.cost.case import CAPPED, SCHEDULES
 from partool.cost.training.peak import least_memory, least_memory_of_passes
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.planner.search import enumeration
+from partool.planner.search import enumeration, stages
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, room, room_below
 from partool.planner.search.refine import refined
 from partool.planner.search.space import Space
+
+
+@pytest.fixture(autouse=True)
+def _parts_of_small_spaces_are_searched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_LEAST", 0)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -261,3 +266,43 @@ def test_the_winner_is_the_best_of_all_layouts(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_the_winner_of_a_larger_space_is_the_best_of_all_layouts(seed: int) -> None:
     check_winner(seed, most=1500)
+
+
+SLOW_LINKS = """
+model: {layers: 32, hidden: 2048, heads: 16, kv_heads: 16, ffn_hidden: 8192, vocab: 512, max_position: 8192}
+hardware: {accelerator: a100-80, nodes: 8, per_node: 1, fabric: ethernet-25g}
+data: python-stdlib
+training: {sequence_length: 4096, global_batch: 64}
+parallel: {tensor: 1, sequence: 1, pipeline: {stages: 8, schedule: SCHEDULE, chunks: CHUNKS}, recompute: none,
+  offload: {optimizer: none, activations: none, parameters: none}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "first", "second"), [("1f1b", 1, 0.9999, 0.9999), ("interleaved", 4, 0.7, 0.9)]
+)
+def test_bounds_count_transfers_that_micro_batches_wait_for(
+    schedule: str, chunks: int, first: float, second: float
+) -> None:
+    """Over slow links a rank has as many micro-batches in flight as the schedule allows, and waits for the first."""
+    problem = planned.problem_of(SLOW_LINKS.replace("SCHEDULE", schedule).replace("CHUNKS", str(chunks)))
+    space = build(problem)
+    search, groups = Search(problem, space), np.arange(space.size)
+    prices = [search.price(group, 0) for group in range(space.size)]
+    groups = groups[[one.terms_s["pipeline_bubble"] > 0.3 * one.step_time_s for one in prices]]
+    exact_s = np.array([prices[group].step_time_s for group in groups])
+    policy = np.zeros(1, dtype=int)
+    second_s = [refined(problem, space.rows(np.array([group]), policy)).bound_s[0] for group in groups]
+    for bound_s, least in ((search.bounds(groups, 0 * groups), first), (np.array(second_s), second)):
+        assert least < (bound_s / exact_s).max() <= CLOSE
+
+
+def test_passes_alone_are_a_bound_of_groups() -> None:
+    problem = planned.problem_of(LAYERS_DIFFER.replace("RECOMPUTE", "auto").replace("{stages: 4}", "auto"))
+    space = build(problem)
+    search, groups = Search(problem, space), np.arange(space.size)
+    share = search.pass_bounds(groups) / search.group_bounds(groups)
+    ring = np.asarray(space.groups.ring)
+    assert share.max() <= CLOSE
+    assert share[~ring].max() > 0.992
+    assert (share[ring] == 0).all()

@@ -16,13 +16,15 @@ from partool.cost.training.micro import Micro, micro
 from partool.cost.training.peak import Memory, peak_memory
 from partool.planner.cost_job import cost_job
 from partool.planner.explain import front
+from partool.planner.forms.gathers import under_pressure
 from partool.planner.problem import Problem
 from partool.planner.search import refine
 from partool.planner.search.branch_and_bound import Search
-from partool.planner.search.enumeration import build
+from partool.planner.search.enumeration import build, rebuilt
 from partool.planner.search.layouts import splits, variant_costs
+from partool.planner.search.leaves import SearchResult
 from partool.planner.search.refine import refined
-from partool.planner.search.solve import _bounds_in, solve
+from partool.planner.search.solve import Solution, _bounds_in, harder_ones, solve
 
 EXPERTS = """
 model: {layers: 13, hidden: 1024, heads: 8, kv_heads: 8, ffn_hidden: 1024, vocab: 512, max_position: 8192,
@@ -139,13 +141,9 @@ def test_columns_are_replaced_by_name() -> None:
 
 def test_the_front_leaves_out_only_layouts_that_are_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
     solution = solve(planned.problem_of(EXPERTS))
+    monkeypatch.setattr(front, "_SMALLEST", solution.space.size)
     every = [(one.step_time_s, one.memory.total_bytes) for one in front.front(solution)]
-
-    def all_columns(search: Search, group: object, policy: object, _: object) -> object:
-        return search.columns(group, policy)
-
-    monkeypatch.setattr(front, "_smallest_columns", all_columns)
-    monkeypatch.setattr(front._SmallestLeaves, "bytes_within", lambda _, times_s: np.full(np.shape(times_s), np.inf))
+    monkeypatch.setattr(front._SmallestLayouts, "bytes_within", lambda _, times_s: np.full(np.shape(times_s), np.inf))
     assert [(one.step_time_s, one.memory.total_bytes) for one in front.front(solution)] == every
     assert len(every) > 2
 
@@ -176,3 +174,28 @@ def test_bounds_are_shared_by_equal_groups_of_two_spaces() -> None:
     assert once.any()
     other = build(planned.problem_of(EXPERTS.replace("global_batch: 32", "global_batch: 48")))
     assert not _bounds_in(other, plain)[np.broadcast_to(other.groups.accumulation % 3 == 0, other.size)].any()
+
+
+def test_a_relaxed_space_is_that_of_its_own_enumeration() -> None:
+    problem = planned.problem_of(EXPERTS.replace("vocab: 512", "vocab: 640000"))
+    space, relaxed = build(problem), set()
+    for harder in harder_ones(problem):
+        fresh, quick = build(harder), rebuilt(harder, space)
+        relaxed |= harder.relaxed
+        assert quick.size == fresh.size
+        for name, column in fresh.groups.__dict__.items():
+            assert np.array_equal(getattr(quick.groups, name), column), name
+    assert relaxed == {"gathers", "tiles"}
+
+
+def test_bounds_of_a_plain_space_hold_and_are_close_with_gathers_that_need_least_memory() -> None:
+    problem = planned.problem_of(EXPERTS)
+    harder = under_pressure(problem)
+    assert harder is not None
+    space, search = build(harder), Search(problem, build(problem))
+    search.bound()
+    shared_s = _bounds_in(space, Solution(problem, search.space, search, SearchResult(None), None))
+    groups = np.flatnonzero((shared_s > 0.0) & (np.asarray(space.groups.pp) == 1))
+    groups = groups[np.linspace(0, len(groups) - 1, 24).astype(int)]
+    exact_s = np.array([Search(harder, space).price(int(group), 0).step_time_s for group in groups])
+    assert 0.995 < (shared_s[groups] / exact_s).max() <= 1.0 + 1e-9

@@ -21,9 +21,11 @@ from partool.planner.explain.limits import limit
 from partool.planner.forms.runnable import runnable
 from partool.planner.problem import Problem, SearchBudget, divisors
 from partool.planner.rules.table import check
-from partool.planner.search.branch_and_bound import Leaves, Search
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.dominance import dominated
 from partool.planner.search.enumeration import build
 from partool.planner.search.layouts import _spread, layout_of
+from partool.planner.search.leaves import Leaves
 from partool.planner.search.price import Priced, bounds_s, host_limit
 from partool.planner.search.solve import solve
 from partool.spec.spec import Spec
@@ -352,5 +354,5 @@ def test_a_layout_near_a_limit_of_the_host_rules_out_no_other() -> None:
         for share, ruled_out in ((0.0, True), (0.5, half), (0.99, False)):
             host = np.full(2, share * host_limit(problem))
             leaves = Leaves(group, policy, np.array([1.0, 2.0]), np.ones(2), np.ones(2), host)
-            out = search._dominated(leaves, np.ones(2, dtype=bool))
+            out = dominated(problem, search.space, leaves, np.ones(2, dtype=bool))
             assert out.tolist() == [False, ruled_out], (share, half)

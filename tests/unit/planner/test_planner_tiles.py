@@ -12,8 +12,9 @@ from partool.plan.types import Plan
 from partool.planner import PlanResult
 from partool.planner.forms.tiles import in_tiles
 from partool.planner.resolve import resolve
-from partool.planner.search.branch_and_bound import Search, SearchResult, crowded
+from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.enumeration import build
+from partool.planner.search.leaves import SearchResult, crowded
 from partool.planner.search.solve import Solution, _may_help, solve
 from partool.spec import load_text
 
