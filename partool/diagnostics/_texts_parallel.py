@@ -221,6 +221,7 @@ RULES: tuple[Rule, ...] = (
         "reference is what the first weights say of the data, kept before the first step, or a frozen copy of them.",
         _FOUR + "training: {objective: {kind: dpo, reference: adapter_off}}\n",
         _FOUR + "adapter: {}\ntraining: {objective: {kind: dpo, reference: adapter_off}}\n",
+        "command",
     ),
     Rule(
         "PT422",
@@ -229,6 +230,7 @@ RULES: tuple[Rule, ...] = (
         "values: the model without its adapter would be a reference that moves.",
         _FOUR + "adapter: {train: [head]}\ntraining: {objective: {kind: dpo, reference: adapter_off}}\n",
         _FOUR + "adapter: {}\ntraining: {objective: {kind: dpo, reference: adapter_off}}\n",
+        "command",
     ),
     Rule(
         "PT423",
@@ -238,5 +240,6 @@ RULES: tuple[Rule, ...] = (
         "training: {objective: {kind: dpo, reference: copy}}\n",
         _FOUR + "parallel: {data: {zero: 3}, offload: {optimizer: cpu, parameters: nvme, dir: /tmp}}\n"
         "training: {objective: {kind: dpo}}\n",
+        "command",
     ),
 )

@@ -129,14 +129,14 @@ def frozen_problem(names: Collection[str], patterns: Sequence[str]) -> tuple[int
 
 
 def priced_frozen(
-    model: ModelConfig, frozen: tuple[str, ...], adapter: AdapterSpec | None, *, own: bool
+    model: ModelConfig, frozen: tuple[str, ...], adapter: AdapterSpec | None, *, partools: bool
 ) -> tuple[str, ...]:
     """Return the patterns of what is not trained, by the names of the model that predictions are of.
 
-    These are the names of ``frozen`` where partool's ``own`` decoder runs. Models that other code builds have other
+    These are the names of ``frozen`` where the decoder is ``partools``. Models that other code builds have other
     names, and are priced as the nearest of partool's.
     """
-    if own or adapter is None:
+    if partools or adapter is None:
         return frozen
     return frozen_beside([info.name for info in parameters(model)], adapter.train)
 

@@ -417,7 +417,7 @@ class Plan(Record):
     @property
     def priced_frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that are not trained in the model that the predictions are of."""
-        return priced_frozen(self.model, self.frozen, self.adapter, own=self.own_decoder)
+        return priced_frozen(self.model, self.frozen, self.adapter, partools=self.own_decoder)
 
     @property
     def code(self) -> str:

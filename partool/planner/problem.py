@@ -262,7 +262,7 @@ class Problem:
     @cached_property
     def priced_frozen(self) -> tuple[str, ...]:
         """Patterns of the parameters that are not trained in the model that predictions are of."""
-        return priced_frozen(self.model, self.frozen, self.spec.adapter, own=self.described is None)
+        return priced_frozen(self.model, self.frozen, self.spec.adapter, partools=self.described is None)
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:

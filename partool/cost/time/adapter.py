@@ -112,8 +112,8 @@ def _norms(job: Workload, rows: Column, out: Column, into: Column, *, backward: 
     """
     adapter = job.model.adapter
     assert adapter is not None, "no adapter"
-    again = matmul_s(job, rows, into, out) if backward else matmul_s(job, rows, out, into)
-    dropped: Column = again if adapter.dropout else 0.0
+    dropped_product_s = matmul_s(job, rows, into, out) if backward else matmul_s(job, rows, out, into)
+    dropped: Column = dropped_product_s if adapter.dropout else 0.0
     if backward:
         return _Norms(dropped, 4.0 * rows * out, _OF_NORMS_BACKWARD)
     return _Norms(dropped + matmul_s(job, adapter.rank, out, into), out * into + 2.0 * rows * out, _OF_NORMS_FORWARD)

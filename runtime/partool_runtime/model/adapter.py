@@ -115,9 +115,9 @@ class Adapted(Linear, Switched):
         if self.masks is None or self.hashes is None:
             return F.dropout(x, self.dropout) if torch.is_grad_enabled() else x
         keys = self.masks.keys_BS
-        return x if keys is None else dropped(x, self._held(keys, x.shape[1]), self.hashes, self.dropout)
+        return x if keys is None else dropped(x, self._of_this_rank(keys, x.shape[1]), self.hashes, self.dropout)
 
-    def _held(self, keys_BS: torch.Tensor, count: int) -> torch.Tensor:
+    def _of_this_rank(self, keys_BS: torch.Tensor, count: int) -> torch.Tensor:
         """Return the keys of the tokens in an input of ``count`` tokens of each sequence; padding has any keys."""
         if self.held_tokens is None:
             return keys_BS

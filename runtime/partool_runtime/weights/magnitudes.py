@@ -28,11 +28,11 @@ def fill_magnitudes(
 
     The matrices must have their values, and B must be zero. ``group`` None means one rank.
     """
-    shapes, held = model.whole_shapes(), targets(model, masters)
+    shapes, tensors = model.whole_shapes(), targets(model, masters)
     norms = {}
     for name in filter(is_magnitude, shapes):
         matrix = f"{name.removesuffix(_ENDING)}.weight"
-        blocks = pieces(held[matrix], model.placements.get(matrix)) if matrix in held else []
+        blocks = pieces(tensors[matrix], model.placements.get(matrix)) if matrix in tensors else []
         norms[name] = _norms(blocks, shapes[matrix], next(iter(model.parameters())).device, group)
 
     def block(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
