@@ -93,7 +93,10 @@ def adapter_plan(text: Path, mesh: Mesh, zero: int, name: str = "five", every: i
     adapter = ADAPTERS[name]
     model = MODELS[name] | {"adapter": adapter.form}
     plan = tensor_plan(text, mesh, model=model, settings={"zero": zero, "steps": STEPS}, **layout)
-    optimizer = plan.optimizer.model_copy(update={"name": name if name in (*OPTIMIZERS, "lamb") else "adamw"})
+    # Adagrad's first steps are as long as its learning rate; long ones make rounding grow tenfold with each step.
+    lr = 3.0e-4 if name == "adagrad" else plan.optimizer.lr
+    kind = name if name in (*OPTIMIZERS, "lamb") else "adamw"
+    optimizer = plan.optimizer.model_copy(update={"name": kind, "lr": lr})
     if adapter.lr_ratio != 1.0:
         groups = {"*.lora_b": OptimizerGroup(lr_factor=adapter.lr_ratio)}
         optimizer = optimizer.model_copy(update={"groups": groups})
