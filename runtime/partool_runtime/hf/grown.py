@@ -22,6 +22,7 @@ class GrownVocabulary:
 
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
+        self._tokens = folder.rows("embed.weight") or 0
         self._means: dict[str, torch.Tensor] = {}
 
     def check(self, shapes: Mapping[str, Shape]) -> tuple[str, ...]:
@@ -43,10 +44,8 @@ class GrownVocabulary:
 
     def _stored(self, name: str, shape: Shape) -> Shape:
         """Return the shape of a parameter in the folder, if it only lacks tokens; its shape in the model otherwise."""
-        if name not in _ROWS_ARE_TOKENS:
-            return shape
-        rows = self._folder.rows(name)
-        return (rows, *shape[1:]) if rows is not None and 0 < rows < shape[0] else shape
+        grows = name in _ROWS_ARE_TOKENS and 0 < self._tokens < shape[0]
+        return (self._tokens, *shape[1:]) if grows else shape
 
     def _mean(self, name: str, stored: Shape) -> torch.Tensor:
         """Return the mean of all stored rows, summed in float64 so that all ranks get the same one."""
