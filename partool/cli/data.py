@@ -53,10 +53,12 @@ def command(
         fail(error.code, str(error), error.help, _ERRORS)
     caches = [event for event in events if event["event"] == "cache"]
     rows = [event for event in events if event["event"] == "row"]
+    if action == "show" and not rows:
+        raise typer.BadParameter(f"--sample {sample}: the data have fewer sequences")
     if html is not None:
         _write_page(html, loaded, data, caches, rows)
     if action == "show":
-        _show(rows, sample, output)
+        _show(rows, output)
     else:
         _count(action, loaded, data, caches, output)
 
@@ -77,11 +79,9 @@ def _resolved(path: Path, overrides: list[str]) -> tuple[Spec, DataSpec]:
     return loaded.spec, resolved.data
 
 
-def _show(rows: list[dict[str, Any]], sample: int, output: str) -> None:
+def _show(rows: list[dict[str, Any]], output: str) -> None:
     from partool.report.data import row_lines
 
-    if not rows:
-        raise typer.BadParameter(f"--sample {sample}: the data have fewer sequences")
     if output == "json":
         say(json.dumps(rows[0]))
         return

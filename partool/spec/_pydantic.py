@@ -34,6 +34,7 @@ _TYPES = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "list_type": "a list",
     "tuple_type": "a list",
     "dict_type": "a section with keys",

@@ -119,3 +119,5 @@ def test_lengths_and_sequences_are_a_page(spec: str, tmp_path: Path, capfd: pyte
     assert "<script>alert" not in page
     assert "http" not in page.split("</style>")[1].replace("http://www.w3.org", "")
     assert partool("data", "prepare", spec, "--html", str(tmp_path / "d.html")) == 2
+    assert partool("data", "show", spec, "--sample", "999", "--html", str(tmp_path / "none.html")) == 2
+    assert not (tmp_path / "none.html").exists()

@@ -275,3 +275,9 @@ def test_what_others_lack_is_tested(complaint: str, test: str) -> None:
     file, _, name = test.partition("::")
     text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
     assert f"\ndef {name}(" in text, complaint
+
+
+def test_empty_text_is_called_empty() -> None:
+    text = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\ndata: {source: a, special_tokens: ['']}\n"
+    (finding,) = [one for one in load_text(text).diagnostics if one.code == "PT102"]
+    assert finding.message == "`data.special_tokens[0]` must be text that is not empty, not ''"
