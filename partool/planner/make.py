@@ -184,7 +184,6 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
         return PlanResult(None, [*findings, finding])
     missing = [*of_engine(spec.engine), *gaps(task(problem), best.layout)]
     findings += [_gap(gap) for gap in missing]
-    findings += reasons.tight(solution, best)
     findings += [*unused.gathers(problem, best.layout), *unused.tensor(problem, best.layout)]
     wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
     findings += wide
@@ -198,6 +197,7 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
     counts = count_data(resolved.data, problem.spec.training.sequence_length, trains=problem.job.backward)
     findings += left_out(counts, resolved.data)
     fields = _predictions_and_reasons(solution, best, resolved, counts)
+    findings += reasons.tight(solution, best)
     findings += fewer_are_as_fast(problem, best)
     findings += awkward_batch(problem, best, solution.plain)
     plan = Plan(

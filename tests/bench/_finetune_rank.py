@@ -109,7 +109,7 @@ def trl(job: dict[str, Any], folder: Path, meter: Meter) -> None:
     else:
         arguments = SFTConfig(**common, packing=job["packing"], assistant_only_loss=True)
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
-    rows = load_dataset("json", data_files=job["records"], split="train", cache_dir=str(folder / "cache"))
+    rows = load_dataset("json", data_files=job["records"], split="train", cache_dir=str(folder.parent / "cache"))
     peft_config = None
     if job["task"] == "lora":
         from peft import LoraConfig

@@ -35,12 +35,13 @@ MODEL = {
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
-    "sft": {"length": 256, "batch": 4, "padded": 6, "lr": 1e-4, "records": "chats.jsonl"},
+    "sft": {"length": 256, "batch": 4, "padded": 3, "lr": 1e-4, "records": "chats.jsonl"},
     "lora": {"length": 256, "batch": 4, "padded": 6, "lr": 4e-3, "records": "chats.jsonl"},
-    "dpo": {"length": 512, "batch": 2, "padded": 2, "lr": 1e-5, "records": "preferences.jsonl"},
+    "dpo": {"length": 512, "batch": 2, "padded": 2, "lr": 1e-5, "records": "preferences.jsonl", "most": 240},
 }
 """``batch``: sequences of partool and of TRL with packing, over all ranks. ``padded``: conversations, or pairs, that a
-rank of TRL takes without packing; about as many as its packed sequences hold."""
+rank of TRL takes without packing; about as many as its packed sequences hold. ``most``: how many records both sides
+get, as both compute the reference of all of them before the first step."""
 KINDS = ("trl padded", "trl packed", "partool zero-0", "partool")
 
 
@@ -52,6 +53,18 @@ def make_inputs(folder: Path) -> None:
 
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     model.save_pretrained(folder / "model")
+
+
+def records_of(task: str, folder: Path) -> Path:
+    """Return the file with the records that a task trains on."""
+    settings = TASKS[task]
+    file = DATA / str(settings["records"])
+    if "most" not in settings:
+        return file
+    shorter = folder / file.name
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    shorter.write_text("".join(lines[: settings["most"]]), encoding="utf-8")
+    return shorter
 
 
 def make_plan(task: str, kind: str, steps: int, folder: Path, inputs: Path) -> Path:
@@ -66,7 +79,7 @@ def make_plan(task: str, kind: str, steps: int, folder: Path, inputs: Path) -> P
             "precision": "fp32", "log_every": 1000,
         },
         "optimizer": {"lr": settings["lr"], "weight_decay": 0, "schedule": {"kind": "linear", "min_ratio": 0}},
-        "data": {"source": str(DATA / settings["records"]), "tokenizer": str(DATA / "tokenizer")},
+        "data": {"source": str(records_of(task, inputs)), "tokenizer": str(DATA / "tokenizer")},
     }  # fmt: skip
     if task == "dpo":
         spec["training"]["objective"] = {"kind": "dpo", "beta": 0.1}
@@ -107,7 +120,7 @@ def compare(task: str, peers: str, steps: int, rounds: int, folder: Path, kinds:
     """Measure all kinds in alternation; return each kind's medians and partool's ratios to the faster side of TRL."""
     settings = TASKS[task]
     shared = {"task": task, "steps": steps, "peers": peers, "model": str(folder / "model"), "lr": settings["lr"]}
-    shared |= {"tokenizer": str(DATA / "tokenizer"), "records": str(DATA / settings["records"])}
+    shared |= {"tokenizer": str(DATA / "tokenizer"), "records": str(records_of(task, folder))}
     jobs: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         jobs[kind] = shared | {"kind": kind, "length": settings["length"]}

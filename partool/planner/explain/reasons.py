@@ -19,10 +19,12 @@ from partool.planner.explain.sequence import sequence_reasons
 from partool.planner.explain.summary import recompute, short_time, summary
 from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.forms import gathers, tiles
+from partool.planner.forms.runnable import runnable
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem
 from partool.planner.rules import adversarial, objective
 from partool.planner.search import offload
+from partool.planner.search.ordered import best_of_kinds
 from partool.planner.search.price import Priced
 from partool.planner.search.solve import Solution
 from partool.spec.numbers import GIB
@@ -180,7 +182,10 @@ def _micro_batch(solution: Solution, best: Priced) -> str:
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
-    """Yield a warning if the layout is not sure to fit in memory."""
+    """Yield a warning if the layout is not sure to fit in memory.
+
+    It names a layout that is sure to fit, of those that the search has priced.
+    """
     if best.safe:
         return
     memory, devices = best.memory, solution.problem.devices
@@ -192,8 +197,15 @@ def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
 
 
 def _safer(solution: Solution) -> str:
+    """Return the best priced layout that surely fits; if there is none, the first change of the spec that helps."""
     from partool.planner.explain.changes import single_changes
 
+    def surely_runs(priced: Priced) -> bool:
+        return priced.safe and runnable(solution.problem, priced.layout)
+
+    for one in best_of_kinds(solution.search, lambda _: "any", surely_runs):
+        size = f"{one.memory.total_bytes / GIB:.1f} GiB per rank"
+        return f"on these devices, {summary(one.layout)}: {short_time(one.step_time_s)} per step, {size}"
     for text, changed in single_changes(solution.problem):
         if changed.best is not None and changed.best.safe:
             return text

@@ -15,8 +15,9 @@ from planned import plan_of, problem_of
 
 from partool.cost.evidence import PAIRED_FLOOR, mechanisms, pair_error
 from partool.plan.as_spec import as_spec
-from partool.planner.explain import choice, comparison, limits, settings
-from partool.planner.explain.summary import short_time, times
+from partool.planner.explain import choice, comparison, limits, reasons, settings
+from partool.planner.explain.front import front
+from partool.planner.explain.summary import short_time, summary, times
 from partool.planner.problem import Problem
 from partool.planner.resolve import resolve
 from partool.planner.search.enumeration import build
@@ -25,6 +26,7 @@ from partool.planner.search.price import Priced
 from partool.planner.search.score import KAPPA
 from partool.planner.search.solve import solve
 from partool.spec import load_text
+from partool.spec.numbers import GIB
 from partool.spec.parallel import ParallelSpec
 from partool.strategies.sequence import METHODS
 
@@ -151,3 +153,23 @@ def test_a_network_that_is_a_bottleneck_is_named() -> None:
     assert "0.391 GB/s per device" in said  # a 25 Gb/s adapter for eight devices
     assert slow.limit.startswith("network: ")
     assert not any(reason.startswith("Network: ") for reason in fast.reasons)
+
+
+def test_a_plan_that_may_not_fit_names_the_best_layout_that_surely_fits() -> None:
+    text = NODE.format("mistral-7b", "l40s, per_node: 4", 4096, 32)
+    change = "parallel={offload: {optimizer: none, parameters: none, activations: none}, pipeline: 1, tensor: 1}"
+    solution = solve(problem_of(text, change))
+    best = solution.chosen
+    assert best is not None
+    assert not best.safe
+    front(solution)  # prices the layouts that need least memory
+    (finding,) = reasons.tight(solution, best)
+    safe = [one for one in solution.search.exact.values() if one.safe]
+    named = min(safe, key=lambda one: one.score_s)
+    size = f"{named.memory.total_bytes / GIB:.1f} GiB per rank"
+    words = f"safer: on these devices, {summary(named.layout)}: {short_time(named.step_time_s)} per step, {size}"
+    assert finding.help == words
+    assert named.score_s > best.score_s
+    surely_fits = solve(problem_of(text, change, "training.global_batch=16"))
+    assert surely_fits.chosen is not None
+    assert not list(reasons.tight(surely_fits, surely_fits.chosen))
