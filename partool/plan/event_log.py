@@ -21,6 +21,7 @@ EventKind = Literal[
     "checkpoint",  # step, path, write_s, blocked_s
     "experts",  # step, and of each layer: layer, tokens, imbalance, dropped, entropy, bias
     "offload",  # figures of the whole attempt, counted by partool_runtime.offload.figures.HostFigures
+    "profile",  # first, last: the profiled steps
     "nonfinite",  # step, consecutive
     "signal",  # name
     "warning",  # message

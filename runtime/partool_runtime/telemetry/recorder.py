@@ -181,7 +181,7 @@ class Recorder:
         """Append an event of kind ``kind`` to the log.
 
         The first step's time begins with the event ``start``. A checkpoint's ``step``, and the step in which the
-        checkpoint is reported, are excluded from the medians.
+        checkpoint is reported, are excluded from the medians, as are profiled steps and the one after them.
         """
         self._events.write(kind, data)
         if kind == "start":
@@ -189,6 +189,9 @@ class Recorder:
         if kind == "checkpoint":
             self._steady = False
             self._unsteady.add(data.get("step", 0))
+        if kind == "profile":
+            self._steady = False
+            self._unsteady.update(range(data["first"], data["last"] + 1))
         if self._display is not None and kind == "checkpoint" and "step" in data:
             self._display.message(f"checkpoint at step {data['step']}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from partool_runtime.pulse import SILENT, Pulse
 from partool_runtime.resuming import falls_back
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 from partool_runtime.telemetry import Recorder
+from partool_runtime.telemetry.profile import FLAGS, StepProfiler
 from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import checksum, fill, frozen_of, post_load
 
@@ -66,7 +68,10 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         if first >= plan.training.steps and ranks.rank == 0:
             print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
         pulse.enter("training")
-        steps_done = _Run(plan, stepper, data, saver, recorder, stop, pulse, _reports_loads(plan, ranks)).steps(first)
+        profiler = StepProfiler(run_dir, ranks.rank, ranks.device, warn=recorder.warning)
+        run = _Run(plan, stepper, data, saver, recorder, stop, profiler, pulse, _reports_loads(plan, ranks))
+        with closing(profiler):
+            steps_done = run.steps(first)
         data.close()
         with pulse.during("saving"):
             saver.close()
@@ -91,6 +96,7 @@ class _Run:
     saver: Saver
     recorder: Recorder
     stop: StopRequest
+    profiler: StepProfiler
     pulse: Pulse = SILENT
     reports_loads: bool = False
     """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
@@ -101,19 +107,24 @@ class _Run:
         if first > 0 and self._validates(first) and not self._validate(first):
             return first  # a stop may have come between the last step and its validation: repeat that
         for step in range(first, steps):
+            self.profiler.before(step + 1)
             with recorder.timer("data"), self.pulse.during("fetching"):
                 batch = self.data.step(step)
             result = self.stepper.step(step, batch, recorder.timer, self._flags)
             steps_done = step + 1
             with recorder.timer("overhead"):
                 # In a local step ranks agree on nothing: stop requests and checkpoints wait for the next exchange.
-                asked, passed = result.flags[: len(STOP_SIGNALS)], result.flags[len(STOP_SIGNALS) :]
+                asked, passed, profile = self._parts(result.flags)
                 stopping = not result.local and self.stop.heard(asked, steps_done)
                 due = not result.local and self.saver.due(steps_done, passed)
+                if not result.local:
+                    self.profiler.heard(profile, steps_done)
                 if stopping or steps_done == steps or due:
                     self._save(steps_done, wait=stopping)
             with self.pulse.during("logging"):
                 self._record(steps_done, result)
+                if (steps_profiled := self.profiler.after(steps_done)) is not None:
+                    self._report_profile(*steps_profiled)
             if stopping and steps_done < steps:
                 recorder.event("signal", name=self.stop.reason)
                 return steps_done
@@ -127,8 +138,16 @@ class _Run:
             self.saver.save(steps_done, wait=wait)
 
     def _flags(self) -> list[float]:
-        """Return what this rank adds to the sums of a step: its stop request, and whether a checkpoint is due."""
-        return [*self.stop.flags(), *self.saver.flags()]
+        """Return what this rank adds to the sums of a step: requests to stop and to profile, a due checkpoint."""
+        return [*self.stop.flags(), *self.profiler.flags(), *self.saver.flags()]
+
+    def _parts(self, flags: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Return the sums of the flags of requests to stop, of checkpoints that are due, and of requests to profile."""
+        stops = len(STOP_SIGNALS)
+        return flags[:stops], flags[stops + FLAGS :], flags[stops : stops + FLAGS]
+
+    def _report_profile(self, first: int, last: int) -> None:
+        self.recorder.event("profile", first=first, last=last)
 
     def _validate(self, steps_done: int) -> bool:
         """Report the loss on held-out data; return False on all ranks if a stop request ended the validation early."""
