@@ -8,6 +8,8 @@ from pathlib import Path
 
 from partool.launch.store import Run
 from partool.plan.types import Plan
+from partool.plan.validations import read_validations
+from partool.spec.judging import BestSpec
 
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = ".aside"
@@ -24,6 +26,15 @@ def complete(folder: Path) -> dict[int, Path]:
         return {}
     folders = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}
     return dict(sorted(folders.items()))
+
+
+def best_step(folder: Path, plan: Plan) -> int | None:
+    """Return the step of the best validation among complete checkpoints, by the plan's figure; None if none is known.
+
+    Raises DamagedRecordError and OSError.
+    """
+    best = read_validations(folder).best(plan.checkpoint.best or BestSpec(), 1, complete(folder).keys())
+    return best[0] if best else None
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
