@@ -37,6 +37,21 @@ def best_step(folder: Path, plan: Plan) -> int | None:
     return best[0] if best else None
 
 
+def best_words(run: Run) -> str:
+    """Return the best validation of a run that keeps its checkpoint; empty if none is known."""
+    try:
+        plan = Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
+        judged = plan.checkpoint.best
+        folder = checkpoint_folder(run, plan)
+        step = None if judged is None else best_step(folder, plan)
+        if judged is None or step is None:
+            return ""
+        (value,) = (row.figures[judged.metric] for row in read_validations(folder).rows if row.step == step)
+    except (OSError, ValueError):
+        return ""
+    return f"best {judged.metric} {value:.4g} after step {step}"
+
+
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints later than ``step``, so that ``step`` is the newest; returns their new paths.
 

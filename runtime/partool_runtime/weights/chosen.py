@@ -112,8 +112,8 @@ def choose(plan: Plan, folder: Path, choice: Choice) -> ChosenWeights:
     upto = [each for each in steps if each <= step]
     if len(upto) < choice.mean_of:
         message = f"{choice.mean_of} checkpoints are to be averaged, and {folder} has {len(upto)} up to step {step}"
-        there = f"there are those of steps {', '.join(map(str, upto))}" if upto else "there are none"
-        raise ConfigurationError("PT628", message, f"{there}; checkpoint.keep says how many a run keeps")
+        present = f"there are those of steps {', '.join(map(str, upto))}" if upto else "there are none"
+        raise ConfigurationError("PT628", message, f"{present}; checkpoint.keep says how many a run keeps")
     return ChosenWeights([step_folder(folder, each) for each in upto[-choice.mean_of :]], choice.ema)
 
 

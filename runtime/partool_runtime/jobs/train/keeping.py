@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from partool.plan.record import DamagedRecordError
 from partool.plan.types import Plan
-from partool.plan.validations import VALIDATIONS_FILE, Validations, read_validations, write_validations
+from partool.plan.validations import Validations, read_validations, write_validations
 from partool.spec.judging import EarlyStop
 from partool_runtime.checkpoint import steps_in
 
@@ -94,6 +94,3 @@ def reason(validations: Validations, stop: EarlyStop) -> str:
     by = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
     times = "validation" if count == 1 else f"{count} validations"
     return f"{_EARLY}: {stop.metric} has not improved{by} in the last {times}{where}"
-
-
-__all__ = ["VALIDATIONS_FILE", "Keeper", "Verdict", "reason"]
