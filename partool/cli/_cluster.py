@@ -11,7 +11,7 @@ import typer
 
 from partool.cli._fail import fail
 from partool.cli._job import Order, order, show_levels
-from partool.cli._local import check_step, goes_on, set_aside
+from partool.cli._local import BY_HAND, check_step, goes_on, set_aside
 from partool.cli._runs import reaching, show_lines
 from partool.launch.checkpoints import checkpoint_folder, complete
 from partool.launch.describe import as_text, display
@@ -111,7 +111,7 @@ def _goes_on(run: Run, job: Job) -> str:
 def _step(run: Run, plan: Plan, step: int) -> None:
     if not TARGETS[plan.launch.target].sees_files:
         message = "a Kubernetes run's checkpoints are in its storage and cannot be renamed from here"
-        fail("PT589", message, "rename the later ones there by hand, then resume without --step", 1)
+        fail("PT589", message, BY_HAND, 1)
     check_step(run, plan, step)
     set_aside(run, plan, step)
 

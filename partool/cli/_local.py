@@ -8,20 +8,23 @@ from pathlib import Path
 import typer
 
 from partool.cli._fail import fail
-from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
+from partool.launch.checkpoints import best_step, checkpoint_folder, complete, set_aside_after
 from partool.launch.describe import display, last_step
 from partool.launch.local.target import LocalTarget, stops_held_back
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
 from partool.plan.learning_rate import rate_changes
+from partool.plan.record import DamagedRecordError
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.strategies.jobs import JOBS
+from partool.strategies.targets import TARGETS
 
 _EXIT_JOB_FAILED = 5
 _ENVIRONMENT = 3
 _REFUSED = 78
 _PASSED_THROUGH = (0, 75, 78)
+BY_HAND = "rename the later ones there by hand, then resume without --step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,21 @@ def check_step(run: Run, plan: Plan, step: int) -> None:
     if step not in steps:
         choices = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there are none"
         fail("PT509", f"no checkpoint of step {step} in {display(folder)}", choices, 1)
+
+
+def best_step_or_exit(run: Run, plan: Plan) -> int:
+    """Return the step of the run's best checkpoint; ends the command with PT626 if it is not known."""
+    folder = checkpoint_folder(run, plan)
+    if not TARGETS[plan.launch.target].sees_files:
+        fail("PT589", "a Kubernetes run's checkpoints are in its storage and cannot be read from here", BY_HAND, 1)
+    try:
+        step = best_step(folder, plan)
+    except DamagedRecordError as error:
+        fail("PT626", str(error), "name a checkpoint with --step", 1)
+    if step is None:
+        message = f"no validation of a checkpoint in {display(folder)} is recorded"
+        fail("PT626", message, "checkpoint: {best: loss} keeps the best, and the record", 1)
+    return step
 
 
 def set_aside(run: Run, plan: Plan, step: int) -> None:

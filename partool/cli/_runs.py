@@ -24,6 +24,14 @@ def find_run_or_exit(query: str) -> Run:
         fail("PT502", str(error), "partool list shows the runs", 1)
 
 
+def is_run(query: str) -> bool:
+    """Return whether there is a run that goes by a name."""
+    try:
+        return bool(RunStore().find(query))
+    except RunNotFoundError:
+        return False
+
+
 @contextmanager
 def reaching(run: Run) -> Iterator[None]:
     """Return a context manager that ends the command if the run's target or its record cannot be accessed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,12 +11,16 @@ from partool.cli import _cluster, _local
 from partool.cli._fail import fail
 from partool.cli._job import plan_for, require_runnable
 from partool.cli._load import TargetChoice, TrustCode
-from partool.cli._runs import find_run_or_exit
+from partool.cli._local import best_step_or_exit
+from partool.cli._runs import find_run_or_exit, is_run
 from partool.cli._verify import RANK_LIMIT_S, RankLimit, exit_on_error, exit_on_faults, say_verified, verified_plan
 from partool.launch.store import Run, RunStore
 from partool.plan.outline import outline
 from partool.plan.types import Plan
 from partool.strategies.targets import DEFINITIONS, HERE, SCHEDULERS, TARGETS
+
+BEST: Literal["best"] = "best"
+"""Word for the checkpoint of the best validation."""
 
 
 def command(
@@ -34,9 +38,11 @@ def command(
         bool, typer.Option("--resume", help="Go on from a run's last checkpoint, in its folder.")
     ] = False,
     step: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--step", min=0, help="With --resume: from the checkpoint of this step; later ones are kept aside."
+            "--step",
+            help="With --resume: from the checkpoint of this step, or of the best validation (best); later ones are "
+            "kept aside.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -75,6 +81,9 @@ def command(
         raise typer.BadParameter("--deep goes only together with --dry-run")
     if step is not None and not resume:
         raise typer.BadParameter("--step goes only together with --resume")
+    if run == BEST and step is None and not is_run(BEST):  # launch SPEC --resume best
+        run, step = None, BEST
+    wanted = _step_of(step)
     previous = _previous_run(spec, run) if resume else None
     path = spec if spec.is_file() or previous is None else previous.plan_file
     plan = plan_for(path, overrides or [], target or _target_of(previous), strict=strict)
@@ -83,6 +92,7 @@ def command(
         previous = _newest(plan.name)
     if previous is not None:
         _refuse_other_job(previous, plan)
+    chosen = wanted if wanted != BEST else None if previous is None else best_step_or_exit(previous, plan)
     if deep:
         checked, failed = verified_plan(plan, rank_limit)
         exit_on_error(failed)
@@ -95,7 +105,7 @@ def command(
         again=again,
         array=tuple(array or ()),
         at_once=at_once,
-        step=step,
+        step=chosen,
         crds=crds,
     )
     if crds is not None and plan.launch.target not in DEFINITIONS:
@@ -110,8 +120,17 @@ def command(
         raise typer.BadParameter(f"{' and '.join(names)} is for clusters: give --target {' or '.join(SCHEDULERS)}")
     spec_text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
     _local.launch(
-        plan, spec_text, previous, _local.LocalOptions(resume=resume, step=step, dry_run=dry_run, detach=detach)
+        plan, spec_text, previous, _local.LocalOptions(resume=resume, step=chosen, dry_run=dry_run, detach=detach)
     )
+
+
+def _step_of(text: str | None) -> int | Literal["best"] | None:
+    """Return the step that the option ``--step`` names: a number, or the word best."""
+    if text is None or text == BEST:
+        return None if text is None else "best"
+    if not text.isdecimal():
+        raise typer.BadParameter(f"--step is a number of steps or {BEST}, not {text!r}")
+    return int(text)
 
 
 def _refuse(plan: Plan) -> None:

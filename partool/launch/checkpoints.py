@@ -8,6 +8,8 @@ from pathlib import Path
 
 from partool.launch.store import Run
 from partool.plan.types import Plan
+from partool.plan.validations import read_validations
+from partool.spec.judging import BestSpec
 
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = ".aside"
@@ -24,6 +26,30 @@ def complete(folder: Path) -> dict[int, Path]:
         return {}
     folders = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}
     return dict(sorted(folders.items()))
+
+
+def best_step(folder: Path, plan: Plan) -> int | None:
+    """Return the step of the best validation among complete checkpoints, by the plan's figure; None if none is known.
+
+    Raises DamagedRecordError and OSError.
+    """
+    best = read_validations(folder).best(plan.checkpoint.best or BestSpec(), 1, complete(folder).keys())
+    return best[0] if best else None
+
+
+def best_words(run: Run) -> str:
+    """Return the best validation of a run that keeps its checkpoint; empty if none is known."""
+    try:
+        plan = Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
+        judged = plan.checkpoint.best
+        folder = checkpoint_folder(run, plan)
+        step = None if judged is None else best_step(folder, plan)
+        if judged is None or step is None:
+            return ""
+        (value,) = (row.figures[judged.metric] for row in read_validations(folder).rows if row.step == step)
+    except (OSError, ValueError):
+        return ""
+    return f"best {judged.metric} {value:.4g} after step {step}"
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

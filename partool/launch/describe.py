@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from partool.launch.checkpoints import best_words
 from partool.launch.store import Run
 from partool.plan.evaluation_result import EvaluationResult, read_result
 from partool.plan.event_log import StepData, parse_event
@@ -54,6 +55,8 @@ def as_text(run: Run, status: RunStatus) -> str:
         total = _steps(run)
         loss = "not finite" if step.get("loss") is None else f"{step['loss']:.4f}"
         lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
+    if best := best_words(run):
+        lines.append(f"  {best}")
     if ago := step_age(run, status):
         lines.append(f"  {ago}")
     lines.append(f"  {display(run.path)}")

@@ -130,6 +130,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("zero 3 on tensor ranks", _TENSOR_TRAINER),
     Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),
     Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
+    Capability("moving average", "tests/parity/test_average.py::test_every_layout_equals_one_process"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("parts of experts", f"{_EXPERTS}::test_training_equals_one_process"),
@@ -149,7 +150,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
 )
 
-_PRECISION, _OPTIMIZER = ("training", "precision"), ("optimizer", "name")
+_PRECISION, _OPTIMIZER, _EMA = ("training", "precision"), ("optimizer", "name"), ("training", "ema")
 
 GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
@@ -200,6 +201,12 @@ GAPS: dict[str, Gap] = {
     ),
     "preferences on tensor ranks in two dimensions": Gap(
         "PT420", "pairs of answers on two-dimensional tensor ranks", ("training", "objective")
+    ),
+    "moving average beside offloaded state": Gap(
+        "PT424", "a moving average of weights whose optimizer's state, or parameters, are off the device", _EMA
+    ),
+    "moving average with exchanges of one bit": Gap(
+        "PT424", "a moving average of weights that differ between ranks, with exchanges of one bit", _EMA
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
 }

@@ -13,13 +13,21 @@ from partool.strategies.optimizers import OPTIMIZERS
 WEIGHTS = "model."
 """Beginning of the names of weights in checkpoints."""
 
+AVERAGE = "ema"
+"""Kind of the moving average of weights, the beginning of its names in checkpoints as that of moments is theirs."""
+
 Shape = tuple[int, ...]
 
 
 def checkpoint_shapes(
-    model: ModelConfig, optimizer: str, frozen: Iterable[str] = (), shapes: Mapping[str, Shape] | None = None
+    model: ModelConfig,
+    optimizer: str,
+    frozen: Iterable[str] = (),
+    shapes: Mapping[str, Shape] | None = None,
+    *,
+    averages: bool = False,
 ) -> dict[str, Shape]:
-    """Return name → shape of each tensor in a checkpoint.
+    """Return name → shape of each tensor in a checkpoint; ``averages``: a moving average of what is trained is kept.
 
     With an adapter it holds the trained parameters only.
     ``shapes`` are the names and shapes of the model's parameters; None for those of partool's own decoder.
@@ -35,7 +43,7 @@ def checkpoint_shapes(
         if not is_frozen(name, frozen):
             rest = record.rest and name not in matrix_names
             moments = OPTIMIZERS[record.rest].moments if rest else record.moments
-            tensors |= {f"{moment}.{name}": shape for moment in moments}
+            tensors |= {f"{kind}.{name}": shape for kind in (*moments, *((AVERAGE,) if averages else ()))}
     return tensors
 
 
@@ -47,18 +55,20 @@ def checkpoint_bytes(
     weight_bytes: int,
     moment_bytes: int,
     frozen_bytes: int,
+    average_bytes: int = 0,
 ) -> int:
     """Return the bytes of one checkpoint, over all ranks; each tensor is written once.
 
     ``weight_bytes``, ``moment_bytes`` and ``frozen_bytes`` are the bytes of one element of master weights, of moments
-    and of weights that are not trained.
+    and of weights that are not trained, ``average_bytes`` those of the moving average, 0 without one.
     """
     frozen = tuple(frozen)
 
     def element_bytes(name: str) -> int:
         if not name.startswith(WEIGHTS):
-            return moment_bytes
+            return average_bytes if name.startswith(f"{AVERAGE}.") else moment_bytes
         stays = is_frozen(name.removeprefix(WEIGHTS), frozen)
         return frozen_bytes if stays and not is_selection_bias(name) else weight_bytes
 
-    return sum(element_bytes(name) * prod(shape) for name, shape in checkpoint_shapes(model, optimizer, frozen).items())
+    shapes = checkpoint_shapes(model, optimizer, frozen, averages=average_bytes > 0)
+    return sum(element_bytes(name) * prod(shape) for name, shape in shapes.items())

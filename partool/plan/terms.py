@@ -7,6 +7,7 @@ MEMORY_TERMS: dict[str, str] = {
     "gathered": "parameters as passes read them, gathered from other ranks where they are sharded, at the peak",
     "gradients": "gradients this rank holds at the peak",
     "optimizer": "moments of the optimizer this rank holds",
+    "average": "moving average of the weights this rank trains",
     "activations": "tensors saved for the backward pass, at the peak",
     "loss": "logits and their gradient",
     "communication": "buffers of collectives",

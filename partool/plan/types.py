@@ -410,6 +410,12 @@ class Plan(Record):
         )
 
     @property
+    def at_most(self) -> str:
+        """``at most `` where the job may end before its last step, with the end of its data or by an early stop."""
+        certain = JOBS[self.job].backward and self.training.early_stop is None
+        return "" if certain else "at most "
+
+    @property
     def own_decoder(self) -> bool:
         """Whether the model is partool's own decoder, which alone has the parameter names of ``layout.parameters``."""
         return self.hf is None and self.module is None

@@ -47,6 +47,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         expert_imbalance=problem.spec.limits.expert_imbalance,
         moments=moments_of(problem.spec.optimizer),
         matrices=matrix_updates(problem.spec.optimizer, training.precision),
+        averages=training.ema is not None,
         one_bit=one_bit_updates(problem.spec.optimizer, training, problem.spec.checkpoint, problem.spec.data.validates),
         adapt=adapted(problem.spec.optimizer),
         shared_elements=0 if problem.described is None else problem.described.structure.shared_elements(),

@@ -215,6 +215,7 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
         memory_scalar=plan.prediction.memory_scalar,
         moments=moments_of(plan.optimizer),
         matrices=matrix_updates(plan.optimizer, plan.training.precision),
+        averages=plan.training.ema is not None,
         one_bit=one_bit_updates(plan.optimizer, plan.training, plan.checkpoint, plan.data.validates),
         adapt=adapted(plan.optimizer),
         perturbed=plan.training.adversarial.share(plan.training.steps),

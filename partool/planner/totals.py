@@ -86,6 +86,7 @@ def totals(
             weight_bytes=master,
             moment_bytes=moment,
             frozen_bytes=COMPUTE_BYTES[training.precision],
+            average_bytes=0 if training.ema is None else master,
         )
     figures = Totals(
         trained_tokens=trained,

@@ -44,7 +44,7 @@ def verdict(plan: Plan) -> str:
         f"{_FITS[memory.verdict]} ({probability(memory.fit_probability)} sure)",
         f"{seconds(time.step_time_s)} per step{' tuned' if first else ''} {bars(plan.prediction)}",
         *([f"{seconds(plan.prediction.first_run_step_s)} as most first runs"] if first else []),
-        f"{duration(time.total_s)} in all",
+        f"{plan.at_most if plan.training.early_stop is not None else ''}{duration(time.total_s)} in all",
     ]
     if totals is not None and totals.cost is not None:
         parts.append(f"costs {_price(totals.cost)}")
@@ -65,8 +65,7 @@ def job_rows(plan: Plan) -> Iterator[Row]:
         counted(training.sequence_length, "token"),
     )
     job = JOBS[plan.job]
-    most = "" if job.backward else "at most "
-    yield job.title.capitalize(), f"{most}{' × '.join(sizes)} = {amount(tokens)} tokens"
+    yield job.title.capitalize(), f"{plan.at_most}{' × '.join(sizes)} = {amount(tokens)} tokens"
     yield "Data", _data(plan, totals)
     if not job.backward:
         yield "Stop", stop_text(plan)
@@ -318,6 +317,8 @@ def saves_text(plan: Plan) -> str:
     else:
         text = f"every {every}" if isinstance(every, str) else f"every {every:,} steps"
         text += f", the last {keep} kept" if keep > 1 else ""
+    if (best := plan.checkpoint.best) is not None:
+        text += f", and the best{f' {best.keep}' if best.keep > 1 else ''} by {best.metric}"
     if asked or plan.stopping is None:
         return text
     return f"{text} (auto: {'up to' if every == 0 else 'over'} {LONG_RUN_S / 3600:g} h)"

@@ -93,8 +93,7 @@ def _time(plan: Plan) -> Table:
     speed = f"{bars(plan.prediction)}; {amount(time.tokens_per_s)} tokens/s"
     speed += f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
-    most = "" if JOBS[plan.job].backward else "at most "
-    totals = f"{most}{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
+    totals = f"{plan.at_most}{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
     table.add_row(Text(JOBS[plan.job].title, "bold"), Text(duration(time.total_s), "bold"), totals)
     return table
 

@@ -162,6 +162,15 @@ NOTES = {
         ("report_to", "wandb"),
         "`launch: {tensorboard: true}` writes TensorBoard's files; `partool report` and `partool top` show the rest",
     ),
+    **dict.fromkeys(
+        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "save_best"),
+        "write `checkpoint.best`: the metric, its mode and how many of the best checkpoints are kept",
+    ),
+    **dict.fromkeys(
+        ("early_stopping", "early_stopping_patience", "early_stopping_threshold"),
+        "write `training.early_stop`: its patience and the least change that counts",
+    ),
+    **dict.fromkeys(("use_ema", "ema_decay"), "write `training.ema`: the decay of the average"),
     **dict.fromkeys(("min_lr", "lr_min"), "write `optimizer.schedule.min_ratio`: min_lr divided by `optimizer.lr`"),
     **dict.fromkeys(
         ("dataloader_num_workers", "dataloader_pin_memory"), "nothing to write: ranks read ahead by themselves"

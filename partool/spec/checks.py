@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
+from partool.spec.judging_checks import check_judged
 from partool.spec.launch_checks import ERRORS, LaunchRule
 from partool.spec.model import LayerPattern, Moe
 from partool.spec.numbers import duration_s
@@ -405,6 +406,7 @@ CHECKS: tuple[Check, ...] = (
     check_optimizer,
     _duration,
     _validation,
+    check_judged,
     _sharding,
     check_pipeline,
     check_sequence,

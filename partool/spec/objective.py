@@ -66,6 +66,14 @@ class ObjectiveSpec(Section):
         return self.has_reference and self.reference != "kept"
 
     @property
+    def figures(self) -> tuple[str, ...]:
+        """Means over pairs that training and validations report beside the loss."""
+        if not self.prefers:
+            return ()
+        more = {"dpo": ("kl",), "orpo": ("log_odds",)}.get(self.kind, ())
+        return ("chosen", "rejected", "accuracy", "logps_chosen", "logps_rejected", "margin", *more)
+
+    @property
     def scale(self) -> float:
         """``beta``, or its default."""
         return _BETA[self.kind] if self.beta is None else self.beta

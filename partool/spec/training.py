@@ -13,6 +13,8 @@ from pydantic import (
 )
 
 from partool.spec._base import OneOf, Section, shorthand
+from partool.spec.averaging import EmaSpec
+from partool.spec.judging import BestSpec, EarlyStop
 from partool.spec.numbers import (
     Epochs,
     Factor,
@@ -93,6 +95,9 @@ class TrainingSpec(Section):
     deterministic: bool = False
     """Use only algorithms with bitwise equal results every time; slower on accelerators."""
     validation: Validation = Validation()
+    ema: Annotated[EmaSpec | None, BeforeValidator(shorthand("decay", float))] = None
+    early_stop: Annotated[EarlyStop | None, BeforeValidator(shorthand("patience", int))] = None
+    """Ends the run before ``steps`` where validations do not improve any more; a number is the patience."""
     log_every: Steps = 10
     """Steps between two lines of the log."""
     max_nonfinite_steps: Steps = 10
@@ -257,6 +262,9 @@ class CheckpointSpec(Section):
     keep: Steps = 3
     """Checkpoints kept; older checkpoints are deleted once a newer one is complete. With 1, the previous checkpoint
     stays until a step has computed with the newest."""
+    best: Annotated[BestSpec | None, BeforeValidator(shorthand("metric"))] = None
+    """Checkpoints of the best validations are kept, too, and a validation that is one of the best is followed by a
+    checkpoint; a bare word is the metric."""
     dir: FilePath | None = None
     """Folder of checkpoints; default: the run's folder."""
     mode: Literal["auto", "async", "sync"] = "auto"

@@ -69,7 +69,8 @@ def _expected(plan: Plan, blocks_by_key: Mapping[str, Sequence[_Held]]) -> dict[
     if not plan.own_decoder:
         shapes_by_key = {key: blocks[0].block.shape for key, blocks in blocks_by_key.items() if key.startswith(WEIGHTS)}
         shapes = {key.removeprefix(WEIGHTS): shape for key, shape in shapes_by_key.items()}
-    return checkpoint_shapes(plan.model, plan.optimizer.name, plan.frozen, shapes)
+    averages = plan.training.ema is not None
+    return checkpoint_shapes(plan.model, plan.optimizer.name, plan.frozen, shapes, averages=averages)
 
 
 def _of_key(key: str, shape: Shape, blocks: Sequence[_Held]) -> Iterator[CheckpointFault]:

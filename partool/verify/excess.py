@@ -16,6 +16,7 @@ from partool.verify.memory import communicator_bytes, pipeline_rank
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("parameters", "gathered"),
     ("optimizer",),
+    ("average",),
     ("communication",),
     ("activations", "gradients", "loss", "working"),
 )
@@ -32,6 +33,7 @@ _SECTIONS = {
     "gathered": "parallel.data",
     "gradients": "parallel.data",
     "optimizer": "optimizer",
+    "average": "training.ema",
     "communication": "parallel",
     "loss": "kernels",
 }

@@ -9,7 +9,7 @@ from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, Plan, RankMemory
 from partool.verify.findings import MESSAGES
 
-OF_TENSORS = ("parameters", "gathered", "gradients", "optimizer", "activations", "loss", "communication")
+OF_TENSORS = ("parameters", "gathered", "gradients", "optimizer", "average", "activations", "loss", "communication")
 """Memory terms of tensors; a dry run does not see the other terms."""
 _IN_ACTIVATIONS = ("working",)
 """Terms of a dry run that the planner counts as activations."""

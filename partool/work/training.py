@@ -60,6 +60,8 @@ class TrainingWork(Workload):
     updates only matrices as wholes, those of the other parameters."""
     matrices: MatrixUpdates | None = None
     """None if the optimizer updates no matrices as wholes."""
+    averages: bool = False
+    """Whether a moving average of the trained weights is kept beside the moments, in the type of master weights."""
     one_bit: OneBitUpdates | None = None
     """None if data-parallel ranks average gradients in every step."""
     adapt: Adapt | None = None
@@ -77,6 +79,11 @@ class TrainingWork(Workload):
         """Return the work with the passes and the memory of the objective's reference."""
         passes, copy = int(objective.refers_in_steps), objective.has_reference and objective.reference == "copy"
         return replace(self, reference_passes=passes, reference_copy=copy)
+
+    @property
+    def average_bytes(self) -> int:
+        """Bytes of the moving average of one trained parameter; 0 without one."""
+        return self.master_bytes * self.averages
 
     @property
     def master_bytes(self) -> int:

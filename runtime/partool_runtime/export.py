@@ -19,7 +19,7 @@ from partool.plan.terminal import say
 from partool.plan.types import Generation, Plan
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
-from partool_runtime.checkpoint import CheckpointError, newest_step, step_folder
+from partool_runtime.checkpoint import CheckpointError
 from partool_runtime.data import open_tokenizer
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf import family_of, write_folder
@@ -29,7 +29,7 @@ from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 from partool_runtime.merge import merged_weights, trained_weights
 from partool_runtime.tokens.exporting import write_tokenizer
 from partool_runtime.weights import check_finite, whole_shapes
-from partool_runtime.weights.from_checkpoint import load_whole
+from partool_runtime.weights.chosen import Choice, ChosenWeights, choose
 
 DTYPES: dict[Precision, torch.dtype] = {
     "fp64": torch.float64,
@@ -40,29 +40,33 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 
 
+NEWEST = Choice()
+"""The weights of the newest checkpoint."""
+
+
 def export(
     run_dir: Path,
     out: Path,
     *,
-    step: int | None = None,
+    choice: Choice = NEWEST,
     dtype: Precision | None = None,
     force: bool = False,
     merge: bool = False,
 ) -> str:
-    """Write the model of a run's checkpoint into ``out`` and return a short message for the user.
+    """Write a model of a run's checkpoints into ``out`` and return a short message for the user.
 
-    ``step`` None selects the newest checkpoint, ``dtype`` None selects the run's precision. ``out`` is created
-    atomically. Of a run with an adapter, the folder has the adapter in PEFT's format, or with ``merge`` the whole model
-    with the adapter's sum. Raises ConfigurationError PT620, PT621 (no usable checkpoint), PT624 (no Hugging Face model
-    type fits, or nothing to merge), PT625 (``out`` is in use).
+    ``choice`` says which, ``dtype`` None selects the run's precision. ``out`` is created atomically. Of a run with an
+    adapter, the folder has the adapter in PEFT's format, or with ``merge`` the whole model with the adapter's sum.
+    Raises ConfigurationError PT620, PT621, PT626 to PT628 (no usable checkpoint), PT624 (no Hugging Face model type
+    fits, or nothing to merge), PT625 (``out`` is in use).
     """
     plan = _read_plan(run_dir)
     folder = Path(plan.checkpoint.dir) / run_dir.name if plan.checkpoint.dir else run_dir / "checkpoints"
-    checkpoint = _checkpoint(folder, step)
+    weights = choose(plan, folder, choice)
     model_type = _model_type(plan)
     _check_out(out, force)
     precision = dtype or plan.training.precision
-    state = _state(plan, checkpoint, DTYPES[precision], merge=merge)
+    state = _state(plan, weights, DTYPES[precision], merge=merge)
     check_finite(state)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -84,17 +88,17 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
     what = "trained parameters beside the base model" if plan.adapter is not None and not merge else "parameters"
-    return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} {what} in {precision}\n{tokenizer}{stops}"
+    return f"wrote {weights.title} to {out}: {model_type}, {elements:,} {what} in {precision}\n{tokenizer}{stops}"
 
 
-def _state(plan: Plan, checkpoint: Path, dtype: torch.dtype, *, merge: bool) -> dict[str, torch.Tensor]:
+def _state(plan: Plan, weights: ChosenWeights, dtype: torch.dtype, *, merge: bool) -> dict[str, torch.Tensor]:
     """Return what is written, by partool's names."""
     if plan.adapter is not None:
-        return (merged_weights if merge else trained_weights)(plan, checkpoint, dtype)
+        return (merged_weights if merge else trained_weights)(plan, weights, dtype)
     if merge:
         raise ConfigurationError("PT624", "--merge: the run has no adapter", "Export it without --merge.")
     # A model that other code builds has the names of the checkpoint, so its shapes are not checked.
-    return load_whole(checkpoint, dtype, whole_shapes(plan.model) if plan.own_decoder else None)
+    return weights.load(dtype, whole_shapes(plan.model) if plan.own_decoder else None)
 
 
 def _plain(plan: Plan) -> ModelConfig:
@@ -160,13 +164,6 @@ def _read_plan(run_dir: Path) -> Plan:
         raise ConfigurationError("PT620", f"{file} is no plan of this version: {error}") from error
 
 
-def _checkpoint(folder: Path, step: int | None) -> Path:
-    newest = newest_step(folder)
-    if newest is None:
-        raise ConfigurationError("PT620", f"there is no checkpoint in {folder}", "The run has not saved one yet.")
-    return step_folder(folder, newest if step is None else step)
-
-
 def _check_out(out: Path, force: bool) -> None:
     if not out.exists():
         return
@@ -210,6 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int)
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--average", type=int, default=1)
+    parser.add_argument("--ema", action="store_true")
     parser.add_argument("--format", choices=["hf"], default="hf")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=list(DTYPES))
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = export(
             options.run_dir.absolute(),
             options.out.absolute(),
-            step=options.step,
+            choice=Choice(options.step, options.best, options.average, options.ema),
             dtype=options.dtype,
             force=options.force,
             merge=options.merge,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from partool.layout.adapters import MAGNITUDE, A, B, is_adapter
@@ -16,10 +14,10 @@ from partool_runtime.hf.model import HfDecoder
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.weights import build, checksum, fill, freeze, frozen_of, materialise, narrow
-from partool_runtime.weights.from_checkpoint import load_whole
+from partool_runtime.weights.chosen import ChosenWeights
 
 
-def trained_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def trained_weights(plan: Plan, weights: ChosenWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the parameters that were trained, whole and cast to ``dtype``, by name.
 
     Raises ConfigurationError PT621 where the checkpoint holds others.
@@ -29,11 +27,11 @@ def trained_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[st
     else:
         every = _built(plan).whole_shapes()
     shapes = {name: shape for name, shape in every.items() if not is_frozen(name, plan.frozen)}
-    return load_whole(checkpoint, dtype, shapes)
+    return weights.load(dtype, shapes)
 
 
 @torch.no_grad()
-def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def merged_weights(plan: Plan, weights: ChosenWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the model's parameters with the adapter's sum, whole and cast to ``dtype``, by name.
 
     The base is read from the plan's source of weights, in the type in which the run stored it; sums are computed in
@@ -47,10 +45,12 @@ def merged_weights(plan: Plan, checkpoint: Path, dtype: torch.dtype) -> dict[str
     fill(model, plan.weights, seed=plan.training.seed)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     trained = {f"model.{name}": state[name] for name, p in model.named_parameters() if p.requires_grad}
-    extra = load_folder(checkpoint, trained)
+    extra = load_folder(weights.newest, trained)
     if extra.get("base") != checksum(model, frozen_of(model, plan.frozen), None):
         message = "model.weights gives other weights than those beside which the adapter was trained"
         raise ConfigurationError("PT618", message, "Restore the folder that the run started from.")
+    for name, tensor in weights.tensors() if weights.changed else ():
+        state[name].copy_(tensor)
     return {
         name: _merged(state, _numbers(model, state, name), name, plan.model).to(dtype)
         for name in model.whole_shapes()

@@ -23,7 +23,9 @@ from partool.launch.store import Run, RunStore
 from partool.plan.layout import Mesh
 from partool.plan.progress import RunProgress, write_progress
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
-from partool.spec.training import OptimizerSpec
+from partool.plan.validations import Validations, write_validations
+from partool.spec.judging import BestSpec
+from partool.spec.training import CheckpointSpec, OptimizerSpec
 from partool_runtime.agent.error_files import ErrorRecord, put_record
 
 
@@ -250,6 +252,33 @@ def test_an_earlier_step_sets_later_checkpoints_aside(run: Run, monkeypatch: pyt
     assert seen == [[*wanted, "step-00000099.tmp"]]
 
 
+def test_a_run_goes_on_from_its_best_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints(run, 10, 20, 30)
+    unknown = invoke("launch", run.id, "--resume", "best")
+    assert unknown.exit_code == 1
+    assert "error[PT626]: no validation of a checkpoint" in unknown.stderr
+    record = Validations()
+    for step, loss in ((10, 3.0), (15, 1.0), (20, 2.0), (30, 2.5)):  # step 15 has no checkpoint
+        record = record.noted(step, {"loss": loss})
+    write_validations(folder, record)
+    for words in (
+        [run.id, "--resume", "best"],
+        ["plan.json", "--resume", "best"],
+        [run.id, "--resume", "--step", "best"],
+    ):
+        plan_file()
+        dry = invoke("launch", *words, "--resume", "--dry-run").stdout
+        assert "step-00000030  (kept aside)" in dry, words
+        assert "step-00000020" not in dry
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.launch", lambda *_, **options: 0)
+    answer = invoke("launch", run.id, "--resume", "--step", "best")
+    assert "goes on from step 20" in answer.stderr
+    run.write_plan(make_plan().model_copy(update={"checkpoint": CheckpointSpec(best=BestSpec())}), None)
+    assert "best loss 2 after step 20\n" in invoke("status", run.id).stdout
+    (folder / "validations.json").write_text("[]")
+    assert "error[PT626]" in invoke("launch", run.id, "--resume", "best").stderr
+
+
 def test_setting_aside_begins_with_the_newest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints(run, 10, 20, 30, 40)
     rename, calls = Path.rename, 0
@@ -290,6 +319,8 @@ def test_folders_that_cannot_be_used_are_findings(run: Run, monkeypatch: pytest.
     ("arguments", "exit_code", "text"),
     [
         (["plan.json", "--step", "3"], 2, "--step goes only together with --resume"),
+        (["plan.json", "--resume", "--step", "-1"], 2, "a number of steps or best"),
+        (["plan.json", "best"], 2, "only together with --resume"),
         (["plan.json", "--resume"], 1, "error[PT502]: there is no run of 'dummy'"),
         (["unknown", "--resume"], 1, "error[PT502]: no run 'unknown'"),
         (["plan.json", "last"], 2, "only together with --resume"),

@@ -15,6 +15,7 @@ from _trainer_worker import train_plan
 
 from partool.spec.model import ModelConfig
 from partool_runtime.jobs.train import trainer
+from partool_runtime.jobs.train.loop import TrainingLoop
 from partool_runtime.pieces import pieces
 from partool_runtime.weights.draw import BlockSource, init_source
 
@@ -37,7 +38,7 @@ def train_adapter(plan_json: str, run_dir: Path, resume: bool, stop_at: int) -> 
 
 @contextmanager
 def _watched(path: Path) -> Iterator[None]:
-    source, opened, steps = filling.adapter_source, trainer.post_load, trainer._Run.steps
+    source, opened, steps = filling.adapter_source, trainer.post_load, TrainingLoop.steps
     held: dict[str, tuple[Any, Any, list[torch.Tensor]]] = {}
 
     def loaded(model: Any) -> None:
@@ -47,18 +48,18 @@ def _watched(path: Path) -> Iterator[None]:
             if not parameter.requires_grad:
                 held[name] = (parameter, placement, [each.tensor.clone() for each in pieces(parameter, placement)])
 
-    def run(self: Any, first: int) -> int:
-        done = steps(self, first)
+    def run(self: Any, first: int) -> tuple[int, str]:
+        ended = steps(self, first)
         same = {
             name: all(torch.equal(new.tensor, old) for new, old in zip(pieces(p, placement), before, strict=True))
             for name, (p, placement, before) in held.items()
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(same))
-        return done
+        return ended
 
-    filling.adapter_source, trainer.post_load, trainer._Run.steps = noise, loaded, run  # type: ignore[method-assign]
+    filling.adapter_source, trainer.post_load, TrainingLoop.steps = noise, loaded, run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        filling.adapter_source, trainer.post_load, trainer._Run.steps = source, opened, steps  # type: ignore[method-assign]
+        filling.adapter_source, trainer.post_load, TrainingLoop.steps = source, opened, steps  # type: ignore[method-assign]

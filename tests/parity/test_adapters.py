@@ -43,6 +43,7 @@ from partool_runtime.merge import merged_weights
 from partool_runtime.model import Decoder
 from partool_runtime.optim.groups import grouped
 from partool_runtime.weights import fill_from
+from partool_runtime.weights.chosen import ChosenWeights
 from partool_runtime.weights.draw import init_source
 
 STEPS, STOP = 10, 5
@@ -378,7 +379,7 @@ def test_merged_weights_compute_what_the_adapter_does(ran: Ran, model: str) -> N
     plan = adapter_plan(ran.text, ONE, 0, model)
     checkpoint = step_folder(ran.jobs.folder / ran.reference(model) / "checkpoints", STEPS)
     apart, plain = (Decoder(each).double() for each in (plan.model, plan.model.model_copy(update={"adapter": None})))
-    plain.load_state_dict(merged_weights(plan, checkpoint, torch.float64))
+    plain.load_state_dict(merged_weights(plan, ChosenWeights([checkpoint]), torch.float64))
     fill_from(apart, init_source(plan.model, plan.training.seed))
     tokens, kept = torch.arange(14).view(2, 7), tensor_shapes(checkpoint)
     with torch.no_grad():
@@ -389,5 +390,7 @@ def test_merged_weights_compute_what_the_adapter_does(ran: Ran, model: str) -> N
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     assert float((got - before).abs().max()) > 1e-3
     with pytest.raises(ConfigurationError, match="other weights") as error:
-        merged_weights(plan.model_copy(update={"weights": Weights(source="dummy")}), checkpoint, torch.float64)
+        merged_weights(
+            plan.model_copy(update={"weights": Weights(source="dummy")}), ChosenWeights([checkpoint]), torch.float64
+        )
     assert error.value.code == "PT618"

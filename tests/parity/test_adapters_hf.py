@@ -40,6 +40,7 @@ from partool_runtime.hf.peft import open_adapter, write_adapter
 from partool_runtime.hf.structure import structure_of
 from partool_runtime.merge import merged_weights, trained_weights
 from partool_runtime.weights import fill, materialise
+from partool_runtime.weights.chosen import ChosenWeights
 
 transformers = pytest.importorskip("transformers")
 STEPS = 10
@@ -227,7 +228,7 @@ def test_merged_and_exported_weights_compute_what_the_adapter_does(ran: Ran, tmp
     assert plan.hf is not None
     assert plan.adapter is not None
     checkpoint = step_folder(ran.jobs.folder / ran.reference("phi3 dora") / "checkpoints", STEPS)
-    merged = merged_weights(plan, checkpoint, torch.float64)
+    merged = merged_weights(plan, ChosenWeights([checkpoint]), torch.float64)
     path = str(plan.weights.path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).double()
     plain.load_state_dict(merged)
@@ -240,7 +241,7 @@ def test_merged_and_exported_weights_compute_what_the_adapter_does(ran: Ran, tmp
     with torch.no_grad(), KeepWide():
         expected, got = apart.logits(tokens), plain(tokens, use_cache=False).logits
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    state = trained_weights(plan, checkpoint, torch.float64)
+    state = trained_weights(plan, ChosenWeights([checkpoint]), torch.float64)
     write_adapter(state, plan.model, tmp_path, base=path, transformers=True)
     with open_adapter(tmp_path, plan.model, transformers=True) as folder:
         folder.check({n: tuple(t.shape) for n, t in state.items()})

@@ -27,6 +27,7 @@ from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
 from partool_runtime.merge import merged_weights
 from partool_runtime.model import Decoder
 from partool_runtime.weights import fill_from
+from partool_runtime.weights.chosen import ChosenWeights
 from partool_runtime.weights.draw import init_source
 
 pytestmark = pytest.mark.long  # test_adapters.py runs one of the cases each time
@@ -138,7 +139,7 @@ def test_merged_weights_compute_what_the_adapter_does(ran: Ran, base: str) -> No
     """The base of a merge is the matrix that the codes stand for."""
     plan, adapter = adapter_plan(ran.text, ONE, 0, base), ADAPTERS[base]
     checkpoint = step_folder(ran.jobs.folder / ran.reference(base) / "checkpoints", STEPS)
-    merged = merged_weights(plan, checkpoint, torch.float64)
+    merged = merged_weights(plan, ChosenWeights([checkpoint]), torch.float64)
     plain = Decoder(plan.model.model_copy(update={"adapter": None})).double()
     fill_from(plain, init_source(plan.model, plan.training.seed))
     bases = {name: numbers(plan, adapter, name, parameter.detach()) for name, parameter in plain.named_parameters()}

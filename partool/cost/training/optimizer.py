@@ -94,6 +94,7 @@ def device_update_s(job: TrainingWork, elements: Column) -> Column:
     fewer = 2.0 * 4.0 * (2 - moments)
     more = 0.0 if job.adapt is None else _LAMB_MORE_BYTES
     traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer + more) + traffic_per_element(job)
+    traffic += 3.0 * job.average_bytes  # the weights are read, and the average is read and written
     return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 

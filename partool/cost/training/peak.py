@@ -290,7 +290,7 @@ def _memory(job: TrainingWork, layouts: Layouts, state: States, passes: PassByte
         else fullest(_moments(job, layouts, stack, state, passes))
     )
     outside = FRAMEWORK_BYTES[backend] + communicators(job, layouts).memory_bytes(backend)
-    optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
+    optimizer, on_its_way = state.optimizer - state.average, 0.0 * state.optimizer
     if backend == "cpu":
         # A CPU has no other memory: state that would leave an accelerator stays in the same memory.
         optimizer = optimizer + state.host["masters"] + state.host["moments"] + state.host["copies"]
@@ -301,6 +301,7 @@ def _memory(job: TrainingWork, layouts: Layouts, state: States, passes: PassByte
         "gathered": moment.gathered,
         "gradients": moment.gradients,
         "optimizer": optimizer,
+        "average": state.average + 0.0 * state.optimizer,
         "activations": moment.activations,
         "loss": moment.loss,
         "communication": moment.communication + on_its_way + outside - FRAMEWORK_BYTES[backend],

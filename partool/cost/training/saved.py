@@ -49,6 +49,7 @@ def _moments(job: TrainingWork, layouts: Layouts, counts: ElementCounts, trained
     if job.matrices is not None:
         matrices = _written(layouts, counts.matrices, counts.matrices_expert)
         moments_bytes = moments_bytes - (job.moments - job.matrices.moments) * job.master_bytes * matrices
+    moments_bytes = moments_bytes + job.average_bytes * trained
     return moments_bytes + kept_bytes(job, layouts, trained * layouts.dp * layouts.cp)
 
 

@@ -50,6 +50,8 @@ class States:
     gradients_at_step: Column
     """Bytes of gradients during the optimizer's step."""
     optimizer: Column
+    average: Column
+    """Part of ``optimizer`` that is a moving average of the weights."""
     buffers: Column
     """Bytes of buffers for all-gathers of parameters and reductions of gradients."""
     grads_offloading: Column
@@ -175,8 +177,9 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
         gathered, kept = gathered + copied, kept + copied
     units = _units(job, layouts, sizes, load, narrow=narrow)
     return States(
-        parameters - away, gathered, *gradients, optimizer, buffers, grads_offloading, kept, **units, host=terms
-    )
+        parameters - away, gathered, *gradients, optimizer + job.average_bytes * trained, job.average_bytes * trained,
+        buffers, grads_offloading, kept, **units, host=terms,
+    )  # fmt: skip
 
 
 def _narrow_parameters(

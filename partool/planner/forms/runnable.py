@@ -42,6 +42,8 @@ class Task:
     optimizer: str = "adamw"
     prefers: bool = False
     """True if the objective compares pairs of answers."""
+    averages: bool = False
+    """True if a moving average of the weights is kept."""
 
 
 def of_engine(engine: str) -> tuple[Gap, ...]:
@@ -54,8 +56,8 @@ def task(problem: Problem) -> Task:
     spec = problem.spec
     hf = problem.described is not None
     precision, optimizer = spec.training.precision, spec.optimizer.name
-    prefers = spec.training.objective.prefers
-    return Task(problem.model, problem.devices, precision, bool(problem.frozen), hf, optimizer, prefers)
+    prefers, averages = spec.training.objective.prefers, spec.training.ema is not None
+    return Task(problem.model, problem.devices, precision, bool(problem.frozen), hf, optimizer, prefers, averages)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
@@ -68,6 +70,7 @@ def task_of(plan: Plan, devices: Devices) -> Task:
         not plan.own_decoder,
         plan.optimizer.name,
         plan.training.objective.prefers,
+        plan.training.ema is not None,
     )
 
 
@@ -80,6 +83,10 @@ def of_task(asked: Task) -> Iterator[str]:
         yield "frozen parameters"
     if asked.prefers:
         yield "preferences"
+    if asked.averages:
+        yield "moving average"
+        if OPTIMIZERS[asked.optimizer].whole_steps:
+            yield "moving average with exchanges of one bit"
     yield from ["model of transformers"] if asked.hf else of_model(asked.model)
     if asked.model.adapter is not None:
         yield from _of_adapter(asked)
@@ -174,6 +181,14 @@ _OF_OTHER_DROPOUT: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
 """The same of a model of transformers."""
 
 
+_OF_AVERAGES = "moving average beside offloaded state"
+
+
+def of_average_columns(rows: Layouts) -> Mask:
+    """Return a mask of rows whose layout the runtime does not run with a moving average (:data:`_OF_AVERAGES`)."""
+    return (rows.gpu_fraction < 1) | (rows.offload_parameters == 1)
+
+
 def of_adapter_columns(model: ModelConfig, rows: Layouts, *, hf: bool) -> Iterator[tuple[str, Mask]]:
     """Yield each aspect of a model's adapter that follows from columns of ``rows``, with the rows that need it.
 
@@ -199,6 +214,8 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     yield from of_task(asked)
     yield from (aspect for aspect, applies in of_columns(encode(layout)) if applies)
     yield from (aspect for aspect, applies in of_adapter_columns(asked.model, encode(layout), hf=asked.hf) if applies)
+    if asked.averages and of_average_columns(encode(layout)):
+        yield _OF_AVERAGES
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
     yield from of_lists(layout)
     if asked.hf and layout.sequence.degree > 1:
@@ -269,12 +286,16 @@ def nothing_runs(problem: Problem) -> bool:
     return not all(runs(aspect) for aspect in of_task(task(problem)))
 
 
-def able(rows: Layouts, model: ModelConfig | None = None, *, hf: bool = False) -> NDArray[np.bool_]:
+def able(
+    rows: Layouts, model: ModelConfig | None = None, *, hf: bool = False, averages: bool = False
+) -> NDArray[np.bool_]:
     """Return a mask of rows for which the runtime supports all aspects, also those of the model's adapter.
 
-    ``hf`` is a model that transformers builds.
+    ``hf`` is a model that transformers builds; ``averages`` says that a moving average of the weights is kept.
     """
     mask = _without(rows, lambda aspect: not runs(aspect))
+    if averages:
+        mask &= np.logical_not(of_average_columns(rows))
     for _, asked in () if model is None else of_adapter_columns(model, rows, hf=hf):
         mask &= np.logical_not(asked)
     return mask

@@ -112,6 +112,11 @@ class _Builder:
         columns, compiled = self._compiled(columns)
         return self.space_of(Layouts(**dict(zip(GROUP_COLUMNS, columns, strict=True)), compiled=compiled))
 
+    def _able(self, groups: Layouts) -> NDArray[np.bool_]:
+        """Return a mask of the groups that the runtime can run."""
+        averages = self.problem.spec.training.ema is not None
+        return able(groups, self.problem.model, hf=self.problem.described is not None, averages=averages)
+
     def space_of(self, groups: Layouts) -> Space:
         """Return the space of groups that have all columns but those that follow from the others."""
         size = np.size(groups.pp)
@@ -125,7 +130,7 @@ class _Builder:
             groups=groups,
             size=size,
             policies=self.policies,
-            runnable=able(groups, self.problem.model, hf=self.problem.described is not None) & some,
+            runnable=self._able(groups) & some,
             runnable_policies=able(self.policies.rows) & some,
             enumerated=self.enumerated,
             pruned=dict(self.pruned),

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from partool.plan.record import DamagedRecordError
 from partool.plan.run import lost_peer
 from partool.plan.types import Plan
+from partool.plan.validations import read_validations
 from partool_runtime.agent.error_files import ErrorRecord
 from partool_runtime.errors import FULL
 
@@ -56,6 +58,14 @@ class FailureLog:
             return (self._checkpoints / f"step-{step:08}").stat().st_mtime if step else None
         except OSError:
             return None
+
+    @property
+    def ended_early(self) -> str:
+        """Why a validation ended the run before its last step, in words; empty if none did, or nothing can be read."""
+        try:
+            return read_validations(self._checkpoints).ended
+        except (DamagedRecordError, OSError):
+            return ""
 
     def note(self, attempt: int, signature: str) -> int:
         """Record a failed attempt unless it was recorded before; returns how many alike failures came in a row.

@@ -239,7 +239,7 @@ def _run_alone(
         text += "\n" + losses(failures, target=launch.target, run_dir=run_dir, since=keeper.status.started)
     elif code == 1 and (help := restarts.help(asked=supervision.asked)):
         text += f"\n{help}"
-    keeper.end(code, reason)
+    keeper.end(code, reason or (failures.ended_early if code == EXIT_DONE else ""))
     return Verdict(code, reason, text)
 
 

@@ -128,7 +128,10 @@ class Together:
                     verdict, code=EXIT_CONFIGURATION, reason=reason, text=f"{verdict.text}\npartool: {reason}"
                 )
         if self.status is not None:
-            self.status.end(verdict.code, verdict.reason)
+            early = ""
+            if verdict.code == EXIT_DONE and isinstance(plan, Plan):
+                early = FailureLog(self.options.run_dir, plan).ended_early
+            self.status.end(verdict.code, verdict.reason or early)
         return verdict
 
     def _outcome(self, code: int, reason: str, text: str = "", asked: str = "") -> Outcome:

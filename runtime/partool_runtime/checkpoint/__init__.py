@@ -12,6 +12,7 @@ from partool_runtime.checkpoint._manifest import (
     newest_step,
     read_manifest,
     step_folder,
+    steps_in,
 )
 from partool_runtime.checkpoint._plan import StatePart, parts_to_save
 from partool_runtime.checkpoint._reading import VerifiedFolder, load_folder, parts_to_load, tensor_shapes
@@ -36,5 +37,6 @@ __all__ = [
     "parts_to_save",
     "read_manifest",
     "step_folder",
+    "steps_in",
     "tensor_shapes",
 ]

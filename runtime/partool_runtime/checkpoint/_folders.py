@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from partool_runtime.checkpoint._files import Files
@@ -59,10 +60,13 @@ def set_aside_after(folder: Path, step: int, files: Files) -> list[str]:
     return names
 
 
-def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, until: int | None = None) -> None:
+def retain(
+    folder: Path, keep: int, files: Files, *, also: Collection[int | None] = (), until: int | None = None
+) -> None:
     """Delete all but the ``keep`` newest complete checkpoints; failed deletions are only logged.
 
-    The checkpoint of step ``also`` is kept, too. Checkpoints after ``until`` are kept and do not count in ``keep``.
+    The checkpoints of the steps ``also`` are kept, too. Checkpoints after ``until`` are kept and do not count in
+    ``keep``.
     """
     kept = 0
     doomed = [entry for entry in folder.iterdir() if _LEFTOVER.match(entry.name)]
@@ -71,7 +75,7 @@ def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, un
         if until is not None and step > until:
             continue
         if kept >= keep:
-            doomed += [path] if step != also else []
+            doomed += [path] if step not in also else []
         elif is_intact(path, content=False):
             kept += 1
     for path in doomed:

@@ -33,6 +33,8 @@ class CheckpointExtra(OptimizerNumbers):
     """See :meth:`partool_runtime.precision.LossScaler.state`."""
     nonfinite_in_row: int
     """Steps in a row, up to this one, whose gradients were not finite."""
+    average: NotRequired[bool]
+    """Whether it holds a moving average of the weights; older checkpoints lack it."""
     base: NotRequired[str]
     """Checksum of the frozen weights beside an adapter, which the checkpoint does not hold."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -46,6 +46,8 @@ class WriteJob:
     """True if all but the ``keep`` newest checkpoints are deleted."""
     proven: int | None = None
     """Step of a checkpoint that is kept in any case."""
+    best: Callable[[], Collection[int]] = tuple
+    """Returns further steps that are kept, of the checkpoints that are complete; called on the first rank."""
 
 
 class _Writer(FileSystemWriter):
@@ -88,7 +90,7 @@ def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
 
 def _prepare(job: WriteJob, temporary: Path, files: Files) -> None:
     if job.prune and job.proven is not None:  # delete the checkpoints that were kept until a later step was proven
-        _folders.retain(job.folder, job.keep, files, until=job.proven)
+        _folders.retain(job.folder, job.keep, files, also=job.best(), until=job.proven)
     free_bytes = files.free_bytes(job.folder)
     if free_bytes is not None and free_bytes < job.plan.total_bytes + _OVERHEAD_BYTES:
         raise OSError(errno.ENOSPC, "not enough free space")
@@ -115,7 +117,7 @@ def _publish(job: WriteJob, writer: _Writer, file_system: HashedFileSystem, part
     write_manifest(files, temporary, manifest)
     _folders.publish(job.folder, job.step, temporary, files)
     if job.prune:
-        _folders.retain(job.folder, job.keep, files, also=job.proven)
+        _folders.retain(job.folder, job.keep, files, also=[job.proven, *job.best()])
     return manifest.size_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,10 +96,12 @@ class Checkpointer:
         wait: bool = False,
         prune: bool = True,
         proven: int | None = None,
+        best: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Save ``state`` and ``extra`` as the checkpoint of ``step``; if ``wait``, return when it is complete.
 
-        If ``prune``, older checkpoints beyond ``keep`` are deleted, except the checkpoint of step ``proven``.
+        If ``prune``, older checkpoints beyond ``keep`` are deleted, except the checkpoint of step ``proven`` and
+        those that ``best`` returns on rank 0, which may be called in another thread.
         ``state`` maps names to tensors, DTensors, or tensor-parallel ranks' parts of tensors and DTensors (``Placed``);
         ``extra`` is JSON of rank 0. Replicated values are saved once. Raises the errors of :meth:`wait`.
         """
@@ -111,7 +113,7 @@ class Checkpointer:
         blocks = blocks_to_write(state, plan, self._arena)
         if not sync:
             blocks = blocks.copied()
-        job = _writing.WriteJob(self._folder, step, extra, plan, blocks, self._keep, prune, proven)
+        job = _writing.WriteJob(self._folder, step, extra, plan, blocks, self._keep, prune, proven, best)
         if sync:
             self._write(job, started_s, None)
         else:

@@ -33,6 +33,7 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/partool_runtime/optim/muon.py", "", "communication"),
     ("/partool_runtime/optim/lamb.py", "", "communication"),
     ("/partool_runtime/offload/resident.py", "arrive", "gradients"),
+    ("/partool_runtime/optim/average.py", "", "average"),
     ("/partool_runtime/optim/", "", "optimizer"),
     ("/partool_runtime/weights/", "", "parameters"),
     ("/partool_runtime/dry/host.py", "_no_state_file", ELSEWHERE),

@@ -15,6 +15,7 @@ from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
+from partool_runtime.optim.average import MovingAverage
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.muon import open_matrices
 from partool_runtime.optim.one_bit import OneBitOptimizer
@@ -52,7 +53,16 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
                 norms=norms,
             )
         matrices = open_matrices(plan, trained, ranks) if record.rest else None
-        return DeviceOptimizer(trained, plan.optimizer, model.copies, kernels=kernels, matrices=matrices, norms=norms)
+        ema = plan.training.ema
+        return DeviceOptimizer(
+            trained,
+            plan.optimizer,
+            model.copies,
+            kernels=kernels,
+            matrices=matrices,
+            norms=norms,
+            average=None if ema is None else MovingAverage(trained, ema),
+        )
     optimizer = _on_host(plan, prepared, ranks)
     prepared.memory.freeze()
     return optimizer

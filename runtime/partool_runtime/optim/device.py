@@ -13,6 +13,7 @@ from partool.spec.training import OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool_kernels.adamw.op import Tensors, Update, adamw, takes
 from partool_kernels.host import Part, Pool, StepRule, UpdatePass, update
+from partool_runtime.optim.average import MovingAverage
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.optim.groups import ParameterGroup, grouped
 from partool_runtime.optim.lamb import LambSteps
@@ -38,6 +39,7 @@ class DeviceOptimizer(CountsUpdates):
     that offloaded states also use, so that steps have the same bits with and without offload; other modes use torch's
     operators. ``matrices`` makes the steps of parameters that the optimizer updates as whole matrices. ``norms``
     adds up norms of parameters of which other ranks hold parts; None means that this rank holds all of each.
+    ``average`` is the average of the parameters, which belongs to the state and takes in each step.
     """
 
     term = "optimizer"
@@ -54,7 +56,9 @@ class DeviceOptimizer(CountsUpdates):
         kernels: str = "torch",
         matrices: WholeMatrices | None = None,
         norms: WholeNorms | None = None,
+        average: MovingAverage | None = None,
     ) -> None:
+        self.average = average
         self._parameters = dict(parameters)
         self._copies = frozenset(copies)
         self._kernels = kernels
@@ -93,7 +97,8 @@ class DeviceOptimizer(CountsUpdates):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the live tensors of the moments by ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``."""
-        return {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
+        moments = {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
+        return moments if self.average is None else moments | self.average.state()
 
     def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
         """Return this rank's non-empty shards of all gradients, with or without the parameters in ``copies``."""
@@ -128,7 +133,7 @@ class DeviceOptimizer(CountsUpdates):
 
     def state_bytes(self) -> int:
         """See :class:`partool_runtime.optim.types.Optimizer`."""
-        return local_bytes(self.state().values())
+        return local_bytes(tensor for of in self._moments.values() for tensor in of.values())
 
     def gradient_bytes(self) -> int:
         """See :class:`partool_runtime.optim.types.Optimizer`: this optimizer holds no gradients."""
@@ -152,6 +157,11 @@ class DeviceOptimizer(CountsUpdates):
     def step(self, lr: float, scale: float = 1.0) -> None:
         """Update with gradients times ``scale``; the gradients may be scaled in place."""
         self.updates += 1
+        self._update(lr, scale)
+        if self.average is not None:
+            self.average.update(self.updates)
+
+    def _update(self, lr: float, scale: float) -> None:
         rules = self._groups.rules(lr, self.updates, scale)
         self._step_matrices(rules)
         if self._lamb is not None:

@@ -7,6 +7,7 @@ from typing import NotRequired, Protocol, TypedDict
 
 import torch
 
+from partool_runtime.optim.average import MovingAverage
 from partool_runtime.optim.grad_norm import LocalSums, Mode
 from partool_runtime.pieces import Value
 
@@ -31,6 +32,8 @@ class Optimizer(Protocol):
     """Notes for the user, shown when training begins."""
     updates: int
     """Number of steps made, without skipped steps."""
+    average: MovingAverage | None
+    """The average of the weights, which :meth:`step` updates; None without one."""
 
     def begin(self, lr: float, scale: float) -> None:
         """Drop all gradients and prepare for a step, whose :meth:`step` is expected to get the same arguments."""
@@ -88,6 +91,8 @@ class CountsUpdates:
     """What checkpoints hold of an optimizer beside its moments: the number of updates, and nothing with a place."""
 
     updates = 0
+    """See :class:`Optimizer`."""
+    average: MovingAverage | None = None
     """See :class:`Optimizer`."""
 
     def placed_state(self) -> dict[str, Value]:

@@ -205,10 +205,19 @@ class Recorder:
         """Take means over pairs of answers, which the next log step shows."""
         self._figures = replace(self._figures, preferences=figures)
 
-    def validation(self, step: int, loss: float, tokens: int, preferences: Mapping[str, float] | None = None) -> None:
+    def validation(
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        preferences: Mapping[str, float] | None = None,
+        *,
+        weights_loss: float | None = None,
+    ) -> None:
         """Record a validation that has just ended; the step after it is excluded from the medians.
 
-        ``preferences`` are the means over pairs of answers.
+        ``preferences`` are the means over pairs of answers, ``weights_loss`` the loss of the weights themselves where
+        ``loss`` is that of their average.
 
         The time of a validation between two steps belongs to neither step; inside a step it counts as part of the step.
         """
@@ -216,15 +225,24 @@ class Recorder:
         if not self._spans.begun:
             self._start = self._clock.mark()
         of_pairs = {} if preferences is None else {"preferences": dict(preferences)}
-        self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens, **of_pairs})
+        of_weights = {} if weights_loss is None else {"weights_loss": weights_loss}
+        self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens, **of_weights, **of_pairs})
         if self._tensorboard is not None:
             self._tensorboard.validation(step, loss)
         if self._display is not None:
             self._display.validation(step, loss)
+            if weights_loss is not None:
+                self._display.message(f"validation loss of the weights themselves {weights_loss:.4f}")
             if preferences is not None:
                 self._display.message(
                     f"validation {'  '.join(f'{name} {value}' for name, value in preference_pairs(preferences))}"
                 )
+
+    def early_stop(self, step: int, reason: str) -> None:
+        """Record that validations end the run after ``step`` steps, and show why."""
+        self._events.write("early_stop", {"step": step, "reason": reason})
+        if self._display is not None:
+            self._display.message(reason)
 
     def note_memory(self, term: str, size_bytes: int, measure: str = "counted tensors") -> None:
         """Record bytes of a memory term that the caller has counted; the largest value of a run is kept.

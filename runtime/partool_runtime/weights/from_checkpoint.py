@@ -31,7 +31,7 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
     where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
-    _check(folder, {name: shape for name, shape in model.whole_shapes().items() if not is_adapter(name)})
+    check_shapes(folder, {name: shape for name, shape in model.whole_shapes().items() if not is_adapter(name)})
     if model.stored:  # codes are made of whole rows
         with _all_ranks() as ranks:
             source = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
@@ -51,7 +51,7 @@ def load_upcycled(
 ) -> None:
     """Fill a model with experts from the checkpoint of a dense model; see :func:`load_model`."""
     folder = find_checkpoint(path)
-    _check(folder, dense_shapes(model.config))
+    check_shapes(folder, dense_shapes(model.config))
     with _all_ranks() as ranks:
         source = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
     fill_from(model, upcycled(model.config, source.block, seed), masters, lambda name: not is_adapter(name))
@@ -79,7 +79,7 @@ def load_whole(
     """
     folder = find_checkpoint(path)
     if shapes is not None:
-        _check(folder, shapes)
+        check_shapes(folder, shapes)
     wide = torch.promote_types(dtype, torch.float32)
     state = {
         name: torch.empty(shape, dtype=wide if is_selection_bias(name) else dtype)
@@ -108,7 +108,7 @@ def _saved(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(_MODEL): shape for name, (shape, _) in shapes if name.startswith(_MODEL)}
 
 
-def _check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Compare a model's parameters with a checkpoint's; raises ConfigurationError PT621 with all differences."""
     saved = _saved(folder)
     problems = [f"missing {name}" for name in shapes if name not in saved]

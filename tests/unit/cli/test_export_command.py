@@ -43,6 +43,11 @@ def test_command_line(run, monkeypatch, tmp_path):
     ((_python, *line),) = lines
     start = ["-P", "-m", "partool_runtime.export", str(run), "--format", "hf", "--out", str(tmp_path / "x")]
     assert line == [*start, "--step", "7", "--dtype", "bf16", "--force"]
+    _, ((*_, ema),) = call(monkeypatch, 0, "--out", "y", "--best", "--ema")
+    _, (mean,) = call(monkeypatch, 0, "--out", "y", "--average", "3")
+    assert (ema, mean[-2:]) == ("--ema", ["--average", "3"])
+    for wrong in (["--best", "--step", "3"], ["--best", "--average", "2"], ["--ema", "--average", "2"]):
+        assert call(monkeypatch, 0, "--out", "y", *wrong)[0].exit_code == 2
     assert call(monkeypatch, 0, "--out", "y")[1][0][4:] == [str(run), "--format", "hf", "--out", "y"]
 
 

@@ -83,6 +83,13 @@ def of_preferences(piped: dict[str, Any]) -> list[Asked]:
     return [(replace(task, prefers=True), layout) for task, layout in layouts]
 
 
+def of_averages() -> list[Asked]:
+    """Return tasks and layouts with a moving average of the weights."""
+    layouts = [needs(), needs(offload_optimizer="cpu", gpu_fraction=0.5), needs(offload_parameters="cpu")]
+    task, layout = of_optimizer(MODEL, "zero_one_adam")
+    return [(replace(task, averages=True), layout) for task, layout in [*layouts, (task, layout)]]
+
+
 def of_optimizer(model: ModelConfig, name: str) -> Asked:
     task, layout = needs(model=model)
     return replace(task, optimizer=name), layout
@@ -122,7 +129,7 @@ def every_kind() -> list[Asked]:
         needs(model=MODEL.model_copy(update={"moe": MIXED}), mesh=SHARED, sequence_method="dsp"),
         needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
-        *of_adapters(piped), *of_preferences(piped),
+        *of_adapters(piped), *of_preferences(piped), *of_averages(),
     ]  # fmt: skip
 
 
@@ -161,6 +168,13 @@ def test_adapters_run_where_their_sum_is_computed() -> None:
     rows = Layouts(tensor_inner=np.array([1, 2]), tp=np.array([4, 4]))
     assert able(rows).tolist() == [True, True]
     assert able(rows, model).tolist() == [True, False]
+
+
+def test_averages_run_where_the_state_is_on_the_device() -> None:
+    assert [{gap.code for gap in gaps(*asked)} for asked in of_averages()] == [set(), {"PT424"}, {"PT424"}, {"PT424"}]
+    rows = Layouts(gpu_fraction=np.array([1.0, 0.5, 1.0]), offload_parameters=np.array([0, 0, 1]))
+    assert able(rows).tolist() == [True, True, True]
+    assert able(rows, averages=True).tolist() == [True, False, False]
 
 
 def test_columns_ask_for_as_much_as_layouts_do() -> None:

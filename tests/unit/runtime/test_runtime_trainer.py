@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partool.spec.judging import BestSpec
 from partool.spec.model import ModelConfig
 from partool.spec.training import CheckpointSpec
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.jobs.train import saving, trainer
+from partool_runtime.jobs.train import loop, saving, trainer
+from partool_runtime.jobs.train.keeping import Verdict
 from partool_runtime.model import Decoder
 from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
@@ -71,14 +73,15 @@ def test_every_block_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 class Fakes:
     """A run of 4 steps with a validation every 2; records the calls in order."""
 
-    def __init__(self, stop_in_validation_of: int | None = None) -> None:
+    def __init__(self, stop_in_validation_of: int | None = None, verdicts: dict[int, Verdict] | None = None) -> None:
+        self.verdicts = verdicts or {}
         self.log: list[str] = []
         self.stop = StopRequest()
         self._at = stop_in_validation_of
 
-    def run(self, first: int) -> int:
+    def run(self, first: int) -> tuple[int, str]:
         plan: Any = SimpleNamespace(
-            training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2)),
+            training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2), ema=None),
             data=SimpleNamespace(validates=True),
             weights=SimpleNamespace(source="init"),
             model=CONFIG,
@@ -87,21 +90,26 @@ class Fakes:
             timer=lambda term: nullcontext(),
             step=lambda *args: None,
             event=lambda kind, **data: self.log.append(kind),
-            validation=lambda step, loss, tokens, preferences=None: self.log.append(f"validated {step}"),
+            validation=lambda step, *_, **more: self.log.append(f"validated {step}"),
+            early_stop=lambda step, reason: self.log.append(reason),
         )
         saver: Any = SimpleNamespace(
-            due=lambda done, flags: False, flags=list, save=self.save, finished_write=lambda: None
+            due=lambda done, flags: False,
+            flags=list,
+            save=self.save,
+            finished_write=lambda: None,
+            judge=lambda step, figures: self.verdicts.get(step, Verdict(False, "")),
         )
         stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
-        return trainer._Run(plan, stepper, data, saver, recorder, self.stop).steps(first)
+        return loop.TrainingLoop(plan, stepper, data, saver, recorder, self.stop).steps(first)
 
     def step(self, step: int, batch: Any, timer: Any, flags: Any = tuple) -> Any:
         self.log.append(f"step {step + 1}")
         self.done = step + 1
         return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False, flags=flags(), local=False)
 
-    def validate(self, batches: Any, stopping: Any) -> Any:
+    def validate(self, batches: Any, stopping: Any, *, averaged: bool) -> Any:
         for micro in batches:
             if stopping():
                 return None
@@ -115,14 +123,14 @@ class Fakes:
 
 def test_a_stop_reaches_into_validation_and_the_state_is_saved() -> None:
     fakes = Fakes(stop_in_validation_of=2)
-    assert fakes.run(0) == 2
+    assert fakes.run(0) == (2, "")
     assert fakes.log == ["step 1", "step 2", "signal", "saved 2 and waited"]
 
 
 def test_a_resumed_run_makes_up_for_the_validation_that_a_stop_cut_off() -> None:
     fakes = Fakes()
     fakes.done = 2
-    assert fakes.run(2) == 4
+    assert fakes.run(2) == (4, "")
     assert fakes.log == ["validated 2", "step 3", "step 4", "saved 4", "validated 4"]
 
 
@@ -139,7 +147,7 @@ def test_a_fresh_model_that_learns_nothing_is_told_of(change: dict[str, Any], wa
     recorder: Any = SimpleNamespace(step=lambda *args: None, warning=said.append)
     saver: Any = SimpleNamespace(finished_write=lambda: None)
     unused: Any = SimpleNamespace(preferences=None)
-    trainer._Run(plan, unused, unused, saver, recorder, StopRequest())._record(found["first"] + 1, result)
+    loop.TrainingLoop(plan, unused, unused, saver, recorder, StopRequest())._record(found["first"] + 1, result)
     assert bool(said) == warned
     assert all("PT690: the first loss, 2.8332, is 1.00 × ln 17" in message for message in said)
 
@@ -175,17 +183,20 @@ def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saver.flags() == []
 
 
-def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:
+def saver_on(folder: Path, keep: int, every: int | str = 1, best: BestSpec | None = None) -> Any:
     """A saver of one weight, whose stepper reports the number of consecutive skipped steps."""
     plan: Any = SimpleNamespace(
-        checkpoint=CheckpointSpec(every=every, keep=keep, dir=None, mode="sync"),
+        checkpoint=CheckpointSpec(every=every, keep=keep, dir=None, mode="sync", best=best),
+        training=SimpleNamespace(early_stop=None),
         layout=SimpleNamespace(offload=SimpleNamespace(optimizer="none")),
         model=CONFIG,
         adapter=None,
         optimizer=SimpleNamespace(name="adamw"),
     )
-    ranks: Any = SimpleNamespace(rank=0, world_size=1)
-    optimizer: Any = SimpleNamespace(masters=dict, state=dict, settle=lambda: None, numbers=dict, placed_state=dict)
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, world=SimpleNamespace(size=lambda: 1), device=None)
+    optimizer: Any = SimpleNamespace(
+        masters=dict, state=dict, settle=lambda: None, numbers=dict, placed_state=dict, average=None
+    )
     parts: dict[str, Any] = {
         "model": nn.Linear(2, 1), "optimizer": optimizer, "scaler": LossScaler(False), "fingerprint": "f",
         "stepper": SimpleNamespace(nonfinite_in_row=0),
@@ -236,6 +247,37 @@ def test_of_one_kept_checkpoint_the_one_before_stays_until_it_is_proven(tmp_path
     run_steps(saver, ".", 6)
     assert saved(tmp_path) == [3, 6]
     saver.close()
+
+
+def test_the_best_checkpoints_stay_beside_the_newest(tmp_path: Path) -> None:
+    saver = saver_on(tmp_path, keep=1, every=2, best=BestSpec(keep=2))
+    losses = {3: 2.0, 6: 3.0, 9: 1.0, 12: 5.0, 15: math.nan, 18: 4.0}
+    kept = {}
+    for step in range(1, 20):
+        run_steps(saver, ".", step)
+        if step in losses and saver.judge(step, {"loss": losses[step]}).best:
+            saver.save(step)
+        kept[step] = saved(tmp_path)
+    # The newest is kept until a step has used the next one.
+    assert kept[3] == [2, 3]
+    assert kept[8] == [3, 6, 8]
+    assert kept[10] == [3, 9, 10]  # the third best is not kept
+    assert kept[19] == [3, 9, 16, 18]
+    saver.close()
+    went_on = saver_on(tmp_path, keep=1, every=2, best=BestSpec(keep=1))
+    went_on.begin(8)  # the run goes on from step 8: its later validations do not count
+    run_steps(went_on, "..", 9)
+    assert saved(tmp_path) == [3, 10]
+    went_on.close()
+
+
+def test_a_validation_may_end_the_run() -> None:
+    fakes = Fakes(verdicts={2: Verdict(True, "early stop: no")})
+    assert fakes.run(0) == (2, "early stop: no")
+    assert fakes.log == ["step 1", "step 2", "validated 2", "saved 2 and waited", "early stop: no"]
+    fakes = Fakes(verdicts={2: Verdict(True, ""), 4: Verdict(False, "early stop: no")})
+    assert fakes.run(0) == (4, "")  # all steps are done anyway
+    assert fakes.log == ["step 1", "step 2", "validated 2", "saved 2", "step 3", "step 4", "saved 4", "validated 4"]
 
 
 def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,10 +12,12 @@ from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
 from partool_runtime.checkpoint import Arena, Checkpointer, CheckpointExtra, WriteStats, load_newest
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.jobs.train.keeping import Keeper, Verdict
 from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.types import Optimizer
+from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.pieces import Value, placed
 from partool_runtime.precision import LossScaler
 
@@ -72,6 +74,22 @@ class Saver:
             run=run_dir.name,
             arena=arena,
         )
+        self._keeper = Keeper(
+            plan,
+            folder,
+            rank=ranks.rank,
+            maximum_over_ranks=lambda value: maximum_over(value, ranks.world, ranks.device),
+        )
+
+    def begin(self, step: int) -> int:
+        """Take the validations up to ``step``, after which training goes on, and return it."""
+        self._keeper.begin(step)
+        self.notes += self._keeper.notes
+        return step
+
+    def judge(self, step: int, figures: Mapping[str, float]) -> Verdict:
+        """See :meth:`partool_runtime.jobs.train.keeping.Keeper.judge`."""
+        return self._keeper.judge(step, figures)
 
     def resume(self, *, fallback: bool = False) -> int:
         """Load the newest checkpoint and return the number of steps after which it was saved; 0 without a checkpoint.
@@ -84,14 +102,19 @@ class Saver:
         self.notes += resumed.notes
         if resumed.step:
             self._saved_step = resumed.step
-        return resumed.step
+        return self.begin(resumed.step)
 
     def _load(self, step: int, advise: bool) -> None:
         state = dict(self._state)
 
+        average = self._optimizer.average
+
         def accept(extra: CheckpointExtra) -> None:
             self._accept(step, extra)
             state.update(self._optimizer.expect(extra))
+            if average is not None and not extra.get("average", False):
+                for name in average.state():
+                    del state[name]
 
         extra = self._checkpointer.load(step, state, accept, advise=advise)
         if extra["model"] != self._plan.model.model_dump(mode="json"):
@@ -99,6 +122,11 @@ class Saver:
         if extra["data"] != self._fingerprint:
             message = f"the checkpoint of step {step} was trained on other data, or on the same in another order"
             raise ConfigurationError("PT616", message, _same_help("data, training.seed and training.global_batch"))
+        if average is not None and not extra.get("average", False):
+            average.restart()
+            self.notes.append(
+                f"PT629: the checkpoint of step {step} holds no moving average: it begins with the weights of that step"
+            )
         self._scaler.load(extra["scaler"])
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
 
@@ -156,6 +184,7 @@ class Saver:
             "data": self._fingerprint,
             "optimizer": self._plan.optimizer.name,
             "base": self._base,
+            "average": self._optimizer.average is not None,
             **self._optimizer.numbers(),
             "scaler": self._scaler.state(),
             "nonfinite_in_row": self._stepper.nonfinite_in_row,
@@ -163,7 +192,10 @@ class Saver:
         with torch.no_grad():
             self._optimizer.settle()
             skipping = self._stepper.nonfinite_in_row > 0
-            self._checkpointer.save(step, self._state, extra, wait=wait, prune=not skipping, proven=self._proven)
+            self._checkpointer.save(
+                step, self._state, extra, wait=wait, prune=not skipping, proven=self._proven, best=self._keeper.kept
+            )
+        self._keeper.saved(step)
         self._saved_step, self._owed = step, False
         self._saved_at_s = time.monotonic()
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -130,14 +131,20 @@ class Stepper:
             self._scaler.update(check.finite and not self._agreement.skipped)
 
     def validate(
-        self, batches: Iterable[MicroBatch], stopping: Callable[[], bool] = lambda: False
+        self,
+        batches: Iterable[MicroBatch],
+        stopping: Callable[[], bool] = lambda: False,
+        *,
+        averaged: bool = False,
     ) -> tuple[float, int] | None:
         """Return the mean loss over the held-out tokens, or pairs, of all ranks, and the number of labels.
 
         ``stopping`` is called before each micro-batch and must return the same value on all ranks; if it returns True,
-        the result is None.
+        the result is None. With ``averaged`` the average of the weights takes the weights' place meanwhile.
         """
-        result = loss_until(self._passes, self._ranks, batches, stopping)
+        average = self.optimizer.average
+        with nullcontext() if average is None or not averaged else average.in_place():
+            result = loss_until(self._passes, self._ranks, batches, stopping)
         return None if result is None else (result.loss_sum / max(result.units, 1), result.tokens)
 
     def _count_nonfinite(self, step: int, finite: bool) -> None:

@@ -1,0 +1,65 @@
+"""Rules about the best checkpoints, early stops and averages of weights."""
+
+from __future__ import annotations
+
+from partool.diagnostics.record import Rule, command_rule
+
+_HELD_OUT = (
+    "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 1}\n"
+    "data: {source: python-stdlib, validation: 0.01}\n"
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT409",
+        "Best checkpoints, or an early stop, without validations",
+        "What is the best, and when nothing improves any more, is told by validations during the training.",
+        _HELD_OUT + "checkpoint: {best: loss}\n",
+        _HELD_OUT + "checkpoint: {best: loss}\ntraining: {validation: {every: 100}}\n",
+    ),
+    Rule(
+        "PT410",
+        "A figure that validations do not have",
+        "Every validation has a loss. Objectives that compare pairs of answers have an accuracy and more.",
+        _HELD_OUT + "checkpoint: {best: accuracy}\ntraining: {validation: {every: 100}}\n",
+        _HELD_OUT + "checkpoint: {best: loss}\ntraining: {validation: {every: 100}}\n",
+    ),
+    Rule(
+        "PT424",
+        "A moving average that the runtime does not keep",
+        "The average is updated on the device, beside the optimizer's state. State in host memory or in files is "
+        "updated by the host while the device goes on, and with exchanges of one bit ranks have weights of their own "
+        "between exchanges.",
+        _HELD_OUT + "training: {ema: 0.999}\noptimizer: {name: zero_one_adam}\n",
+        _HELD_OUT + "training: {ema: 0.999}\n",
+    ),
+    command_rule(
+        "PT626",
+        "The best checkpoint is not known",
+        "The file validations.json beside the checkpoints has the figures of the validations; a run writes it with "
+        "checkpoint.best or training.early_stop.",
+        "partool export last --best --out model   # of a run without checkpoint: {best: loss}",
+        "partool export last --out model",
+    ),
+    command_rule(
+        "PT627",
+        "The checkpoint holds no moving average",
+        "Only a training with training.ema keeps an average of its weights.",
+        "partool export last --ema --out model   # of a run without training: {ema: 0.999}",
+        "partool export last --average 3 --out model",
+    ),
+    command_rule(
+        "PT628",
+        "There are fewer checkpoints than are to be averaged",
+        "A mean of fewer checkpoints would be another model than the one that was asked for.",
+        "partool export last --average 5 --out model   # with checkpoint: {keep: 3}",
+        "partool export last --average 3 --out model",
+    ),
+    command_rule(
+        "PT629",
+        "The moving average begins anew",
+        "A checkpoint of a training without an average has none to go on from, so the average begins with the weights.",
+        "partool launch mine.yaml --set training.ema=0.999 --resume   # of a run without it",
+        "partool launch mine.yaml --set training.ema=0.999",
+    ),
+)

@@ -1,0 +1,47 @@
+"""Rules about figures that decide what is kept and when a run ends: there has to be a validation that gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.judging import Judgement
+from partool.spec.spec import Spec
+
+_EVERY = 20
+"""Validations of a run that the help proposes."""
+
+
+def check_judged(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield errors for ``checkpoint.best`` and ``training.early_stop`` without a validation that gives their figure."""
+    asked: tuple[tuple[tuple[str, str], Judgement | None], ...] = (
+        (("checkpoint", "best"), spec.checkpoint.best),
+        (("training", "early_stop"), spec.training.early_stop),
+    )
+    for path, judged in asked:
+        if judged is None:
+            continue
+        if lacking := _lacking(spec):
+            message = f"{'.'.join(path)} follows validations, and {lacking[0]}"
+            yield Diagnostic("PT409", message, path=path, help=lacking[1])
+        elif judged.metric not in (names := figures(spec)):
+            message = f"a validation of this training has no figure {judged.metric!r}"
+            yield Diagnostic("PT410", message, path=(*path, "metric"), help=f"use {', '.join(names)}")
+
+
+def figures(spec: Spec) -> tuple[str, ...]:
+    """Return the figures of the spec's validations."""
+    ema, objective = spec.training.ema, spec.training.objective
+    both = ("weights_loss",) if ema is not None and ema.validation == "both" else ()
+    return ("loss", *both, *objective.figures)
+
+
+def _lacking(spec: Spec) -> tuple[str, str] | None:
+    """Return what keeps a run from validating before its end, and what to write; None if it validates."""
+    every = max(1, spec.training.steps // _EVERY)
+    if not spec.data.validates:
+        help = f"set data.validation, such as 0.01, and training: {{validation: {{every: {every}}}}}"
+        return "no data is held out for one", help
+    if not spec.training.validation.every:
+        return "the only one is at the end", f"set training: {{validation: {{every: {every}}}}}"
+    return None
