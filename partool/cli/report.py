@@ -12,6 +12,7 @@ from partool.cli._fail import fail
 from partool.cli._files import printing, write_or_exit
 from partool.cli._load import read_plan_or_exit, refuse_foreign
 from partool.cli._runs import find_run_or_exit, reading_records
+from partool.cli._upload import TrackerChoice, upload_or_exit
 from partool.plan.run import STATUS_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -31,6 +32,9 @@ def command(
     html: Annotated[Path | None, typer.Option("--html", help="Also write the report as one HTML page.")] = None,
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Also write the timelines, for Perfetto.")] = None,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+    to: Annotated[
+        TrackerChoice | None, typer.Option("--to", help="Only send the figures to a tracker that has not got them.")
+    ] = None,
 ) -> None:
     """Show what a run did beside what was planned: every term, and its pipeline in time."""
     from partool.plan.evaluation_result import read_result
@@ -41,6 +45,9 @@ def command(
     refuse_foreign(Path(run))
     stored = find_run_or_exit(run)
     plan = read_plan_or_exit(stored.plan_file)
+    if to is not None:
+        upload_or_exit(stored.path, plan, to)
+        return
     with reading_records():
         comparison, note = _comparison(stored, plan, pipeline, step)
         summary, loads, result = read_summary(stored.path), expert_loads(stored.path), read_result(stored.path)

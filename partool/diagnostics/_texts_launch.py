@@ -13,6 +13,13 @@ RULES: tuple[Rule, ...] = (
         BASE + "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}\n",
     ),
     Rule(
+        "PT249",
+        "A notification with no receiver, or with several",
+        "The agent of the first node runs one command, or posts to one address.",
+        BASE + "launch: {notify: {on: [failure]}}\n",
+        BASE + "launch: {notify: {webhook_env: SLACK_URL, on: [failure]}}\n",
+    ),
+    Rule(
         "PT521",
         "A secret that the target cannot find",
         "On Kubernetes secrets come from Secret objects (secretKeyRef), elsewhere from files that the nodes can read.",

@@ -135,9 +135,9 @@ RULES: tuple[Rule, ...] = (
     ),
     command_rule(
         "PT540",
-        "TensorBoard is not installed",
-        "launch.tensorboard writes event files with the package tensorboard.",
-        "partool launch mine.yaml --set launch.tensorboard=true",
+        "A tracker is not installed",
+        "Each tracker of telemetry.trackers is a package, which must be installed where rank 0 runs.",
+        "partool launch mine.yaml --set telemetry.trackers=[tensorboard]",
         "pip install 'partool[tensorboard]'",
     ),
     command_rule(
@@ -435,6 +435,28 @@ RULES: tuple[Rule, ...] = (
         "errors/attempt-N in the run's folder: begin with the rank that the message names.",
         "kill -STOP 4711   # the process of a rank",
         "launch: {watchdog: off}   # while a debugger holds a rank",
+    ),
+    command_rule(
+        "PT557",
+        "A tracker was switched off",
+        "A tracker that raises an error is given no more figures in this attempt; training goes on. The event log has "
+        "all of them, and logs/attempt-N/tracker-NAME.log what the tracker said.",
+        "telemetry: {trackers: [wandb]}   # and no WANDB_API_KEY",
+        "partool report last --to wandb   # with the key in the environment",
+    ),
+    command_rule(
+        "PT558",
+        "A tracker did not take all figures in time",
+        "A run does not wait longer than five seconds for its trackers at the end. The event log has all figures.",
+        "telemetry: {trackers: [wandb]}   # whose server does not answer",
+        "partool report last --to wandb",
+    ),
+    command_rule(
+        "PT559",
+        "A notification could not be delivered",
+        "The command of launch.notify failed or took too long, or its address did not answer; the run is not affected.",
+        "launch: {notify: {webhook: 'https://example.com/down'}}",
+        "launch: {notify: {command: [/usr/local/bin/tell-me]}}",
     ),
     command_rule(
         "PT659",

@@ -155,6 +155,21 @@ RULES: tuple[Rule, ...] = (
         BASE + "training: {tokens: 1000000}\n",
     ),
     Rule(
+        "PT247",
+        "A tracker is listed twice",
+        "A run has one place at each tracker; its attempts continue it there.",
+        BASE + "telemetry: {trackers: [wandb, {name: wandb, uri: 'https://wandb.example.com'}]}\n",
+        BASE + "telemetry: {trackers: [{name: wandb, uri: 'https://wandb.example.com'}]}\n",
+    ),
+    Rule(
+        "PT248",
+        "A place that a tracker does not take",
+        "W&B has a server, MLflow a database or a server, trackio and TensorBoard have a folder. MLflow's store in "
+        "plain folders raises errors in newer versions.",
+        BASE + "telemetry: {trackers: [{name: mlflow, uri: mlruns}]}\n",
+        BASE + "telemetry: {trackers: [{name: mlflow, uri: 'sqlite:///mlflow.db'}]}\n",
+    ),
+    Rule(
         "PT245",
         "Data that are named twice",
         "A run reads one source or one mixture, and holds out a share of it or validates on files of their own.",

@@ -101,17 +101,17 @@ def read_events(path: Path) -> Iterator[Event]:
         return
 
 
-def read_new_events(path: Path, offset: int, *, strict: bool = False) -> tuple[list[Event], int]:
+def read_new_events(path: Path, offset: int, *, strict: bool = False, most_bytes: int = -1) -> tuple[list[Event], int]:
     """Return the events after a byte offset, and the offset to continue from; an unfinished line is left for later.
 
     A file that has become shorter than ``offset`` is read from its start. Damaged events are left out or, with
-    ``strict``, raise :class:`DamagedRecordError`.
+    ``strict``, raise :class:`DamagedRecordError`. ``most_bytes`` limits what is read at once; lines are shorter.
     """
     try:
         with path.open("rb") as file:
             start = offset if offset <= file.seek(0, 2) else 0
             file.seek(start)
-            data = file.read()
+            data = file.read(most_bytes)
     except FileNotFoundError:
         return [], 0
     end = data.rfind(b"\n") + 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from partool.plan.moved import with_moved_keys
 from partool.plan.run import LOGS, SPEC_FILE, STATUS_FILE
 from partool.plan.types import PLAN_VERSION
 from partool.spec.launch import LaunchSpec
@@ -28,6 +29,7 @@ class Outline(_Part):
     """Parts of a plan that plans of every version have: steps, machines and target."""
 
     plan_version: int
+    name: str = ""
     job: str = "train"
     training: _Training
     devices: _Devices
@@ -41,7 +43,7 @@ class Outline(_Part):
 
 def outline(file: Path) -> Outline:
     """Return the outline of the plan in a file; raises ``OSError`` or ``ValueError``."""
-    return Outline.model_validate_json(file.read_text(encoding="utf-8"))
+    return Outline.model_validate_json(with_moved_keys(file.read_text(encoding="utf-8")))
 
 
 def other_version(file: Path) -> tuple[str, str] | None:

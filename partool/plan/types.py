@@ -15,6 +15,7 @@ from partool.layout.sequence import tokens as tokens_of
 from partool.layout.startrail import Trails
 from partool.layout.tensor import Partition
 from partool.plan.layout import Layout
+from partool.plan.moved import with_moved_keys
 from partool.plan.record import Record
 from partool.plan.schedule import refuses
 from partool.plan.soundness import (
@@ -43,6 +44,7 @@ from partool.spec.numbers import (
 )
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, ModuleName, RunName, Sha256, VariableName, VariableValue
+from partool.spec.telemetry import TelemetrySpec
 from partool.spec.training import CheckpointSpec, KernelsSpec, OptimizerSpec, ResumeSpec, TrainingSpec
 from partool.strategies.jobs import JOBS
 from partool.strategies.sequence import METHODS
@@ -331,6 +333,8 @@ class Plan(Record):
     checkpoint: CheckpointSpec = CheckpointSpec()
     resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec
+    telemetry: TelemetrySpec = TelemetrySpec()
+    """Trackers of the run; paths are absolute."""
     environment: tuple[Variable, ...] = ()
     """Variables of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""
     prediction: Prediction
@@ -469,7 +473,7 @@ class Plan(Record):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan; raises ``pydantic.ValidationError`` where it is malformed or of another version."""
-        return cls.model_validate_json(text)
+        return cls.model_validate_json(with_moved_keys(text))
 
     def deciding(self) -> dict[str, Any]:
         """Return all values that decide what runs, as nested dictionaries without origins and reasons."""

@@ -23,6 +23,7 @@ from partool.planner.problem import Problem, SearchBudget
 from partool.planner.resolve import Resolved, resolve, spec_hash
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
+from partool.planner.rules.telemetry import resolve_telemetry
 from partool.planner.rules.tensor_cuts import partition
 from partool.spec.adapter import AdapterSpec
 from partool.spec.checks import check as check_spec
@@ -222,6 +223,7 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
         checkpoint=_checkpoint(spec, base_dir),
         resume=spec.resume,
         launch=resolved.launch,
+        telemetry=resolve_telemetry(spec.telemetry, base_dir),
         environment=environment(resolved.launch, problem.devices),
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),

@@ -95,7 +95,9 @@ ALIASES = {
     **dict.fromkeys(("precompute_ref_log_probs", "ref_model"), "training.objective.reference"),
     "learning_rate": "optimizer.lr",
     "save_total_limit": "checkpoint.keep",
-    **dict.fromkeys(("enable_tensorboard", "tensorboard_dir"), "launch.tensorboard"),
+    **dict.fromkeys(("wandb_project", "trackio_project"), "telemetry.project"),
+    **dict.fromkeys(("wandb_group", "run_group"), "telemetry.group"),
+    **dict.fromkeys(("wandb_tags", "run_tags"), "telemetry.tags"),
     "intermediate_size": "model.ffn_hidden",
     "max_position_embeddings": "model.max_position",
     **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts", "num_moe_experts"), "model.moe.experts"),
@@ -159,8 +161,11 @@ NOTES = {
         "nothing to write: partool chooses kernels; `kernels` says which",
     ),
     **dict.fromkeys(
-        ("report_to", "wandb"),
-        "`launch: {tensorboard: true}` writes TensorBoard's files; `partool report` and `partool top` show the rest",
+        ("report_to", "wandb", "mlflow", "trackio", "enable_wandb", "use_wandb"),
+        "write `telemetry: {trackers: [wandb]}`; there are wandb, mlflow, trackio and tensorboard",
+    ),
+    **dict.fromkeys(
+        ("tensorboard", "enable_tensorboard", "tensorboard_dir"), "write `telemetry: {trackers: [tensorboard]}`"
     ),
     **dict.fromkeys(
         ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "save_best"),

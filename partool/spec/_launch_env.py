@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +20,12 @@ _OWNED = {
     "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
 _ELSEWHERE = "launch.secrets gives variables whose values stay in a file or a Kubernetes Secret; take it out of here"
+_BEARER_ADDRESS = re.compile(
+    r"https?://(hooks\.slack\.com/|([\w-]+\.)?discord(app)?\.com/api/webhooks/|[\w.-]+\.webhook\.office\.com/"
+    r"|[\w.-]+\.logic\.azure\.com[:/]|chat\.googleapis\.com/)",
+    re.IGNORECASE,
+)
+"""Webhooks that ask for nothing but their address."""
 _MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -92,6 +99,22 @@ def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
         elif in_cluster and (secret.secret is None or secret.key is None):
             missing = "secret" if secret.secret is None else "key"
             yield Diagnostic("PT521", f"{name} lacks `{missing}`", path=path, help=_reference(launch, name))
+
+
+def notified(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Yield an error for a notification with no receiver or several, and for an address that is itself a key."""
+    notify = launch.notify
+    if notify is None:
+        return
+    receivers = [name for name in ("command", "webhook", "webhook_env") if getattr(notify, name) is not None]
+    if len(receivers) != 1:
+        message = f"notify names {' and '.join(receivers)}" if receivers else "notify names nobody to tell"
+        help = "write one of command: [PROGRAM, ...], webhook: https://..., webhook_env: VARIABLE"
+        yield Diagnostic("PT249", message, path=("launch", "notify"), help=help)
+    if notify.webhook is not None and _BEARER_ADDRESS.match(notify.webhook):
+        message = "the path of this webhook is its key; written here, it would end up in plans and the run's folder"
+        help = "put it into an environment variable, and write webhook_env: VARIABLE"
+        yield Diagnostic("PT520", message, path=("launch", "notify", "webhook"), help=help)
 
 
 def contradictions(launch: LaunchSpec) -> Iterator[Diagnostic]:

@@ -22,7 +22,8 @@ DEEPSPEED = {
     "pipeline": "parallel.pipeline",
     "sequence_parallel_size": "parallel.sequence",
     "steps_per_print": "training.log_every",
-    "tensorboard": "launch.tensorboard",
+    "tensorboard": "telemetry.trackers",
+    "wandb": "telemetry.trackers",
     "checkpoint": "checkpoint",
 }
 """Key of a DeepSpeed configuration (https://www.deepspeed.ai/docs/config-json/) → section or field of a spec."""

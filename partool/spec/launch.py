@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from partool.spec._base import Auto, OneOf, Section
 from partool.spec.numbers import Ranks, Seconds, Times, TimesOrNone
-from partool.spec.patterns import DnsName, FilePath, Image, Key, MountSource, MountTarget, VariableName, VariableValue
+from partool.spec.patterns import (
+    Argument,
+    DnsName,
+    FilePath,
+    Image,
+    Key,
+    MountSource,
+    MountTarget,
+    VariableName,
+    VariableValue,
+    WebAddress,
+)
 from partool.spec.targets.k8s.section import K8sSpec
 from partool.spec.targets.slurm.section import SlurmSpec
 from partool.strategies.targets import TARGETS
@@ -14,6 +27,7 @@ from partool.strategies.targets import TARGETS
 TargetName = Annotated[str, OneOf(TARGETS)]
 SHORTEST_WINDOW_S = 60
 """Shortest time for a checkpoint that ``shutdown_timeout_s: auto`` gives, also where steps take milliseconds."""
+Occasion = Literal["end", "failure", "stall"]
 NetworkPreset = Literal["auto", "none", "ib", "roce", "efa", "slingshot", "tcp"]
 
 
@@ -37,6 +51,19 @@ class Mount(Section):
     """Absolute path inside the container."""
     read_only: bool = False
     """True: ranks cannot write there."""
+
+
+class NotifySpec(Section):
+    """What the agent of the first node runs or calls; one of command, webhook and webhook_env."""
+
+    command: Annotated[list[Argument], Field(min_length=1)] | None = None
+    """A program and its arguments; it gets the run as JSON on standard input."""
+    webhook: WebAddress | None = None
+    """Address to which the JSON is posted."""
+    webhook_env: VariableName | None = None
+    """Environment variable with that address, for addresses that hold a key (also from ``launch.secrets``)."""
+    on: Annotated[list[Occasion], Field(min_length=1)] = ["end", "failure", "stall"]
+    """end: the run is done, or was stopped; failure: it failed for good; stall: a rank makes no progress."""
 
 
 class LaunchSpec(Section):
@@ -79,8 +106,8 @@ class LaunchSpec(Section):
     """Used with the target slurm."""
     k8s: K8sSpec = K8sSpec()
     """Used with the target k8s."""
-    tensorboard: bool = False
-    """Write TensorBoard event files into the run's folder (extra ``tensorboard``)."""
+    notify: NotifySpec | None = None
+    """Who is told when the run ends, fails or stalls."""
 
     @property
     def window_s(self) -> int:

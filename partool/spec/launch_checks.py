@@ -107,6 +107,7 @@ ERRORS: tuple[LaunchRule, ...] = (
     _launch_env.secret_values,
     _launch_env.secret_references,
     _launch_env.contradictions,
+    _launch_env.notified,
     _image,
     _mounts,
     _few_nodes,

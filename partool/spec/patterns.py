@@ -120,6 +120,12 @@ Identifier = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", "a name of l
 ModuleName = Annotated[
     str, _text(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", "a class as package.module:Class", 255)
 ]
+Title = Annotated[str, _text(r"^[^\x00-\x1f\x7f]+$", "one line of text, at most 128 characters", 128)]
+Address = Annotated[str, _text(r"^[^\s\x00-\x1f\x7f]+$", "a path or an address without blanks", 2048)]
+WebAddress = Annotated[
+    str, _text(r"^https?://[^\s\x00-\x1f\x7f/]+\S*$", "an address that begins with https://", 2048)
+]
+Argument = Annotated[str, _text(r"^[^\x00]+$", "a text without the character NUL", 4096)]
 Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or nothing")]
 
 

@@ -14,6 +14,7 @@ from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import RunName
+from partool.spec.telemetry import TelemetrySpec
 from partool.spec.training import CheckpointSpec, KernelsSpec, OptimizerSpec, ResumeSpec, TrainingSpec
 from partool.strategies.engines import ENGINES
 from partool.strategies.jobs import JOBS
@@ -42,4 +43,5 @@ class Spec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec = LaunchSpec()
+    telemetry: TelemetrySpec = TelemetrySpec()
     limits: LimitsSpec = LimitsSpec()

@@ -64,6 +64,8 @@ class Hooks:
     """Returns the step of the newest checkpoint."""
     last_step: int
     """Number of steps of the whole training."""
+    stalled: Callable[[str], None] = lambda reason: None
+    """Called when a rank of this node makes no progress, with the reason for which the ranks are ended."""
 
 
 def run_ranks(
@@ -308,6 +310,7 @@ class _Agent(LocalElasticAgent):
             supervision.stalled, supervision.stalled_elsewhere = self._watch.reason(
                 stall, supervision.standing_elsewhere
             )
+            self._hooks.stalled(supervision.stalled)
             supervision.stalled += f"; stacks of all ranks: {self._watch.write_stacks(alive)}"
 
     def _processes(self) -> dict[int, Any]:

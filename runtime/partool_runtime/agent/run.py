@@ -29,6 +29,7 @@ from partool_runtime.agent import report
 from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.agent.node_messages import Verdict, WaitTimes
+from partool_runtime.agent.notify import Notifier
 from partool_runtime.agent.options import AgentOptions, check_plan, parse
 from partool_runtime.agent.secrets import read_secrets
 from partool_runtime.agent.status import StatusKeeper
@@ -140,6 +141,7 @@ def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", 
 
 def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[signal.Signals]) -> Verdict:
     keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
+    notifier = Notifier(options.plan, options.run_dir)
     try:
         with lasting_refusals(options.run_dir):  # a refusal while ranks run may be temporary
             plan = _prepare(options)
@@ -149,10 +151,10 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
             with _loading_torch():
                 from partool_runtime.agent.together import Together
 
-            return Together(options, timing, worker, supervision, keeper).run(plan)
+            return Together(options, timing, worker, supervision, keeper, notifier).run(plan)
         os.environ.pop(KEY_VARIABLE, None)  # a single agent needs no key, and ranks must not get the key
         assert keeper is not None
-        return _run_alone(plan, options, worker, supervision, keeper)
+        return _run_alone(plan, options, worker, supervision, keeper, notifier)
     except ConfigurationError as error:
         if keeper is not None:
             keeper.end(EXIT_CONFIGURATION, str(error).splitlines()[0])
@@ -161,6 +163,9 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
         if keeper is not None:
             keeper.end(1, f"{type(error).__name__} in the agent: {error}")
         raise
+    finally:
+        if keeper is not None:
+            notifier.ended(keeper.status)
 
 
 @contextmanager
@@ -200,8 +205,13 @@ def _prepare(options: AgentOptions) -> Plan | ConfigurationError:
         return error
 
 
-def _run_alone(
-    plan: Plan | ConfigurationError, options: AgentOptions, worker: str, supervision: Supervision, keeper: StatusKeeper
+def _run_alone(  # noqa: PLR0917 - the parts of an agent
+    plan: Plan | ConfigurationError,
+    options: AgentOptions,
+    worker: str,
+    supervision: Supervision,
+    keeper: StatusKeeper,
+    notifier: Notifier,
 ) -> Verdict:
     """Run a plan for one node, and return the result."""
     assert isinstance(plan, Plan)
@@ -227,6 +237,7 @@ def _run_alone(
         lambda: None,
         saved,
         plan.training.steps,
+        lambda reason: notifier.stalled(keeper.status, reason),
     )
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = report.summarise(run_dir, keeper.status.attempt, supervision)

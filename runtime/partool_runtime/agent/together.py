@@ -13,6 +13,7 @@ from partool_runtime.agent.elastic import Hooks, RanksStore, run_ranks
 from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.node_messages import Outcome, Verdict, WaitTimes
 from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
+from partool_runtime.agent.notify import Notifier
 from partool_runtime.agent.options import AgentOptions
 from partool_runtime.agent.report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
 from partool_runtime.agent.secrets import agents_key
@@ -34,6 +35,7 @@ class Together:
     worker: str
     supervision: Supervision
     status: StatusKeeper | None
+    notifier: Notifier
 
     def run(self, plan: Plan | ConfigurationError) -> Verdict:
         """Run the plan, or report to the other nodes why it cannot run here; returns the result for all nodes."""
@@ -65,6 +67,7 @@ class Together:
                 lambda: self._look(board),
                 lambda: failures.saved_step,
                 plan.training.steps,
+                self._tell_of_stall,
             )
             run_ranks(
                 plan,
@@ -99,8 +102,14 @@ class Together:
         supervision.patient_elsewhere = board.patient()
         supervision.trouble_elsewhere = board.trouble()
         supervision.stalled_elsewhere = supervision.stalled_elsewhere or board.stalled()
+        if supervision.stalled_elsewhere:
+            self._tell_of_stall(supervision.trouble_elsewhere or "a rank of another node makes no progress")
         supervision.finished_elsewhere = board.finished()
         supervision.stopped_elsewhere, supervision.early_elsewhere = board.stopping(), board.early()
+
+    def _tell_of_stall(self, reason: str) -> None:
+        if self.status is not None:
+            self.notifier.stalled(self.status.status, reason)
 
     def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
         """Wait briefly, so that other nodes learn that this node does not take part, and return its outcome."""

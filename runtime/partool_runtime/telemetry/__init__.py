@@ -1,4 +1,4 @@
-"""Reports of a rank: event log, console, TensorBoard, and a comparison of predicted and measured values at the end."""
+"""Reports of a rank: event log, console, trackers, and a comparison of predicted and measured values at the end."""
 
 from partool_runtime.telemetry.recorder import Recorder
 

@@ -33,8 +33,8 @@ from partool_runtime.telemetry._pipeline import BUBBLE, PipelineSteps, Ran
 from partool_runtime.telemetry._run_row import write_run_row
 from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._slow import LEAST_AT_END, LEAST_STEPS, SlowWatch
-from partool_runtime.telemetry._tensorboard import TensorBoard
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
+from partool_runtime.telemetry._trackers import Trackers
 from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, RowJson, median_terms, mfu
 
 Number = float | torch.Tensor | Callable[[], float] | None
@@ -61,7 +61,7 @@ class _Step:
 
 
 class Recorder:
-    """Times the terms of every step and writes event log, console, TensorBoard and the closing summary.
+    """Times the terms of every step; writes event log, console and closing summary, and starts the run's trackers.
 
     ``step`` is called once after every optimizer step, on every rank. Between log steps nothing waits for the
     device. As a context manager, the recorder is closed at exit, with the exit code of the error, if any.
@@ -90,7 +90,7 @@ class Recorder:
         self._opened_at = time.time()
         self._memory = self._first_memory()
         self._host_memory: dict[str, MeasuredValue] = {}
-        self._tensorboard = TensorBoard(run_dir) if rank == 0 and plan.launch.tensorboard else None
+        self._trackers = Trackers(plan, run_dir, self.warning, self._tell) if rank == 0 else None
         self._events = EventWriter(run_dir, rank)
         self._sampler = StepSampler(plan, self._spans, rank)
         self._pipeline = PipelineSteps(plan, self._spans, host)
@@ -160,6 +160,8 @@ class Recorder:
         self._start, self._steady = end, True
         if log:
             self._flush(log=True)
+            if self._trackers is not None:
+                self._trackers.hear()
         elif self._device.type != "cuda":
             self._flush(log=False)
         if self._attempt_steps == SAMPLED_STEP - 1:
@@ -198,8 +200,11 @@ class Recorder:
     def warning(self, message: str) -> None:
         """Record a warning for the user, and show it."""
         self._events.write("warning", {"message": message})
+        self._tell(f"warning: {message}")
+
+    def _tell(self, message: str) -> None:
         if self._display is not None:
-            self._display.message(f"warning: {message}")
+            self._display.message(message)
 
     def note_preferences(self, figures: Mapping[str, float]) -> None:
         """Take means over pairs of answers, which the next log step shows."""
@@ -227,8 +232,6 @@ class Recorder:
         of_pairs = {} if preferences is None else {"preferences": dict(preferences)}
         of_weights = {} if weights_loss is None else {"weights_loss": weights_loss}
         self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens, **of_weights, **of_pairs})
-        if self._tensorboard is not None:
-            self._tensorboard.validation(step, loss)
         if self._display is not None:
             self._display.validation(step, loss)
             if weights_loss is not None:
@@ -308,9 +311,9 @@ class Recorder:
             if clean:
                 self._write_run_row(data["terms"], reason)
         self._events.write("end", {"step": self._figures.step, "exit_code": exit_code, "reason": reason})
+        if self._trackers is not None:
+            self._trackers.close()
         self._events.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         if self._display is not None:
             self._display.close(tail)
 
@@ -424,8 +427,6 @@ class Recorder:
             self._display.tick(self._figures)
             return
         self._display.log(self._figures)
-        if self._tensorboard is not None:
-            self._tensorboard.log(self._figures)
 
 
 def _check_memory_term(term: str) -> None:

@@ -1,0 +1,66 @@
+"""The ``telemetry`` section: trackers that follow a run, and what they call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec._base import OneOf, Section
+from partool.spec.patterns import Address, Title
+from partool.strategies.trackers import TRACKERS
+
+if TYPE_CHECKING:
+    from partool.spec.spec import Spec
+
+TrackerName = Annotated[str, OneOf(TRACKERS)]
+
+
+class TrackerSpec(Section):
+    """A tracker with its place."""
+
+    name: TrackerName
+    uri: Address | None = None
+    """Place of the tracker's store (docs/guide/telemetry.md); default: the tracker's environment variables, else a
+    store beside the run. Keys do not belong here."""
+
+
+def _by_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+_Tracker = Annotated[TrackerSpec, BeforeValidator(_by_name, json_schema_input_type=TrackerName | TrackerSpec)]
+
+
+class TelemetrySpec(Section):
+    """What is sent to experiment trackers, beside the event log that every run has."""
+
+    trackers: list[_Tracker] = []
+    """Trackers that follow the run: wandb, mlflow, trackio, tensorboard; each is an extra of partool."""
+    project: Title = "partool"
+    """Project of W&B and trackio, experiment of MLflow."""
+    name: Title | None = None
+    """Name of the run there; default: the run's id."""
+    group: Title | None = None
+    """Group of runs that belong together."""
+    tags: list[Title] = []
+    """Words to find the run by."""
+
+
+def check_trackers(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield errors for trackers that are listed twice, and for places that a tracker does not take."""
+    seen = set[str]()
+    for index, tracker in enumerate(spec.telemetry.trackers):
+        path, record = ("telemetry", "trackers", index), TRACKERS[tracker.name]
+        if tracker.name in seen:
+            yield Diagnostic("PT247", f"{tracker.name} is listed twice", path=path, help="keep one of the two")
+        seen.add(tracker.name)
+        uri, begins = tracker.uri, record.uri_begins
+        if uri is None:
+            continue
+        if not (uri.startswith(begins) if begins else "://" not in uri):
+            takes = f"begin it with {' or '.join(begins[:2])}" if begins else "write the path of a folder"
+            message = f"{uri} is no place of {record.title}: `uri` is {record.uri}"
+            yield Diagnostic("PT248", message, path=(*path, "uri"), help=takes)

@@ -1,0 +1,45 @@
+"""The figures of an event that trackers show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from partool.plan.event_log import Event
+from partool_runtime.trackers.types import Row
+
+_STEP = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "tokens_per_s": "speed/tokens_per_s",
+    "step_time_s": "speed/step_time_s",
+    "mfu": "speed/mfu",
+    "memory_bytes": "memory/peak_bytes",
+}
+"""Field of an event ``step`` → name of the figure at trackers."""
+_OF_LOG_STEPS = "tokens_per_s"
+"""Field that only the events of log steps have."""
+
+
+def row_of(event: Event) -> Row | None:
+    """Return what trackers show of an event: log steps, and validations; None for other events.
+
+    Figures that are not finite, which the event log keeps as null, are left out.
+    """
+    kind, data = event["kind"], event["data"]
+    if kind == "step" and _OF_LOG_STEPS in data:
+        figures = _given({title: data.get(name) for name, title in _STEP.items()})
+        return Row(data["step"], event["t"], figures | _preferences("preferences", data))
+    if kind == "validation":
+        figures = _given({"validation/loss": data.get("loss")})
+        return Row(data["step"], event["t"], figures | _preferences("validation/preferences", data))
+    return None
+
+
+def _preferences(prefix: str, data: Mapping[str, Any]) -> dict[str, float]:
+    return _given({f"{prefix}/{name}": value for name, value in (data.get("preferences") or {}).items()})
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}
