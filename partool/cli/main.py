@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("partool.cli.logs", "Show what the ranks of a run printed."),
     "top": ("partool.cli.top", "Follow a run as it trains."),
     "report": ("partool.cli.report", "Show what a run did beside what was planned."),
+    "profile": ("partool.cli.profile", "Profile steps of a running job, and say where their time goes."),
     "list": ("partool.cli.list", "List the runs."),
     "cancel": ("partool.cli.cancel", "Stop a run, with a checkpoint."),
     "doctor": ("partool.cli.doctor", "Check whether runs can be launched, and where not, why."),

@@ -45,14 +45,14 @@ def command(
     if not show:
         first, last = _ranks(ranks, plan.layout.mesh.world_size)
         if memory and plan.devices.backend == "cpu":
-            fail("PT535", "--memory is for GPUs, and the run is on CPUs", "leave --memory out", 2)
+            fail("PT635", "--memory is for GPUs, and the run is on CPUs", "leave --memory out", 2)
         before = {path for _, _, path in traces(stored.path)}
         _ask(stored, plan, ProfileRequest(steps=steps, first_rank=first, last_rank=last, memory=memory))
         _wait(stored, before, first, last, timeout_s)
     listed = traces(stored.path)
     if not listed:
         help = "partool profile RUN, while the run trains, or telemetry: {profile: {steps: [10, 12]}}"
-        fail("PT536", f"{stored.id} has no profile", help, 1)
+        fail("PT636", f"{stored.id} has no profile", help, 1)
     _show(stored, plan, listed, output)
 
 
@@ -60,7 +60,7 @@ def _ranks(text: str, world_size: int) -> tuple[int, int]:
     match = _RANKS.fullmatch(text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not first <= last < world_size:
-        fail("PT535", f"--ranks {text}: the run has ranks 0 to {world_size - 1}", "--ranks 0, or --ranks 0-3", 2)
+        fail("PT635", f"--ranks {text}: the run has ranks 0 to {world_size - 1}", "--ranks 0, or --ranks 0-3", 2)
     return first, last
 
 
@@ -68,14 +68,14 @@ def _ask(stored: Run, plan: Plan, request: ProfileRequest) -> None:
     with reaching(stored):
         state = target_of(stored).status(stored).state
         if state != "running":
-            fail("PT536", f"{stored.id} does not train now ({state})", "partool profile --show shows what is there", 1)
+            fail("PT636", f"{stored.id} does not train now ({state})", "partool profile --show shows what is there", 1)
         if not TARGETS[plan.launch.target].sees_files:
             message = f"{stored.id} runs where this machine's files are not seen, so it cannot be asked"
-            fail("PT536", message, "telemetry: {profile: {steps: [10, 12]}} in the spec profiles these steps", 1)
+            fail("PT636", message, "telemetry: {profile: {steps: [10, 12]}} in the spec profiles these steps", 1)
     try:
         write(stored.path, request)
     except OSError as error:
-        fail("PT536", f"cannot write {request_file(stored.path)}: {error.strerror}", "", 1)
+        fail("PT636", f"cannot write {request_file(stored.path)}: {error.strerror}", "", 1)
 
 
 def _wait(stored: Run, before: set[Path], first: int, last: int, timeout_s: float) -> None:
@@ -91,10 +91,10 @@ def _wait(stored: Run, before: set[Path], first: int, last: int, timeout_s: floa
             ended = not target_of(stored).status(stored).active
         if ended:
             request_file(stored.path).unlink(missing_ok=True)
-            fail("PT536", f"{stored.id} ended before its ranks had written a profile", f"partool report {stored.id}", 1)
+            fail("PT636", f"{stored.id} ended before its ranks had written a profile", f"partool report {stored.id}", 1)
         time.sleep(_POLL_S)
     help = "a longer --timeout; steps that exchange nothing between ranks answer no request"
-    fail("PT536", f"{stored.id} has written no profile for {timeout_s:g} s", help, 1)
+    fail("PT636", f"{stored.id} has written no profile for {timeout_s:g} s", help, 1)
 
 
 def _show(stored: Run, plan: Plan, listed: list[tuple[tuple[int, int], int, Path]], output: str) -> None:

@@ -1,4 +1,4 @@
-"""Rules about the best checkpoints, early stops and averages of weights."""
+"""Rules about the best checkpoints, early stops, averages of weights, and profiles."""
 
 from __future__ import annotations
 
@@ -61,5 +61,35 @@ RULES: tuple[Rule, ...] = (
         "A checkpoint of a training without an average has none to go on from, so the average begins with the weights.",
         "partool launch mine.yaml --set training.ema=0.999 --resume   # of a run without it",
         "partool launch mine.yaml --set training.ema=0.999",
+    ),
+    Rule(
+        "PT633",
+        "A profile of steps or ranks that the run does not have",
+        "A profile covers steps of the training, counted from 1, on ranks of the plan. Traces of many steps do not fit "
+        "in memory.",
+        _HELD_OUT + "training: {steps: 20}\ntelemetry: {profile: {steps: [10, 30]}}\n",
+        _HELD_OUT + "training: {steps: 20}\ntelemetry: {profile: {steps: [10, 12]}}\n",
+    ),
+    Rule(
+        "PT634",
+        "A snapshot of memory that only GPUs have",
+        "Snapshots list the blocks of the GPU's allocator.",
+        _HELD_OUT + "telemetry: {profile: {steps: [10, 12], memory: true}}\n",
+        _HELD_OUT + "telemetry: {profile: {steps: [10, 12]}}\n",
+    ),
+    command_rule(
+        "PT635",
+        "The run cannot be profiled so",
+        "A profile is of ranks that the run has; snapshots of memory are of GPUs.",
+        "partool profile last --ranks 0-9   # of a run of 4 ranks",
+        "partool profile last --ranks 0-3",
+    ),
+    command_rule(
+        "PT636",
+        "There is no profile",
+        "A run is profiled while it trains, at the steps that its spec names or that a command asks for. The command "
+        "asks through a file in the run's folder, which the ranks must see.",
+        "partool profile last --show   # of a run that was not profiled",
+        "partool profile last   # while it trains",
     ),
 )

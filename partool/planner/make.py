@@ -23,7 +23,7 @@ from partool.planner.problem import Problem, SearchBudget
 from partool.planner.resolve import Resolved, resolve, spec_hash
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
-from partool.planner.rules.telemetry import resolve_telemetry
+from partool.planner.rules.telemetry import check_profile, resolve_telemetry
 from partool.planner.rules.tensor_cuts import partition
 from partool.spec.adapter import AdapterSpec
 from partool.spec.checks import check as check_spec
@@ -234,7 +234,7 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
     if problem.job.backward:
         plan, about_saves = saves.with_decided_mode(plan)
     plan = decided(plan)
-    limits = [*about_saves, *check_decided(plan.launch, forecast(plan))]
+    limits = [*about_saves, *check_profile(plan), *check_decided(plan.launch, forecast(plan))]
     limits += [*check_watchdog(plan.launch, plan.prediction.upper_step_s), *check_restarts(plan)]
     findings += limits
     recorded = tuple(Finding(code=f.code, message=f.message) for f in findings)

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from partool.plan.profiling import ProfileRequest, folder_of, snapshot_file, take_request, trace_file
+from partool.spec.telemetry import ProfileSpec
 from partool_runtime.torch_internals.memory_history import dump_snapshot, record_history, stop_history
 
 FLAGS = 4
 """Number of a rank's flags: steps, first rank, last rank, and whether memory is wanted."""
 _POLL_S = 1.0
 """Least time between two looks for a request, so that a slow file system costs little."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """A profile that the ranks agreed on."""
+
+    first: int
+    last: int
+    mine: bool
+    """Whether this rank writes a trace."""
+    memory: bool
 
 
 class StepProfiler:
@@ -34,14 +47,14 @@ class StepProfiler:
         rank: int,
         device: torch.device,
         *,
-        planned: tuple[int, ProfileRequest] | None = None,
+        planned: ProfileSpec | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Profile as ``planned``: the first step, counted from 1, and the request; ``warn`` takes what failed."""
+        """Profile the ``planned`` steps; ``warn`` takes texts on what failed."""
         self._run_dir, self._rank, self._device, self._warn = run_dir, rank, device, warn
         self._planned = planned
-        self._wanted: tuple[int, ProfileRequest] | None = None
-        """First step and request of the profile that begins with the next step or is under way."""
+        self._wanted: _Steps | None = None
+        """The profile that begins with the next step or is under way."""
         self._trace: _Trace | None = None
         self._asked: ProfileRequest | None = None
         """A request that rank 0 has seen and the ranks have not agreed on; in steps without an exchange it waits."""
@@ -59,36 +72,33 @@ class StepProfiler:
         """Take the sums of all ranks' :meth:`flags` after ``steps_done`` steps; profiling begins with the next step."""
         steps, first, last, memory = (round(flag) for flag in flags)
         if steps > 0:
-            request = ProfileRequest(steps=steps, first_rank=first, last_rank=last, memory=bool(memory))
-            self._wanted, self._asked = (steps_done + 1, request), None
+            mine = first <= self._rank <= last
+            self._wanted = _Steps(steps_done + 1, steps_done + steps, mine=mine, memory=bool(memory))
+            self._asked = None
 
     def before(self, step: int) -> None:
         """Begin step ``step``, counted from 1."""
-        if self._planned is not None and step == self._planned[0] and self._wanted is None:
-            self._wanted = self._planned
-        if self._wanted is None:
-            return
-        first, request = self._wanted
-        if step == first and request.first_rank <= self._rank <= request.last_rank:
-            self._trace = _Trace(self._device, memory=request.memory)
+        planned = self._planned
+        if planned is not None and step == planned.steps[0] and self._wanted is None:
+            self._wanted = _Steps(*planned.steps, mine=self._rank in planned.ranks, memory=planned.memory)
+        wanted = self._wanted
+        if wanted is not None and wanted.mine and step == wanted.first:
+            self._trace = _Trace(self._device, memory=wanted.memory)
         if self._trace is not None:
             self._trace.begin(step)
 
     def after(self, step: int) -> tuple[int, int] | None:
         """End step ``step``; return the first and the last step of a profile that ended with it, on all ranks."""
-        if self._wanted is None:
-            return None
         if self._trace is not None:
             self._trace.end()
-        first, request = self._wanted
-        last = first + request.steps - 1
-        if step < last:
+        wanted = self._wanted
+        if wanted is None or step < wanted.last:
             return None
         self._wanted = None
         if self._trace is not None:
-            self._write(self._trace, folder_of(self._run_dir, first, last))
+            self._write(self._trace, folder_of(self._run_dir, wanted.first, wanted.last))
             self._trace = None
-        return (first, last) if step == last else None
+        return wanted.first, wanted.last
 
     def close(self) -> None:
         """End a profile that is under way, without a trace."""

@@ -35,6 +35,7 @@ from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._slow import LEAST_AT_END, LEAST_STEPS, SlowWatch
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
 from partool_runtime.telemetry._trackers import Trackers
+from partool_runtime.telemetry.profile import snapshot_of_failure
 from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, RowJson, median_terms, mfu
 
 Number = float | torch.Tensor | Callable[[], float] | None
@@ -335,6 +336,8 @@ class Recorder:
         if code != EXIT_PREEMPTED and not self._closed:
             text = "".join(tracebacks.format_exception(error))
             self.event("error", type=type(error).__name__, message=str(error), traceback=text)
+            if (snapshot := snapshot_of_failure(self._run_dir, self._rank, error)) is not None:
+                self.warning(f"what held the GPU's memory: {snapshot}, for https://pytorch.org/memory_viz")
         self.close(code, "preempted" if code == EXIT_PREEMPTED else f"{type(error).__name__}: {error}")
 
     def _first_memory(self) -> dict[str, MeasuredValue]:

@@ -62,7 +62,8 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         if first >= plan.training.steps and ranks.rank == 0:
             print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
         pulse.enter("training")
-        profiler = StepProfiler(run_dir, ranks.rank, ranks.device, warn=recorder.warning)
+        planned, warn = plan.telemetry.profile, recorder.warning
+        profiler = StepProfiler(run_dir, ranks.rank, ranks.device, planned=planned, warn=warn)
         loop = TrainingLoop(plan, stepper, data, saver, recorder, stop, profiler, pulse, reports_loads(plan, ranks))
         with closing(profiler):
             steps_done, early = loop.steps(first)

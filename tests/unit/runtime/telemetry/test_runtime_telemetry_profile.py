@@ -8,6 +8,7 @@ import torch
 
 from partool.plan.profiling import ProfileRequest, folder_of, request_file, trace_file, traces, write_request
 from partool.report.step_profile import read_profile
+from partool.spec.telemetry import ProfileSpec
 from partool_runtime.telemetry import profile as module
 from partool_runtime.telemetry.profile import FLAGS, StepProfiler, snapshot_of_failure
 
@@ -27,7 +28,7 @@ def run(profiler: StepProfiler, first: int, last: int) -> list[tuple[int, int]]:
 
 
 def test_planned_steps_leave_a_trace(tmp_path: Path) -> None:
-    planned = (3, ProfileRequest(steps=2, first_rank=1, last_rank=2))
+    planned = ProfileSpec(steps=[3, 4], ranks=[1, 2])
     other, mine = (StepProfiler(tmp_path / str(rank), rank, CPU, planned=planned) for rank in (0, 2))
     assert run(other, 1, 6) == run(mine, 1, 6) == [(3, 4)]
     assert not traces(tmp_path / "0")
@@ -58,7 +59,7 @@ def test_what_fails_is_said_and_stops_nothing(tmp_path: Path, monkeypatch) -> No
     said: list[str] = []
     (tmp_path / "profile").mkdir()
     request_file(tmp_path).write_text("{", encoding="utf-8")
-    profiler = StepProfiler(tmp_path, 0, CPU, planned=(2, ProfileRequest(steps=1)), warn=said.append)
+    profiler = StepProfiler(tmp_path, 0, CPU, planned=ProfileSpec(steps=[2, 2]), warn=said.append)
     (tmp_path / "profile" / "steps-2-2").touch()
     assert run(profiler, 1, 3) == [(2, 2)]
     assert len(said) == 2
@@ -68,10 +69,10 @@ def test_what_fails_is_said_and_stops_nothing(tmp_path: Path, monkeypatch) -> No
 
 
 def test_a_run_that_ends_within_a_profile_leaves_no_trace(tmp_path: Path) -> None:
-    profiler = StepProfiler(tmp_path, 0, CPU, planned=(2, ProfileRequest(steps=4)))
+    profiler = StepProfiler(tmp_path, 0, CPU, planned=ProfileSpec(steps=[2, 5]))
     assert run(profiler, 1, 3) == []
     profiler.close()
     profiler.close()
     assert not traces(tmp_path)
-    resumed = StepProfiler(tmp_path, 0, CPU, planned=(2, ProfileRequest(steps=1)))
+    resumed = StepProfiler(tmp_path, 0, CPU, planned=ProfileSpec(steps=[2, 2]))
     assert run(resumed, 5, 9) == []  # a resumed attempt is past the planned steps
