@@ -16,8 +16,11 @@ from patience import PATIENCE
 from torch.distributed.checkpoint import FileSystemReader
 
 from partool.layout.checkpoint import checkpoint_bytes
+from partool.plan.profiling import traces
 from partool.plan.progress import read_progress
 from partool.plan.run import agent_command, read_status
+from partool.report.step_profile import read_profile
+from partool.spec.telemetry import ProfileSpec, TelemetrySpec
 from partool.spec.training import CheckpointSpec
 
 STEPS, EVERY = 80, 30
@@ -31,7 +34,8 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     foreign = shared / "other" / "step-00000500"
     foreign.mkdir(parents=True)  # belongs to another run: must be neither resumed from nor changed
     checkpoint = CheckpointSpec(every=EVERY, keep=3, dir=str(shared))
-    plan = trainable_plan(text, STEPS, restarts=2).model_copy(update={"checkpoint": checkpoint})
+    telemetry = TelemetrySpec(profile=ProfileSpec(steps=[4, 5], ranks=[1]))
+    plan = trainable_plan(text, STEPS, restarts=2).model_copy(update={"checkpoint": checkpoint, "telemetry": telemetry})
     folder = tmp_path / "broken"
     own = shared / "broken"
     folder.mkdir()
@@ -71,6 +75,9 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
         for step in (event["data"] for event in _events(folder, attempt) if event["kind"] == "step"):
             assert losses.setdefault(step["step"], step["loss"]) == step["loss"]  # type: ignore[index]
     assert len(losses) == STEPS
+    ((steps, rank, trace),) = traces(folder)
+    assert (steps, rank, read_profile(trace).steps) == ((4, 5), 1, (4, 5))
+    assert sum(event["kind"] == "profile" for attempt in range(1, 5) for event in _events(folder, attempt)) == 1
 
 
 def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
