@@ -206,7 +206,7 @@ def saver_on(folder: Path, keep: int, every: int | str = 1, best: BestSpec | Non
 
 
 def saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-????????"))
 
 
 def run_steps(saver: Any, finite: str, first: int = 1) -> None:
