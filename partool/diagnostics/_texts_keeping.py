@@ -24,15 +24,6 @@ RULES: tuple[Rule, ...] = (
         _HELD_OUT + "checkpoint: {best: accuracy}\ntraining: {validation: {every: 100}}\n",
         _HELD_OUT + "checkpoint: {best: loss}\ntraining: {validation: {every: 100}}\n",
     ),
-    Rule(
-        "PT424",
-        "A moving average that the runtime does not keep",
-        "The average is updated on the device, beside the optimizer's state. State in host memory or in files is "
-        "updated by the host while the device goes on, and with exchanges of one bit ranks have weights of their own "
-        "between exchanges.",
-        _HELD_OUT + "training: {ema: 0.999}\noptimizer: {name: zero_one_adam}\n",
-        _HELD_OUT + "training: {ema: 0.999}\n",
-    ),
     command_rule(
         "PT626",
         "The best checkpoint is not known",

@@ -242,4 +242,13 @@ RULES: tuple[Rule, ...] = (
         "training: {objective: {kind: dpo}}\n",
         "command",
     ),
+    Rule(
+        "PT424",
+        "A moving average that the runtime does not keep",
+        "The average is updated on the device, beside the optimizer's state. State in host memory or in files is "
+        "updated by the host while the device goes on, and with exchanges of one bit ranks have weights of their own "
+        "between exchanges.",
+        _FOUR + "training: {ema: 0.999}\nparallel: {offload: {optimizer: cpu}}\n",
+        _FOUR + "training: {ema: 0.999}\n",
+    ),
 )

@@ -49,7 +49,13 @@ class _Step(Noted):
 class _Validation(Noted):
     step: Count
     loss: Number | None = None
+    weights_loss: Number | None = None
     preferences: PairFigures | None = None
+
+
+class _EarlyStop(Noted):
+    step: Count
+    reason: str
 
 
 class _Checkpoint(Noted):
@@ -94,6 +100,7 @@ DATA: Mapping[str, type[Noted]] = {
     "start": _Start,
     "step": _Step,
     "validation": _Validation,
+    "early_stop": _EarlyStop,
     "checkpoint": _Checkpoint,
     "experts": _Experts,
     "pipeline": PipelineData,

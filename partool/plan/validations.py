@@ -19,7 +19,7 @@ from partool.spec.judging import EarlyStop, Judgement
 VALIDATIONS_FILE = "validations.json"
 
 
-class Validation(Record):
+class ValidationRow(Record):
     """The figures of one validation; those that are not finite are left out."""
 
     step: Count
@@ -29,7 +29,7 @@ class Validation(Record):
 class Validations(Record):
     """The validations of a training, one row per step, in the order of the steps."""
 
-    rows: tuple[Validation, ...] = ()
+    rows: tuple[ValidationRow, ...] = ()
     ended: str = ""
     """Why the last validation ended the run, in words; empty if it did not."""
 
@@ -40,7 +40,7 @@ class Validations(Record):
     def noted(self, step: int, figures: Mapping[str, float]) -> Validations:
         """Return the rows before ``step``, followed by a row of this step."""
         finite = {name: value for name, value in figures.items() if abs(value) <= 1e30}
-        return Validations(rows=(*self.until(step - 1).rows, Validation(step=step, figures=finite)))
+        return Validations(rows=(*self.until(step - 1).rows, ValidationRow(step=step, figures=finite)))
 
     def best(self, judged: Judgement, keep: int, among: Collection[int]) -> list[int]:
         """Return the ``keep`` steps ``among`` these whose validations are the best, best first; ties: the earlier."""

@@ -29,7 +29,7 @@ from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 from partool_runtime.merge import merged_weights, trained_weights
 from partool_runtime.tokens.exporting import write_tokenizer
 from partool_runtime.weights import check_finite, whole_shapes
-from partool_runtime.weights.chosen import Choice, ChosenWeights, choose
+from partool_runtime.weights.chosen import ChosenWeights, WeightsChoice, choose
 
 DTYPES: dict[Precision, torch.dtype] = {
     "fp64": torch.float64,
@@ -40,7 +40,7 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 
 
-NEWEST = Choice()
+NEWEST = WeightsChoice()
 """The weights of the newest checkpoint."""
 
 
@@ -48,7 +48,7 @@ def export(
     run_dir: Path,
     out: Path,
     *,
-    choice: Choice = NEWEST,
+    choice: WeightsChoice = NEWEST,
     dtype: Precision | None = None,
     force: bool = False,
     merge: bool = False,
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = export(
             options.run_dir.absolute(),
             options.out.absolute(),
-            choice=Choice(options.step, options.best, options.average, options.ema),
+            choice=WeightsChoice(options.step, options.best, options.average, options.ema),
             dtype=options.dtype,
             force=options.force,
             merge=options.merge,

@@ -27,7 +27,7 @@ from partool_runtime.weights import build, fill, materialise
 
 STEPS, STOP, EVERY = 6, 4, 2
 EMA = EmaSpec(decay=0.6, validation="both")
-WARM = EmaSpec(decay=0.999, warmup=True, validation="average")
+WARM = EmaSpec(decay=0.999, warm_up=True, validation="average")
 TOLERANCE = 1e-12
 MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN, "experts": SHORT}
 FROZEN = ("embed.*", "layers.1.*")
@@ -136,7 +136,7 @@ def check_formula(ran: Ran, run: str, plan: Plan, ema: EmaSpec) -> None:
     for step in range(1, STEPS + 1):
         state = ran.jobs.state(run, step)
         assert {name for name in state if name.startswith("ema.")} == average.keys() - frozen
-        decay = min(ema.decay, (1 + step) / (10 + step)) if ema.warmup else ema.decay
+        decay = min(ema.decay, (1 + step) / (10 + step)) if ema.warm_up else ema.decay
         for name in average.keys() - frozen:
             weight = state[name.replace("ema.", "model.", 1)]
             average[name] = decay * average[name] + (1.0 - decay) * weight

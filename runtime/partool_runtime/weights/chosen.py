@@ -20,7 +20,7 @@ from partool_runtime.weights.from_checkpoint import check_shapes, load_whole
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WeightsChoice:
     """Which weights of a run are meant; by default those of its newest checkpoint."""
 
     step: int | None = None
@@ -98,7 +98,7 @@ def _mean(sources: Sequence[VerifiedFolder], key: str) -> torch.Tensor:
     return total / len(sources)
 
 
-def choose(plan: Plan, folder: Path, choice: Choice) -> ChosenWeights:
+def choose(plan: Plan, folder: Path, choice: WeightsChoice) -> ChosenWeights:
     """Return the weights that are meant of the checkpoints in ``folder``.
 
     Raises ConfigurationError PT620 (no checkpoint), PT626 (no best one is known), PT628 (fewer than are averaged).

@@ -11,7 +11,7 @@ from partool.strategies.optimizers import OPTIMIZERS
 
 SPEC = """
 model: {layers: 4, hidden: 64, heads: 4, ffn_hidden: 128, vocab: 256}
-hardware: {accelerator: a100-40g-sxm, per_node: 4}
+hardware: {accelerator: h100-sxm, per_node: 4}
 data: {source: python-stdlib, validation: 0.01}
 training: {sequence_length: 64, global_batch: 64, steps: 100, precision: bf16, validation: {every: 10}}
 parallel: {data: {zero: 1}, pipeline: 1, tensor: 1, sequence: 1, compile: none}

@@ -19,7 +19,7 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import CheckpointSpec
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.jobs.train import loop, saving, trainer
-from partool_runtime.jobs.train.keeping import Verdict
+from partool_runtime.jobs.train.keeping import ValidationVerdict
 from partool_runtime.model import Decoder
 from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
@@ -73,7 +73,9 @@ def test_every_block_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 class Fakes:
     """A run of 4 steps with a validation every 2; records the calls in order."""
 
-    def __init__(self, stop_in_validation_of: int | None = None, verdicts: dict[int, Verdict] | None = None) -> None:
+    def __init__(
+        self, stop_in_validation_of: int | None = None, verdicts: dict[int, ValidationVerdict] | None = None
+    ) -> None:
         self.verdicts = verdicts or {}
         self.log: list[str] = []
         self.stop = StopRequest()
@@ -98,7 +100,7 @@ class Fakes:
             flags=list,
             save=self.save,
             finished_write=lambda: None,
-            judge=lambda step, figures: self.verdicts.get(step, Verdict(False, "")),
+            judge=lambda step, figures: self.verdicts.get(step, ValidationVerdict(False, "")),
         )
         stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
@@ -206,7 +208,7 @@ def saver_on(folder: Path, keep: int, every: int | str = 1, best: BestSpec | Non
 
 
 def saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-????????"))
 
 
 def run_steps(saver: Any, finite: str, first: int = 1) -> None:
@@ -272,10 +274,10 @@ def test_the_best_checkpoints_stay_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_validation_may_end_the_run() -> None:
-    fakes = Fakes(verdicts={2: Verdict(True, "early stop: no")})
+    fakes = Fakes(verdicts={2: ValidationVerdict(True, "early stop: no")})
     assert fakes.run(0) == (2, "early stop: no")
     assert fakes.log == ["step 1", "step 2", "validated 2", "saved 2 and waited", "early stop: no"]
-    fakes = Fakes(verdicts={2: Verdict(True, ""), 4: Verdict(False, "early stop: no")})
+    fakes = Fakes(verdicts={2: ValidationVerdict(True, ""), 4: ValidationVerdict(False, "early stop: no")})
     assert fakes.run(0) == (4, "")  # all steps are done anyway
     assert fakes.log == ["step 1", "step 2", "validated 2", "saved 2", "step 3", "step 4", "saved 4", "validated 4"]
 

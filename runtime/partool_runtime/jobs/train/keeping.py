@@ -15,7 +15,7 @@ from partool_runtime.checkpoint import steps_in
 _EARLY = "early stop"
 
 
-class Verdict(NamedTuple):
+class ValidationVerdict(NamedTuple):
     """What follows from a validation, equal on all ranks."""
 
     best: bool
@@ -66,13 +66,13 @@ class Keeper:
             return ()
         return self._validations.best(self._best, self._best.keep, steps_in(self._folder))
 
-    def judge(self, step: int, figures: Mapping[str, float]) -> Verdict:
+    def judge(self, step: int, figures: Mapping[str, float]) -> ValidationVerdict:
         """Record the validation after ``step`` steps, and return what follows from it; a collective."""
         if self._best is None and self._stop is None:
-            return Verdict(best=False, ended="")
+            return ValidationVerdict(best=False, ended="")
         best, ended = self._decide(step, figures) if self._first else (False, "")
         decided = self._maximum_over_ranks(2 * bool(ended) + best)
-        return Verdict(bool(decided & 1), ended or (_EARLY if decided & 2 else ""))
+        return ValidationVerdict(bool(decided & 1), ended or (_EARLY if decided & 2 else ""))
 
     def _decide(self, step: int, figures: Mapping[str, float]) -> tuple[bool, str]:
         validations = self._validations.noted(step, figures)

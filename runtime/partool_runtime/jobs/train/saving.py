@@ -12,7 +12,7 @@ from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
 from partool_runtime.checkpoint import Arena, Checkpointer, CheckpointExtra, WriteStats, load_newest
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.jobs.train.keeping import Keeper, Verdict
+from partool_runtime.jobs.train.keeping import Keeper, ValidationVerdict
 from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
@@ -87,7 +87,7 @@ class Saver:
         self.notes += self._keeper.notes
         return step
 
-    def judge(self, step: int, figures: Mapping[str, float]) -> Verdict:
+    def judge(self, step: int, figures: Mapping[str, float]) -> ValidationVerdict:
         """See :meth:`partool_runtime.jobs.train.keeping.Keeper.judge`."""
         return self._keeper.judge(step, figures)
 

@@ -19,7 +19,7 @@ from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.export import export, main
 from partool_runtime.model import Decoder
-from partool_runtime.weights.chosen import Choice, choose
+from partool_runtime.weights.chosen import WeightsChoice, choose
 
 SMALL = ModelConfig(layers=2, hidden=15, ffn_hidden=20, heads=3, kv_heads=3, head_dim=5, vocab=17, max_position=8)
 STEPS = (3, 7, 11)
@@ -47,7 +47,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {name: p.detach().double() for name, p in Decoder(SMALL).named_parameters()}
 
 
-def exported(run: Path, choice: Choice, what: Callable[[int, str], torch.Tensor], **more: Any) -> str:
+def exported(run: Path, choice: WeightsChoice, what: Callable[[int, str], torch.Tensor], **more: Any) -> str:
     """Export, compare a folder's tensors with those that ``what`` gives by checkpoint and name; return the message."""
     out = run.parent / "out"
     text = export(run, out, choice=choice, dtype="fp64", force=True, **more)
@@ -59,28 +59,32 @@ def exported(run: Path, choice: Choice, what: Callable[[int, str], torch.Tensor]
 
 
 def test_an_export_takes_what_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "step-00000011" in exported(run, Choice(), lambda _, name: weights(11)[name])
+    assert "step-00000011" in exported(run, WeightsChoice(), lambda _, name: weights(11)[name])
     mean = lambda steps: lambda _, name: sum(weights(s)[name] for s in reversed(steps)) / len(steps)  # noqa: E731
-    text = exported(run, Choice(mean_of=2), mean([7, 11]))
+    text = exported(run, WeightsChoice(mean_of=2), mean([7, 11]))
     assert "wrote the mean of step-00000007, step-00000011" in text
-    assert exported(run, Choice(step=7, mean_of=2), mean([3, 7]))
+    assert exported(run, WeightsChoice(step=7, mean_of=2), mean([3, 7]))
     ema = lambda _, name: weights(7)[name] * (1 if name.startswith("embed") else -1)  # noqa: E731
-    assert "the moving average of step-00000007" in exported(run, Choice(step=7, ema=True), ema)
+    assert "the moving average of step-00000007" in exported(run, WeightsChoice(step=7, ema=True), ema)
     figures = {3: 0.5, 7: 0.7, 11: 0.2, 15: 0.9}  # step 15 has no checkpoint
     record = Validations()
     for step, value in figures.items():
         record = record.noted(step, {"accuracy": value, "loss": value})
     write_validations(run / "checkpoints", record)
-    assert exported(run, Choice(best=True), lambda _, name: weights(7)[name])
+    assert exported(run, WeightsChoice(best=True), lambda _, name: weights(7)[name])
     assert main([str(run), "--out", str(run.parent / "new"), "--average", "4"]) == 78
     assert "there are those of steps 3, 7, 11" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("choice", "code"),
-    [(Choice(best=True), "PT626"), (Choice(step=3, mean_of=2), "PT628"), (Choice(ema=True), "PT627")],
+    [
+        (WeightsChoice(best=True), "PT626"),
+        (WeightsChoice(step=3, mean_of=2), "PT628"),
+        (WeightsChoice(ema=True), "PT627"),
+    ],
 )
-def test_what_there_is_not(run: Path, choice: Choice, code: str) -> None:
+def test_what_there_is_not(run: Path, choice: WeightsChoice, code: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         export(run, run.parent / "out", choice=choice)
     assert error.value.code == code
@@ -90,5 +94,5 @@ def test_what_there_is_not(run: Path, choice: Choice, code: str) -> None:
 def test_a_damaged_record_names_its_field(run: Path) -> None:
     (run / "checkpoints" / "validations.json").write_text('{"rows": [{"step": -1, "figures": {}}]}')
     with pytest.raises(ConfigurationError, match=r"rows\[0\].step") as error:
-        choose(small_plan(), run / "checkpoints", Choice(best=True))
+        choose(small_plan(), run / "checkpoints", WeightsChoice(best=True))
     assert error.value.code == "PT626"
