@@ -122,9 +122,7 @@ ModuleName = Annotated[
 ]
 Title = Annotated[str, _text(r"^[^\x00-\x1f\x7f]+$", "one line of text, at most 128 characters", 128)]
 Address = Annotated[str, _text(r"^[^\s\x00-\x1f\x7f]+$", "a path or an address without blanks", 2048)]
-WebAddress = Annotated[
-    str, _text(r"^https?://[^\s\x00-\x1f\x7f/]+\S*$", "an address that begins with https://", 2048)
-]
+WebAddress = Annotated[str, _text(r"^https?://[^\s\x00-\x1f\x7f/]+\S*$", "an address that begins with https://", 2048)]
 Argument = Annotated[str, _text(r"^[^\x00]+$", "a text without the character NUL", 4096)]
 Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or nothing")]
 

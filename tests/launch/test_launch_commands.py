@@ -23,6 +23,7 @@ from partool.launch.store import Run, RunStore
 from partool.plan.layout import Mesh
 from partool.plan.progress import RunProgress, write_progress
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
+from partool.spec.telemetry import TelemetrySpec, TrackerSpec
 from partool.spec.training import OptimizerSpec
 from partool_runtime.agent.error_files import ErrorRecord, put_record
 
@@ -387,7 +388,8 @@ def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch
     )
     more = make_plan().training.model_copy(update={"steps": 2000})
     before = run.plan_file.read_text()
-    assert invoke("launch", plan_file(training=more), "--resume").exit_code == 0
+    trackers = TelemetrySpec(trackers=[TrackerSpec(name="wandb")], tags=["other"])  # hinder no resume
+    assert invoke("launch", plan_file(training=more, telemetry=trackers), "--resume").exit_code == 0
     assert len(RunStore().runs()) == 1
     assert (run.path / "plan-1.json").read_text() == before
     assert '"steps": 2000' in run.plan_file.read_text()

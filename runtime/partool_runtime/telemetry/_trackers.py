@@ -45,7 +45,6 @@ class Trackers:
     def __init__(self, plan: Plan, run_dir: Path, warn: Callable[[str], None], tell: Callable[[str], None]) -> None:
         """``warn`` and ``tell`` record a warning and show a message."""
         self._run_dir, self._warn, self._tell = run_dir, warn, tell
-        self._end_s = float(END_S)
         for tracker in plan.telemetry.trackers:
             _require(tracker.name)
         self._followers = [_Follower(each.name, _start(plan, run_dir, each)) for each in plan.telemetry.trackers]
@@ -60,7 +59,7 @@ class Trackers:
 
     def close(self) -> None:
         """Tell all processes that the log is complete, and wait until they have ended, for five seconds together."""
-        deadline = time.monotonic() + self._end_s
+        deadline = time.monotonic() + END_S
         for follower in self._followers:
             with suppress(OSError):  # it has ended
                 assert follower.process.stdin is not None

@@ -56,7 +56,7 @@ def mlflow(run_dir: Path) -> tuple[int, Points]:
 
 
 def trackio(run_dir: Path) -> tuple[int, Points]:
-    (file,) = [each for each in (run_dir / "trackio").glob("*.db")]
+    (file,) = (run_dir / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     return len({row[0] for row in rows}), (
