@@ -23,7 +23,7 @@ BY_NAME = {
     "train": "partool.strategies.jobs names it",
     "evaluate": "as train",
     **dict.fromkeys(
-        ("WandbTracker", "MlflowTracker", "TrackioTracker", "TensorBoardTracker"), "partool.strategies.trackers names it"
+        ("WandbTracker", "MlflowTracker", "TrackioTracker", "TensorBoardTracker"), "their records name them"
     ),
 }
 """Functions that the product finds by name, with the place that does."""

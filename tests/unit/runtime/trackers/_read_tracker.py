@@ -1,4 +1,4 @@
-"""Prints what a tracker has stored of a run, as JSON: ``runs``, and figure → step → values in the order of their writing.
+"""Prints what a tracker has stored of a run, as JSON: ``runs``, and figure → step → values, the earliest first.
 
 ``python _read_tracker.py NAME RUN_DIR``, with the tracker's package on the path.
 """
