@@ -1,6 +1,6 @@
 """What trackers cost: microseconds of the training thread per step, and seconds of processors of a whole run.
 
-A run is rank 0's recorder over ``STEPS`` steps of ``STEP_S`` that sleep, every one a log step, the most that a tracker can be
+A run is rank 0's recorder over steps of ``STEP_S`` that sleep, every one a log step, the most that a tracker can be
 given. ``PARTOOL_TRACKERS``/NAME has the packages (``make trackers``). ``stuck`` is W&B with a server that accepts and
 never answers. The processes of trackers are counted apart: on a machine without idle cores they take time from ranks.
 
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def one_run(case: str, steps: int, folder: Path) -> dict[str, Any]:
     """Run in this process; return seconds of ``step`` calls and of processors."""
     import torch
     from _telemetry import small_plan
+    from rich.console import Console
 
     from partool.spec.telemetry import TelemetrySpec, TrackerSpec
     from partool_runtime.telemetry import Recorder
@@ -40,7 +42,14 @@ def one_run(case: str, steps: int, folder: Path) -> dict[str, Any]:
     trackers = [] if case == "none" else [TrackerSpec(name="wandb" if case == "stuck" else case)]
     plan = small_plan(steps=steps, log_every=1, telemetry=TelemetrySpec(trackers=trackers))
     began, calls = time.perf_counter(), []
-    recorder = Recorder(plan, folder, rank=0, world_size=1, device=torch.device("cpu"), display=ConsoleLines(steps))
+    recorder = Recorder(
+        plan,
+        folder,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        display=ConsoleLines(steps, Console(file=StringIO(), width=100)),
+    )
     opened = time.perf_counter()
     recorder.event("start", attempt=1, world_size=1, plan_hash="", resumed_from=0)
     for step in range(1, steps + 1):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from _telemetry import small_plan
+from rich.console import Console
 
 from partool.launch import upload
 from partool.plan.event_log import event_log, read_events
@@ -41,7 +43,7 @@ class Case:
 
     def train(self, wait: Any = None, exit_code: int = 0) -> float:
         """Record some steps, after ``wait()``; return the seconds that the end took."""
-        display = ConsoleLines(STEPS)
+        display = ConsoleLines(STEPS, Console(file=StringIO(), width=100))
         recorder = Recorder(self.plan, self.run_dir, rank=0, world_size=1, device=torch.device("cpu"), display=display)
         recorder.event("start", attempt=1, world_size=1, plan_hash="", resumed_from=0)
         for step in range(1, STEPS + 1):
