@@ -86,7 +86,7 @@ def test_a_tracker_that_raises_is_switched_off_and_others_go_on(
     assert "feedface" not in warning
     rows = [one for one in case.told() if "step" in one]
     assert [{name: row[name] for name in ("step", "train/loss")} for row in rows] == LOG_STEPS
-    assert case.told()[-1] == {"close": 75}
+    assert {"close": 75} in case.told()
     (tmp_path / "told").unlink()
     monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["mlflow"])
     assert upload.upload(tmp_path, case.plan, "wandb").startswith("https://example.com/")
