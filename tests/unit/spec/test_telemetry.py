@@ -26,7 +26,7 @@ BASE = "model: gpt2\ndata: python-stdlib\n"
         ("telemetry: {trackers: [{name: mlflow, uri: mlruns}]}", "PT248", "begin it with sqlite:///"),
         ("telemetry: {trackers: [{name: tensorboard, uri: 'https://a.b'}]}", "PT248", "write the path of a folder"),
         ("telemetry: {trackers: [{name: mlflow, uri: 'https://me:secretword@a.b'}]}", "PT520", "launch.secrets"),
-        ("telemetry: {trackers: [aim]}", "PT103", "wandb"),
+        ("telemetry: {trackers: [aim]}", "PT105", "wandb"),
         ("launch: {tensorboard: true}", "PT101", "write `telemetry: {trackers: [tensorboard]}`"),
         ("launch: {notify: {}}", "PT249", "webhook_env: VARIABLE"),
         ("launch: {notify: {command: [a], webhook_env: B}}", "PT249", "write one of"),
