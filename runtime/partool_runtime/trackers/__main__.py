@@ -27,9 +27,9 @@ def main() -> None:
     """Follow the run that standard input names; ends the process."""
     os.nice(_NICENESS)
     orders, answers = Orders(), Answers()
-    if not (told := orders.first_line()):  # the starter ended meanwhile
+    if not (line := orders.first_line()):  # the starter ended meanwhile
         return
-    run, code = TrackedRun.from_json(told), 0
+    run, code = TrackedRun.from_json(line), 0
     try:
         with bookmark(run.run_dir, run.tracker) as mark:
             _track(run, mark, orders, answers)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from partool.cli import report
 from partool.plan.run import RunStatus, write_status
 from partool.spec.telemetry import TelemetrySpec, TrackerSpec
+from partool.spec.training import TrainingSpec
 
 
 @pytest.fixture
@@ -25,7 +26,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     write_status(folder, RunStatus(state="done", created=1.0))
     trackers = [TrackerSpec(name="tensorboard", uri="/boards")]
-    (folder / "plan.json").write_text(small_plan(telemetry=TelemetrySpec(trackers=trackers)).to_json())
+    training = TrainingSpec(sequence_length=10, global_batch=2, steps=3, precision="fp32")
+    plan = small_plan(telemetry=TelemetrySpec(trackers=trackers), training=training)
+    (folder / "plan.json").write_text(plan.to_json())
     return folder
 
 

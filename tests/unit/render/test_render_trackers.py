@@ -21,6 +21,6 @@ def test_keys_of_trackers_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(variable, "feedface" * 5)
     telemetry = TelemetrySpec(trackers=[TrackerSpec(name=name) for name in TRACKERS])
     for plan in (each.model_copy(update={"telemetry": telemetry}) for each in plans()):
-        texts = [*render(launch_job(plan)).files.values(), plan.to_json()]
+        texts = [*render(plan.launch.target, launch_job(plan)).files.values(), plan.to_json()]
         assert any('"wandb"' in text for text in texts)
         assert not any("feedface" in text for text in texts), plan.launch.target
