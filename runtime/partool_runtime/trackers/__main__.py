@@ -44,14 +44,14 @@ def main() -> None:
 
 def _track(run: TrackedRun, mark: Bookmark, orders: Orders, answers: Answers) -> None:
     log = event_log(run.run_dir, 0)
-    if orders.ended(0.0) and not shows_more(log, mark.offset):
+    if orders.ended(0.0) and not shows_more(log, mark.place.offset):
         return
     tracker = _open(run)
     if tracker.url:
         answers.give("url", _without_keys(tracker.url, run))
-    offset = follow(tracker, log, mark.offset, orders)
+    place = follow(tracker, log, mark.place, orders)
     tracker.close(last_exit_code(log))
-    mark.move(offset)
+    mark.move(place)
 
 
 def _open(run: TrackedRun) -> Tracker:

@@ -36,6 +36,7 @@ def wandb(run_dir: Path) -> tuple[int, Points]:
     files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
 
     def points() -> Points:
+        own_steps = set[int]()
         for file in files:
             for block in blocks(file):
                 record = wandb_internal_pb2.Record()
@@ -43,6 +44,8 @@ def wandb(run_dir: Path) -> tuple[int, Points]:
                 if record.WhichOneof("record_type") != "history":
                     continue
                 row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                assert row["_step"] not in own_steps, "W&B would drop one of the two"
+                own_steps.add(row["_step"])
                 yield from ((name, row["step"], row[name]) for name in row if "/" in name)
 
     return len({file.name for file in files}), points()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from partool_runtime.trackers.follow import bookmark, follow, last_exit_code, shows_more
+from partool_runtime.trackers.follow import Place, bookmark, follow, last_exit_code, shows_more
 from partool_runtime.trackers.orders import END_S, Orders
 from partool_runtime.trackers.types import Row
 
@@ -47,12 +47,14 @@ class Notes:
 
     def __init__(self) -> None:
         self.noted: list[Any] = []
+        self.numbers: list[int] = []
 
     def begin(self, step: int) -> None:
         self.noted.append(("begin", step))
 
     def log(self, rows: Sequence[Row]) -> None:
         self.noted += [(row.step, dict(row.figures)) for row in rows]
+        self.numbers += [row.number for row in rows]
 
     def close(self, exit_code: int) -> None:
         raise AssertionError
@@ -87,30 +89,35 @@ def test_log_steps_and_validations_are_handed_over_in_order(tmp_path: Path) -> N
         ("end", {"exit_code": 75, "reason": "x"}),
     )
     assert last_exit_code(log) == 75
-    events(log, ("warning", {"message": "PT558"}), ("start", {"resumed_from": 1}))
+    repeated = {"step": 2, "loss": 1.5, "tokens_per_s": None}
+    events(log, ("warning", {"message": "PT558"}), ("start", {"resumed_from": 1}), ("step", repeated))
     assert last_exit_code(log) == 1, "the last attempt has not ended"
-    offset = follow(notes, log, 0, AfterLooks(2), poll_s=0.0)
+    place = follow(notes, log, Place(), AfterLooks(2), poll_s=0.0)
     assert notes.noted == [
         ("begin", 0),
         (1, {"train/loss": 2.0, "preferences/chosen": 0.5}),
         (2, {"validation/preferences/chosen": 0.5}),
         ("begin", 1),
+        (2, {"train/loss": 1.5}),
     ]
-    assert offset == log.stat().st_size
+    assert place == Place(log.stat().st_size, 3)
     assert shows_more(log, 0)
     events(log, ("warning", {"message": "PT558"}))
-    assert not shows_more(log, offset)
+    assert not shows_more(log, place.offset)
+    events(log, ("validation", {"step": 3, "loss": 1.0}))
+    follow(notes, log, place, AfterLooks(1), poll_s=0.0)
+    assert notes.numbers == [0, 1, 2, 3]
 
 
 def test_a_bookmark_is_kept_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partool_runtime.trackers.follow._LOCK_S", 0.0)
     with bookmark(tmp_path, "wandb") as mark:
-        assert mark.offset == 0
-        mark.move(123)
+        assert mark.place == (0, 0)
+        mark.move(Place(123, 4))
         with pytest.raises(TimeoutError, match=f"process {os.getpid()} "), bookmark(tmp_path, "wandb"):
             pass
     with bookmark(tmp_path, "wandb") as mark:
-        assert mark.offset == 123
+        assert mark.place == (123, 4)
     (tmp_path / "trackers" / "wandb.json").write_text("[torn")
     with bookmark(tmp_path, "wandb") as mark:
-        assert mark.offset == 0
+        assert mark.place == (0, 0)
