@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart peers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
+.PHONY: help venv quickstart peers trackers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-changed the unit tests that depend on what changed since the last commit, for at most a minute"
 	@echo "make test-long    the longer suites; those with other training systems need make peers before"
 	@echo "make peers        installs other training systems into build/peers, where tests look for them (PARTOOL_PEERS)"
+	@echo "make trackers     installs W&B, MLflow and trackio into build/trackers, where long tests look for them (PARTOOL_TRACKERS)"
 	@echo "make test-triton  compiles the kernels for all architectures with all versions of Triton that are supported"
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
@@ -88,6 +89,25 @@ test-long: venv
 PEERS := deepspeed==0.19.8 bitsandbytes==0.50.2 accelerate==1.15.0 torchtitan==0.2.2 peft==0.21.2 hjson py-cpuinfo msgpack einops psutil tyro \
 	docstring-parser typeguard shtab rich markdown-it-py mdurl pygments trl==1.16.0 datasets==5.2.0 multiprocess dill \
 	pandas python-dateutil pytz six tzdata xxhash
+
+# Trackers, each in a folder of its own, with what .venv lacks: they ask for other versions of the same packages.
+TRACKERS := wandb trackio mlflow
+wandb_PACKAGES := wandb==0.31.0 cwevals==0.0.1b1 opentelemetry-api==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2 \
+	opentelemetry-exporter-otlp-common==0.66b2 opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-proto==1.45.2 \
+	opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 opentelemetry-exporter-http-transport==0.66b2 \
+	platformdirs==4.14.9 distro==1.9.0 googleapis-common-protos==1.76.0 httpx==0.28.1 httpcore==1.0.9 sniffio==1.3.1
+trackio_PACKAGES := trackio==0.43.0 brotli==1.2.1 gradio-client==2.7.2 httpx==0.28.1 httpcore==1.0.9 orjson==3.13.0 pillow==12.3.0 \
+	python-multipart==0.0.34 starlette==1.10.0 httptools==0.9.0 python-dotenv==1.2.4 uvloop==0.23.0 watchfiles==1.3.0 \
+	websockets==17.4 uvicorn==0.54.0
+mlflow_PACKAGES := mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 sqlparse==0.6.1 cachetools==7.3.3 cloudpickle==3.1.3 \
+	databricks-sdk==0.162.0 fastapi==0.165.0 gitpython==3.2.1 importlib-metadata==9.1.0 opentelemetry-api==1.45.2 \
+	opentelemetry-proto==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 python-dotenv==1.2.4 \
+	starlette==1.10.0 uvicorn==0.54.0 mako==1.4.3 gitdb==4.0.12 google-auth==2.63.0 zipp==4.1.2 cryptography==50.0.2 \
+	pyasn1-modules==0.4.2 smmap==5.0.3 cffi==2.1.1 pyasn1==0.6.5 pycparser==3.12
+
+trackers: venv
+	$(foreach name,$(TRACKERS),$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/trackers/$(name) $($(name)_PACKAGES) &&) true
 
 peers: venv
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \

@@ -16,6 +16,7 @@ from partool.launch.target import Check
 from partool.plan.types import Plan
 from partool.process import python_command
 from partool.strategies.targets import HERE, SCHEDULERS
+from partool.strategies.trackers import TRACKERS
 from partool.version import __version__
 
 _LEAST_TORCH = (2, 11)
@@ -50,15 +51,23 @@ def _torch() -> Check:
 def _packages(plan: Plan | None) -> Iterator[Check]:
     needed = {
         "transformers": plan is not None and (plan.weights.source == "hf" or plan.data.tokenizer != "bytes"),
-        "tensorboard": plan is not None and plan.launch.tensorboard,
+        **{TRACKERS[each.name].package: True for each in (plan.telemetry.trackers if plan is not None else ())},
     }
-    for package, extra in (("transformers", "hf"), ("tensorboard", "tensorboard"), ("kubernetes", "k8s")):
+    trackers = [(record.package, name) for name, record in TRACKERS.items()]
+    for package, extra in (("transformers", "hf"), *trackers, ("kubernetes", "k8s")):
         if importlib.util.find_spec(package) is not None:
-            yield Check(package, "ok", importlib.metadata.version(package))
+            yield Check(package, "ok", _version(package))
         elif needed.get(package):
             yield Check(package, "failed", "not installed, and the plan needs it", f"pip install 'partool[{extra}]'")
         else:
             yield Check(package, "skipped", f"not installed (extra {extra})")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # mlflow-skinny brings the package mlflow
+        return "installed"
 
 
 def _kernels() -> Check:

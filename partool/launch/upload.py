@@ -32,13 +32,13 @@ def upload(run_dir: Path, plan: Plan, name: str) -> str:
     if importlib.util.find_spec(TRACKERS[name].package) is None:
         raise UploadError("PT540", f"{name} is not installed here", f"pip install 'partool[{name}]'")
     named = [tracker for tracker in plan.telemetry.trackers if tracker.name == name]
-    told = tracked_run(plan, run_dir, named[0] if named else TrackerSpec(name=name))
+    run = tracked_run(plan, run_dir, named[0] if named else TrackerSpec(name=name))
     log = run_dir / LOGS / f"tracker-{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stream:
         process = subprocess.run(
             python_command("partool_runtime.trackers"),
-            input=f"{told}\nend\n".encode(),
+            input=f"{run}\nend\n".encode(),
             stdout=subprocess.PIPE,
             stderr=stream,
             check=False,

@@ -41,21 +41,16 @@ def outline_of(plan: Plan) -> dict[str, Any]:
 
     The sections ``launch`` and ``environment`` are left out: they say nothing about the training.
     """
-    training, time = plan.training, plan.prediction.time
-    outline: dict[str, Any] = {
+    return {
         "job": plan.job,
         "name": plan.name,
         "partool_version": plan.partool_version,
         "plan": plan.hash,
         "model": {"source": plan.model_source, **_numbers(plan.model.model_dump(mode="json"))},
         "data": {"source": plan.data.source, "tokenizer": plan.data.tokenizer},
-        "training": _numbers(training.model_dump(mode="json")),
+        "training": _numbers(plan.training.model_dump(mode="json")),
         "optimizer": _numbers(plan.optimizer.model_dump(mode="json")),
-        "devices": {
-            "accelerator": plan.devices.accelerator,
-            "nodes": plan.devices.nodes,
-            "per_node": plan.devices.per_node,
-        },
+        "devices": {name: getattr(plan.devices, name) for name in ("accelerator", "nodes", "per_node")},
         "layout": {
             **plan.layout.mesh._asdict(),
             "zero": plan.layout.data.zero,
@@ -63,12 +58,11 @@ def outline_of(plan: Plan) -> dict[str, Any]:
             "accumulation": plan.layout.derived.accumulation,
         },
         "predicted": {
-            "step_time_s": time.step_time_s,
+            "step_time_s": plan.prediction.time.step_time_s,
             "memory_bytes": plan.prediction.memory.total_bytes,
-            "tokens_per_s": time.tokens_per_s,
+            "tokens_per_s": plan.prediction.time.tokens_per_s,
         },
     }
-    return outline
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class TrackerSpec(Section):
     """A tracker with its place."""
 
     name: TrackerName
+    """Which tracker."""
     uri: Address | None = None
     """Place of the tracker's store (docs/guide/telemetry.md); default: the tracker's environment variables, else a
     store beside the run. Keys do not belong here."""
@@ -53,7 +54,7 @@ class TelemetrySpec(Section):
     """What is sent to experiment trackers, and what is profiled, beside the event log that every run has."""
 
     trackers: list[_Tracker] = []
-    """Trackers that follow the run: wandb, mlflow, trackio, tensorboard; each is an extra of partool."""
+    """Trackers that follow the run; each is an extra of partool. A bare name is short for {name: ...}."""
     project: Title = "partool"
     """Project of W&B and trackio, experiment of MLflow."""
     name: Title | None = None

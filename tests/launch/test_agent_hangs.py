@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,12 @@ from processes import is_running
 
 from partool.plan.progress import read_progress
 from partool.plan.run import ERRORS, agent_log
+from partool.spec.launch import NotifySpec
 
 pytestmark = pytest.mark.timeout(120)
 QUICK = {"watchdog": 3}
+TAKE = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
+"""Program that appends what it reads to a file."""
 
 
 def stacks(run: AgentRun, rank: int, attempt: int = 1) -> str:
@@ -23,10 +28,15 @@ def stacks(run: AgentRun, rank: int, attempt: int = 1) -> str:
 
 
 def test_a_stopped_rank_is_named_and_restarted(tmp_path: Path) -> None:
-    """The stopped rank is found, not the one that waits for it, and all stacks are written before the restart."""
+    """The stopped rank is found, not the one that waits for it; stacks come before the restart, and people are told."""
     script = {"0": "wait", "1": "freeze", "0@2": "", "1@2": ""}
-    run = AgentRun(tmp_path / "run", script, make_plan(restarts=1, **QUICK)).start()
+    notify = NotifySpec(command=[sys.executable, "-S", "-c", TAKE, str(tmp_path / "told")])
+    run = AgentRun(tmp_path / "run", script, make_plan(restarts=1, notify=notify, **QUICK)).start()
     assert run.finish() == 0
+    stall, end = (json.loads(line) for line in (tmp_path / "told").read_text().splitlines())
+    assert (stall["event"], stall["attempt"], stall["state"]) == ("stall", 1, "running")
+    assert stall["reason"].startswith("PT556: rank 1 made no progress for ")
+    assert (end["event"], end["attempt"], end["state"], end["exit_code"]) == ("end", 2, "done", 0)
     assert run.status.attempt == 2
     said = agent_log(run.run_dir, 2).read_text()
     assert "PT556: rank 1 made no progress for " in said

@@ -12,6 +12,7 @@ from test_launch_commands import invoke
 
 from partool.catalog.machine import Machine
 from partool.launch import doctor
+from partool.spec.telemetry import TelemetrySpec, TrackerSpec
 
 
 def verdicts(*arguments: str) -> dict[str, tuple[str, str]]:
@@ -63,8 +64,12 @@ def test_packages_that_a_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))
     assert verdicts()["tensorboard"][0] == "skipped"
-    Path("plan.json").write_text(make_plan(tensorboard=True).to_json())
+    telemetry = TelemetrySpec(trackers=[TrackerSpec(name="tensorboard")])
+    Path("plan.json").write_text(make_plan().model_copy(update={"telemetry": telemetry}).to_json())
     assert verdicts("plan.json")["tensorboard"][0] == "failed"
+    answer = invoke("doctor", "plan.json")
+    assert answer.exit_code == 3
+    assert "pip install 'partool[tensorboard]'" in answer.stdout
 
 
 def test_folders(monkeypatch: pytest.MonkeyPatch) -> None:

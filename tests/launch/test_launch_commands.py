@@ -25,6 +25,7 @@ from partool.plan.progress import RunProgress, write_progress
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
 from partool.plan.validations import Validations, write_validations
 from partool.spec.judging import BestSpec
+from partool.spec.telemetry import TelemetrySpec, TrackerSpec
 from partool.spec.training import CheckpointSpec, OptimizerSpec
 from partool_runtime.agent.error_files import ErrorRecord, put_record
 
@@ -418,7 +419,8 @@ def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch
     )
     more = make_plan().training.model_copy(update={"steps": 2000})
     before = run.plan_file.read_text()
-    assert invoke("launch", plan_file(training=more), "--resume").exit_code == 0
+    trackers = TelemetrySpec(trackers=[TrackerSpec(name="wandb")], tags=["other"])  # hinder no resume
+    assert invoke("launch", plan_file(training=more, telemetry=trackers), "--resume").exit_code == 0
     assert len(RunStore().runs()) == 1
     assert (run.path / "plan-1.json").read_text() == before
     assert '"steps": 2000' in run.plan_file.read_text()

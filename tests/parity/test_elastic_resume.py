@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from _jobs import Jobs
 from _plans import small_plan, write_text
 from _ranks import Pools
 from _trainer_worker import train_and_note
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.planner.elastic import resized
+from partool.spec.telemetry import TelemetrySpec, TrackerSpec
 
 STEPS, STOP = 6, 3
 
@@ -23,6 +26,11 @@ def two_nodes(text: Path) -> Plan:
     plan = small_plan(text, ranks=4, zero=3, accumulation=1, precision="fp64", steps=STEPS, training={"log_every": 1})
     devices = plan.devices.model_copy(update={"nodes": 2, "per_node": 2})
     return plan.model_copy(update={"devices": devices})
+
+
+def with_tracker(plan: Plan, tags: list[str]) -> Plan:
+    telemetry = TelemetrySpec(trackers=[TrackerSpec(name="tensorboard")], tags=tags)
+    return plan.model_copy(update={"telemetry": telemetry})
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -51,8 +59,8 @@ def test_going_on_with_fewer_nodes_changes_nothing(pools: Pools, tmp_path: Path)
 
     jobs = Jobs(tmp_path, pools, train_and_note)
     jobs.train("whole", four, run="whole")
-    jobs.train("broken", four, run="broken", stop_at=STOP)
-    jobs.train("rest", two, run="broken", resume=True)
+    jobs.train("broken", with_tracker(four, ["first"]), run="broken", stop_at=STOP)
+    jobs.train("rest", with_tracker(two, ["other", "tags"]), run="broken", resume=True)
     assert jobs.ended("whole") == jobs.ended("rest") == "done"
     assert "Preempted" in jobs.ended("broken")
 
@@ -60,6 +68,11 @@ def test_going_on_with_fewer_nodes_changes_nothing(pools: Pools, tmp_path: Path)
     assert sorted(expected) == sorted(found) == list(range(1, STEPS + 1))
     assert found == pytest.approx(expected, abs=1e-10)
     assert len(set(expected.values())) == STEPS, "losses that do not change would show nothing"
+
+    events = EventAccumulator(str(tmp_path / "broken" / "tensorboard"))
+    events.Reload()
+    shown = {point.step: point.value for point in events.Scalars("train/loss")}
+    assert shown == {step: float(np.float32(loss)) for step, loss in found.items()}
 
     unbroken, rest = seen(tmp_path, 4), seen(tmp_path, 2)
     assert sorted(rest) == list(range(STOP, STEPS))

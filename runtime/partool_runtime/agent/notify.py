@@ -1,8 +1,7 @@
 """Tells people that a run has ended, failed or stalled: ``launch.notify``, sent by the agent of the first node.
 
-Each notification is a process of its own: the user's command, or this module, which posts to the webhook. The agent
-waits for them only at its end, and not longer than :data:`NOTIFY_S`. ``python -m partool_runtime.agent.notify`` reads
-the address from the first line of standard input and posts the rest.
+Each notification is a process of its own: the user's command, or :mod:`partool_runtime.agent.webhook`. The agent waits
+for them only at its end, and not longer than :data:`NOTIFY_S`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +27,9 @@ NOTIFY_S = 10.0
 """Seconds that the agent waits at its end for notifications."""
 NOTIFY_LOG = "notify.log"
 """Name of the file in ``logs/`` with what commands print."""
-_ANSWER_S = 8.0
 _MOST_BYTES = 32_000
 """Bytes of a notification; a pipe takes them (64 KiB) whether somebody reads or not."""
-_MODULE = "partool_runtime.agent.notify"
+_WEBHOOK = "partool_runtime.agent.webhook"
 
 
 class Notifier:
@@ -90,7 +85,7 @@ class Notifier:
             if not address:
                 self._warn(f"the variable {self._spec.webhook_env} is not set where the agent runs")
                 return
-            command, text = python_command(_MODULE), f"{address.strip()}\n{text}"
+            command, text = python_command(_WEBHOOK), f"{address.strip()}\n{text}"
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
@@ -142,25 +137,3 @@ def last_loss(run_dir: Path) -> tuple[int | None, float | None]:
     steps = [event["data"] for event in last_events(event_log(run_dir, 0)) if event["kind"] == "step"]
     data = steps[-1] if steps else {}
     return data.get("step"), data.get("loss")
-
-
-def main() -> int:
-    """Post what standard input says; no message repeats the address, which may hold a key."""
-    address, _, text = sys.stdin.buffer.read().partition(b"\n")
-    try:
-        request = urllib.request.Request(
-            address.decode(), data=text, headers={"Content-Type": "application/json", "User-Agent": "partool"}
-        )
-        with urllib.request.urlopen(request, timeout=_ANSWER_S):  # spec and rules admit http and https only
-            return 0
-    except urllib.error.HTTPError as error:
-        print(f"partool: the webhook answered {error.code} {error.reason}", file=sys.stderr)
-    except urllib.error.URLError as error:
-        print(f"partool: the webhook cannot be reached: {error.reason}", file=sys.stderr)
-    except (OSError, ValueError) as error:
-        print(f"partool: the webhook cannot be reached: {type(error).__name__}", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -45,7 +45,6 @@ class Trackers:
     def __init__(self, plan: Plan, run_dir: Path, warn: Callable[[str], None], tell: Callable[[str], None]) -> None:
         """``warn`` and ``tell`` record a warning and show a message."""
         self._run_dir, self._warn, self._tell = run_dir, warn, tell
-        self._end_s = float(END_S)
         for tracker in plan.telemetry.trackers:
             _require(tracker.name)
         self._followers = [_Follower(each.name, _start(plan, run_dir, each)) for each in plan.telemetry.trackers]
@@ -60,12 +59,10 @@ class Trackers:
 
     def close(self) -> None:
         """Tell all processes that the log is complete, and wait until they have ended, for five seconds together."""
-        deadline = time.monotonic() + self._end_s
+        deadline = time.monotonic() + END_S
         for follower in self._followers:
             with suppress(OSError):  # it has ended
-                assert follower.process.stdin is not None
-                follower.process.stdin.write(f"end {END_S}\n".encode())
-                follower.process.stdin.close()
+                os.write(_stdin(follower.process), f"end {END_S}\n".encode())
         for follower in self._followers:
             try:
                 code = follower.process.wait(max(0.0, deadline - time.monotonic()))
@@ -77,6 +74,7 @@ class Trackers:
             if code != 0 and not follower.silent:
                 what = "did not take all figures within" if code is None else "ended within"
                 self._warn(f"PT558: {follower.name} {what} {END_S} s of the run's end; {self._later(follower)}")
+            _close(follower.process)
         self._followers = []
 
     def _take(self, follower: _Follower, kind: str, text: str) -> None:
@@ -110,13 +108,22 @@ def _start(plan: Plan, run_dir: Path, tracker: TrackerSpec) -> subprocess.Popen[
             stderr=stream,
             process_group=0,  # a killed rank takes its group along, and this process sends the last figures
         )
-    assert process.stdin is not None
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     with suppress(OSError):  # it has ended already, which is noticed later
-        process.stdin.write(tracked_run(plan, run_dir, tracker).encode() + b"\n")
-        process.stdin.flush()
+        os.write(_stdin(process), tracked_run(plan, run_dir, tracker).encode() + b"\n")
     return process
+
+
+def _stdin(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdin is not None
+    return process.stdin.fileno()
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
 
 
 def _answers(follower: _Follower) -> Iterator[tuple[str, str]]:
@@ -135,4 +142,5 @@ def _answers(follower: _Follower) -> Iterator[tuple[str, str]]:
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, as in a read from a lost file server
+        process.wait(1)

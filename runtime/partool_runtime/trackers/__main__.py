@@ -27,8 +27,9 @@ def main() -> None:
     """Follow the run that standard input names; ends the process."""
     os.nice(_NICENESS)
     orders, answers = Orders(), Answers()
-    run = TrackedRun.from_json(orders.first_line())
-    code = 0
+    if not (line := orders.first_line()):  # the starter ended meanwhile
+        return
+    run, code = TrackedRun.from_json(line), 0
     try:
         with bookmark(run.run_dir, run.tracker) as mark:
             _track(run, mark, orders, answers)
@@ -43,14 +44,14 @@ def main() -> None:
 
 def _track(run: TrackedRun, mark: Bookmark, orders: Orders, answers: Answers) -> None:
     log = event_log(run.run_dir, 0)
-    if orders.ended(0.0) and not shows_more(log, mark.offset):
+    if orders.ended(0.0) and not shows_more(log, mark.place.offset):
         return
     tracker = _open(run)
     if tracker.url:
         answers.give("url", _without_keys(tracker.url, run))
-    offset = follow(tracker, log, mark.offset, orders)
+    place = follow(tracker, log, mark.place, orders)
     tracker.close(last_exit_code(log))
-    mark.move(offset)
+    mark.move(place)
 
 
 def _open(run: TrackedRun) -> Tracker:

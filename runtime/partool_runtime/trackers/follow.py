@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from partool.plan.event_log import Event, last_events, read_new_events
 from partool_runtime.errors import EXIT_FAILED
@@ -31,8 +32,17 @@ class Ending(Protocol):
         """Return whether no events follow; waits up to ``wait_s`` seconds for that."""
 
 
+class Place(NamedTuple):
+    """A place in the event log."""
+
+    offset: int = 0
+    """Bytes before it."""
+    rows: int = 0
+    """Rows of figures before it."""
+
+
 class Bookmark:
-    """The byte of the event log up to which a tracker has the figures for good: it has closed without an error.
+    """The place of the event log up to which a tracker has the figures for good: it has closed without an error.
 
     A process that is killed moves no bookmark: the next one repeats what followed it. Trackers take the later value of
     a repeated step, so that repeating is harmless and nothing is missing.
@@ -42,16 +52,16 @@ class Bookmark:
         self._file = file
         file.seek(0)
         try:
-            self.offset = int(json.loads(file.read() or "{}").get("offset", 0))
-        except (ValueError, AttributeError):
-            self.offset = 0
+            self.place = Place(**json.loads(file.read() or "{}"))
+        except (ValueError, TypeError):
+            self.place = Place()
 
-    def move(self, offset: int) -> None:
+    def move(self, place: Place) -> None:
         """Write the bookmark."""
-        self.offset = offset
+        self.place = place
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(json.dumps({"offset": offset}) + "\n")
+        self._file.write(json.dumps(place._asdict()) + "\n")
         self._file.flush()
 
 
@@ -88,8 +98,9 @@ def _holder(file: IO[str]) -> str:
     return next((line.split()[4] for line in lines if inode in line), "of another host")
 
 
-def follow(tracker: Tracker, log: Path, offset: int, ending: Ending, poll_s: float = _POLL_S) -> int:
-    """Hand the events after ``offset`` to the tracker until the log is complete; return the offset behind the last."""
+def follow(tracker: Tracker, log: Path, place: Place, ending: Ending, poll_s: float = _POLL_S) -> Place:
+    """Hand the events after ``place`` to the tracker until the log is complete; return the place behind the last."""
+    offset, number = place
     while True:
         ended = ending.ended(poll_s)  # asked before the last look: events that are written before the end count
         for events, after in _chunks(log, offset):
@@ -101,10 +112,11 @@ def follow(tracker: Tracker, log: Path, offset: int, ending: Ending, poll_s: flo
                     rows = []
                     tracker.begin(event["data"].get("resumed_from") or 0)
                 elif (row := row_of(event)) is not None:
-                    rows.append(row)
+                    rows.append(replace(row, number=number))
+                    number += 1
             _send(tracker, rows)
         if ended:
-            return offset
+            return Place(offset, number)
 
 
 def shows_more(log: Path, offset: int) -> bool:

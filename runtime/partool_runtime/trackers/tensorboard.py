@@ -19,10 +19,9 @@ class TensorBoardTracker:
     """Writes scalars as float32 into ``uri``, by default ``tensorboard/`` of the run's folder."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
         from tensorboard.plugins.text import metadata
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        from tensorboard.util import tensor_util
 
         folder = run.run_dir / "tensorboard" if run.uri is None else f"{run.uri}/{run.run_id}"
         self.url = str(folder)
@@ -32,7 +31,11 @@ class TensorBoardTracker:
         value = summary_pb2.Summary.Value(
             tag="run",
             metadata=metadata.create_summary_metadata("run", "what this run is"),
-            tensor=tensor_util.make_tensor_proto([f"```\n{json.dumps(about, indent=2)}\n```"], dtype=object),
+            tensor=tensor_pb2.TensorProto(
+                dtype="DT_STRING",
+                string_val=[f"```\n{json.dumps(about, indent=2)}\n```".encode()],
+                tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]),
+            ),
         )
         self._writer.add_event(event_pb2.Event(summary=summary_pb2.Summary(value=[value])))
 

@@ -59,6 +59,8 @@ class Row:
     at: float
     """Unix time in seconds."""
     figures: Mapping[str, float]
+    number: int = 0
+    """Rows before this one in the run's event log, over all attempts; a row that is repeated keeps its number."""
 
 
 class Tracker(Protocol):

@@ -9,7 +9,8 @@ from typing import Any
 from partool_runtime.trackers.types import Row, TrackedRun
 
 STEP = "step"
-"""The figure that W&B draws the others over. Its own step may only grow: it drops what an attempt repeats."""
+"""The figure that W&B draws the others over. W&B's own step may only grow: it would drop what an attempt repeats. That
+step is the row's number, which also grows where attempts are recorded offline, apart from each other."""
 
 
 class WandbTracker:
@@ -46,7 +47,7 @@ class WandbTracker:
     def log(self, rows: Sequence[Row]) -> None:
         """Send a row of history per step."""
         for row in rows:
-            self._run.log({STEP: row.step, "_timestamp": row.at, **row.figures})
+            self._run.log({STEP: row.step, "_timestamp": row.at, **row.figures}, step=row.number)
 
     def close(self, exit_code: int) -> None:
         """End this attempt; W&B shows the exit code."""

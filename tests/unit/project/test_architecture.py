@@ -22,7 +22,7 @@ AT_TOP = {"__init__", "__main__", "process", "version"}
 DATA = {"templates", "specs"}
 """Folders that an installed ``partool`` holds beside its packages: data, without modules."""
 RUNTIME_MAY_IMPORT = {"strategies", "spec", "layout", "schedule", "plan", "process"}
-HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard"}
+HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard", "wandb", "mlflow", "trackio"}
 OF_CLUSTERS = {"kubernetes", "kubernetes_validate", "jsonschema", "celpy"}
 """Packages that only ``partool.launch`` imports, inside the functions that query a cluster or check a manifest."""
 

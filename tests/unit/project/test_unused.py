@@ -22,6 +22,9 @@ BY_NAME = {
     "objects": "a kind of Kubernetes job, found by the kind's name",
     "train": "partool.strategies.jobs names it",
     "evaluate": "as train",
+    **dict.fromkeys(
+        ("WandbTracker", "MlflowTracker", "TrackioTracker", "TensorBoardTracker"), "their records name them"
+    ),
 }
 """Functions that the product finds by name, with the place that does."""
 KERNELS = "kernel"

@@ -101,6 +101,7 @@ def test_a_webhook_is_posted_to_and_its_address_is_nowhere(
     webhook: tuple[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, posted = webhook
+    monkeypatch.setattr(notify, "NOTIFY_S", 60.0)
     monkeypatch.setenv("TOLD_AT", f"{address}/good/s3cret")
     notifier(tmp_path, webhook_env="TOLD_AT").ended(status())
     monkeypatch.setenv("TOLD_AT", f"{address}/s3cret")

@@ -358,33 +358,3 @@ def test_a_second_attempt_appends(case: Callable[..., Case], tmp_path: Path) -> 
     c = case()
     c.recorder.close(0, "second")
     assert [e["reason"] for e in c.events("end")] == ["first", "second"]
-
-
-def test_tensorboard_files_can_be_read(case: Callable[..., Case], tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from partool.spec.launch import LaunchSpec
-
-    c = case(launch=LaunchSpec(tensorboard=True), steps=6, log_every=2)
-    for step in range(1, 7):
-        c.recorder.step(step, 1.0 / step)
-    c.recorder.validation(6, 0.5, 10)
-    c.recorder.close()
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [
-        (step, pytest.approx(1 / step)) for step in (1, 2, 4, 6)
-    ]
-    assert [(e.step, e.value) for e in read.Scalars("validation/loss")] == [(6, 0.5)]
-
-
-def test_missing_tensorboard_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from partool.spec.launch import LaunchSpec
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigurationError, match="pip install 'partool\\[tensorboard\\]'") as caught:
-        Recorder(small_plan(launch=LaunchSpec(tensorboard=True)), tmp_path, rank=0, world_size=1, device=CPU)
-    assert caught.value.code == "PT540"

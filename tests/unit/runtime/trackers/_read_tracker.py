@@ -1,4 +1,4 @@
-"""Prints what a tracker has stored of a run, as JSON: ``runs``, and figure → step → values in the order of their writing.
+"""Prints what a tracker has stored of a run, as JSON: ``runs``, and figure → step → values, the earliest first.
 
 ``python _read_tracker.py NAME RUN_DIR``, with the tracker's package on the path.
 """
@@ -36,6 +36,7 @@ def wandb(run_dir: Path) -> tuple[int, Points]:
     files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
 
     def points() -> Points:
+        own_steps = set[int]()
         for file in files:
             for block in blocks(file):
                 record = wandb_internal_pb2.Record()
@@ -43,6 +44,8 @@ def wandb(run_dir: Path) -> tuple[int, Points]:
                 if record.WhichOneof("record_type") != "history":
                     continue
                 row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                assert row["_step"] not in own_steps, "W&B would drop one of the two"
+                own_steps.add(row["_step"])
                 yield from ((name, row["step"], row[name]) for name in row if "/" in name)
 
     return len({file.name for file in files}), points()
@@ -56,7 +59,7 @@ def mlflow(run_dir: Path) -> tuple[int, Points]:
 
 
 def trackio(run_dir: Path) -> tuple[int, Points]:
-    (file,) = [each for each in (run_dir / "trackio").glob("*.db")]
+    (file,) = (run_dir / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     return len({row[0] for row in rows}), (
