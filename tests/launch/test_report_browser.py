@@ -21,7 +21,9 @@ from partool.plan.pipeline_log import Executed, pipeline_data
 from partool.plan.terms import TIME_TERMS
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.report.curves import read_history
 from partool.report.executed import compare
+from partool.report.headline import headline
 from partool.report.html import render_html
 from partool.report.html_run import render_run_html
 from partool.report.run import RunSummary
@@ -220,7 +222,8 @@ def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Pa
         "measure": "timer",
     }
     found = compare(tmp_path, few)
-    source = render_run_html(few, "run-<b>", RunSummary.model_validate({"terms": [{**term, "unit": "s"}]}), found, "")
+    summary = RunSummary.model_validate({"terms": [{**term, "unit": "s"}]})
+    source = render_run_html(few, "run-<b>", summary, found, "", head=headline(few, read_history(tmp_path), None))
     seen = probe(source, tmp_path, width=1280, script=RUN_PROBE)
     assert [title.split(" ")[0] for title in seen["titles"][1:]] == ["Executed", "Simulated", "Predicted"]
     assert seen["rows"] == [8, 8, 8]
