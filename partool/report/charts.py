@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.report.curves import VALIDATION, Axis, Curve, Floats, History, thin
+from partool.report.history import VALIDATION, Axis, Floats, History, Series, thin
 from partool.report.html_svg import log_ticks, tick_label, ticks
 from partool.spec.numbers import GIB
 
@@ -66,7 +66,7 @@ VALIDATION_LOSS = Chart(
 
 
 @dataclass(frozen=True)
-class Line:
+class DrawnLine:
     """A curve as it is drawn: few enough points, in the chart's unit."""
 
     words: str
@@ -84,7 +84,7 @@ def charts_of(history: History) -> list[Chart]:
 
 
 @dataclass(frozen=True)
-class Unit:
+class AxisUnit:
     """What an axis of steps, tokens or time counts in."""
 
     axis: Axis
@@ -92,25 +92,25 @@ class Unit:
     name: str = "step"
 
 
-def unit_of(axis: Axis, curves: Iterable[Curve]) -> Unit:
+def unit_of(axis: Axis, curves: Iterable[Series]) -> AxisUnit:
     """Return the unit in which the places of curves on an axis are short numbers."""
     high = max((float(curve.over(axis)[0][-1]) for curve in curves), default=0.0)
     size, name = next((each for each in _UNITS[axis] if high >= 2 * each[0]), _UNITS[axis][-1])
-    return Unit(axis, size, name)
+    return AxisUnit(axis, size, name)
 
 
-def line_of(curve: Curve, words: str, chart: Chart, unit: Unit, most: int) -> Line:
+def line_of(curve: Series, words: str, chart: Chart, unit: AxisUnit, most: int) -> DrawnLine:
     """Return a curve over an axis with at most ``most`` points, spikes kept."""
     x, y = curve.over(unit.axis)
     places = thin(y, most)
     dotted = curve.name.startswith(VALIDATION) or len(places) == 1
-    return Line(words, x[places] / unit.size, y[places] / chart.divisor, dotted)
+    return DrawnLine(words, x[places] / unit.size, y[places] / chart.divisor, dotted)
 
 
-def chart_lines(chart: Chart, history: History, most: int) -> list[Line]:
+def chart_lines(chart: Chart, history: History, most: int) -> list[DrawnLine]:
     """Return the lines of a chart of one run, over steps."""
     named = [(history.curves[name], words) for name, words in chart.curves if name in history.curves]
-    return [line_of(curve, words, chart, Unit("steps"), most) for curve, words in named]
+    return [line_of(curve, words, chart, AxisUnit("steps"), most) for curve, words in named]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Scale:
     logarithmic: bool = False
 
 
-def value_scale(lines: Sequence[Line], chart: Chart, most: int) -> Scale:
+def value_scale(lines: Sequence[DrawnLine], chart: Chart, most: int) -> Scale:
     """Return the scale of a chart's values, with at most about ``most`` ticks."""
     low, high = _range(line.y for line in lines)
     if chart.logarithmic and low > 0 and high / low >= _LOG_FROM:
@@ -136,7 +136,7 @@ def value_scale(lines: Sequence[Line], chart: Chart, most: int) -> Scale:
     return Scale(low, high, tuple(ticks(low, high, most)))
 
 
-def place_scale(lines: Sequence[Line], most: int) -> Scale:
+def place_scale(lines: Sequence[DrawnLine], most: int) -> Scale:
     """Return the scale of steps, tokens or time."""
     low, high = _range(line.x for line in lines)
     if high <= low:

@@ -12,9 +12,10 @@ from partool.plan.event_log import event_log
 from partool.plan.outline import Outline, outline
 from partool.plan.record import DamagedRecordError, parse_json
 from partool.plan.run import PLAN_FILE, RunStatus
-from partool.report.charts import TRAINING_LOSS, VALIDATION_LOSS, Chart, Line, Unit, line_of, unit_of
-from partool.report.curves import VALIDATION, Axis, Curve, History, read_history
+from partool.report.charts import TRAINING_LOSS, VALIDATION_LOSS, AxisUnit, Chart, DrawnLine, line_of, unit_of
+from partool.report.curves import read_history
 from partool.report.headline import state_text
+from partool.report.history import VALIDATION, Axis, History, Series
 from partool.report.plan_rows import hours_text
 from partool.report.units import amount, figure, seconds, size
 from partool.spec.numbers import duration
@@ -44,7 +45,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """Figures of a run; None stands for what its log does not tell."""
 
     state: str
@@ -113,12 +114,12 @@ def _planned(run_dir: Path, notes: list[str]) -> tuple[Outline | None, Mapping[s
     return facts, spec
 
 
-def result_of(run: ComparedRun) -> Result:
+def result_of(run: ComparedRun) -> RunResult:
     """Return a run's figures."""
     history = run.history
     last, least, memory = history.last("loss"), history.least(_LOSS), history.curves.get("memory_bytes")
     ranks = history.attempts[-1].ranks if history.attempts else run.outline.ranks if run.outline else None
-    return Result(
+    return RunResult(
         state=run.status.state if run.status is not None else run.state.split(" ")[0].rstrip(";,"),
         steps=history.step,
         planned_steps=run.outline.training.steps if run.outline is not None else None,
@@ -136,7 +137,7 @@ def result_of(run: ComparedRun) -> Result:
     )
 
 
-def result_cells(result: Result) -> dict[str, tuple[str, float | None]]:
+def result_cells(result: RunResult) -> dict[str, tuple[str, float | None]]:
     """Return heading → (text, number to sort by) of a run's figures."""
 
     def cell(value: float | None, text: str) -> tuple[str, float | None]:
@@ -177,7 +178,7 @@ def spec_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
 
 def compared_lines(
     runs: Sequence[ComparedRun], chart: Chart, axis: Axis, most: int
-) -> tuple[list[tuple[int, Line]], Unit]:
+) -> tuple[list[tuple[int, DrawnLine]], AxisUnit]:
     """Return (place of the run, line with at most ``most`` points) of each run that has the chart's curve.
 
     All lines are in the unit of the axis that is returned.
@@ -188,11 +189,11 @@ def compared_lines(
     lines = []
     for place, curve in curves:
         line = line_of(curve, f"{SIGNS[place]} {runs[place].id}", chart, unit, most)
-        lines.append((place, Line(line.words, line.x, line.y, line.dotted, SIGNS[place])))
+        lines.append((place, DrawnLine(line.words, line.x, line.y, line.dotted, SIGNS[place])))
     return lines, unit
 
 
-def _all_curves(runs: Iterable[ComparedRun]) -> list[Curve]:
+def _all_curves(runs: Iterable[ComparedRun]) -> list[Series]:
     names = [chart.curves[0][0] for chart in CHARTS]
     return [run.history.curves[name] for run in runs for name in names if name in run.history.curves]
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from partool.layout.parameters import count, parameters
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
-from partool.report.curves import VALIDATION, History
+from partool.report.history import VALIDATION, History
 from partool.report.plan_rows import Row, data_name, division, hours_text, job_rows, machines
 from partool.report.units import amount, counted
 from partool.spec.numbers import duration

@@ -14,7 +14,7 @@ from partool.report.compare import (
     result_of,
     spec_differences,
 )
-from partool.report.curves import Axis
+from partool.report.history import Axis
 from partool.report.html import page
 from partool.report.html_curves import curves_picture, line_class
 from partool.version import __version__

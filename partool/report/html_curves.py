@@ -6,8 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from partool.report.charts import Chart, Line, Scale, Unit, chart_lines, charts_of, place_scale, tick_texts, value_scale
-from partool.report.curves import History, Mark, MarkKind
+from partool.report.charts import (
+    AxisUnit,
+    Chart,
+    DrawnLine,
+    Scale,
+    chart_lines,
+    charts_of,
+    place_scale,
+    tick_texts,
+    value_scale,
+)
+from partool.report.history import EventMark, History, MarkKind
 from partool.report.html_svg import Picture, number, tag, text
 
 _WIDTH, _HEIGHT = 480.0, 250.0
@@ -39,7 +49,7 @@ def curves_view(history: History) -> CurvesView:
     pictures = []
     for chart in charts_of(history):
         lines = chart_lines(chart, history, _POINTS)
-        svg = curves_picture(f"curves-{chart.name}", chart, lines, Unit("steps"), marks=history.marks)
+        svg = curves_picture(f"curves-{chart.name}", chart, lines, AxisUnit("steps"), marks=history.marks)
         legend = tuple((line_class(place), line.words) for place, line in enumerate(lines)) if len(lines) > 1 else ()
         pictures.append((chart.title, svg, legend))
     kinds = {mark.kind for mark in history.marks}
@@ -54,10 +64,10 @@ def line_class(place: int) -> str:
 def curves_picture(
     identifier: str,
     chart: Chart,
-    lines: Sequence[Line],
-    unit: Unit,
+    lines: Sequence[DrawnLine],
+    unit: AxisUnit,
     *,
-    marks: Iterable[Mark] = (),
+    marks: Iterable[EventMark] = (),
     places: Sequence[int] | None = None,
 ) -> str:
     """Return the SVG of some lines over an axis; ``identifier`` must be unique in the page.
@@ -85,7 +95,7 @@ def curves_picture(
     return picture.markup(identifier)
 
 
-def _described(chart: Chart, lines: Sequence[Line], unit: Unit) -> str:
+def _described(chart: Chart, lines: Sequence[DrawnLine], unit: AxisUnit) -> str:
     parts = []
     for line in lines[:20]:
         if len(line.y):
@@ -115,7 +125,7 @@ def _grid(
     picture: Picture,
     scales: tuple[Scale, Scale],
     pixels: tuple[Callable[[float], float], Callable[[float], float]],
-    unit: Unit,
+    unit: AxisUnit,
 ) -> None:
     (x, y), (to_x, to_y) = scales, pixels
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
@@ -134,7 +144,7 @@ def _grid(
     picture.add("text", text(unit.name), class_="label", x=right, y=_HEIGHT - 5, text_anchor="end")
 
 
-def _line(line: Line, place: int, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> str:
+def _line(line: DrawnLine, place: int, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> str:
     points = [(to_x(float(x)), to_y(float(y))) for x, y in zip(line.x, line.y, strict=True)]
     trace = "L".join(f"{number(x)} {number(y)}" for x, y in points)
     paths = [tag("path", class_="trace", d=f"M{trace}")] if points else []
@@ -150,7 +160,7 @@ def _exact(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _drawn_marks(marks: Iterable[Mark], scale: Scale, unit: Unit) -> list[Mark]:
+def _drawn_marks(marks: Iterable[EventMark], scale: Scale, unit: AxisUnit) -> list[EventMark]:
     """Return the marks inside of a picture, of each kind as many as can be told apart."""
     inside = [mark for mark in marks if scale.low <= mark.at(unit.axis) / unit.size <= scale.high]
     drawn = []
@@ -160,7 +170,7 @@ def _drawn_marks(marks: Iterable[Mark], scale: Scale, unit: Unit) -> list[Mark]:
     return drawn
 
 
-def _mark(mark: Mark, x: float, unit: Unit) -> str:
+def _mark(mark: EventMark, x: float, unit: AxisUnit) -> str:
     """Return a mark: a vertical line, or for checkpoints a triangle on the axis."""
     bottom = _HEIGHT - _BOTTOM
     if mark.kind == "checkpoint":

@@ -17,7 +17,7 @@ from partool.report.compare import (
     result_of,
     spec_differences,
 )
-from partool.report.curves import Axis
+from partool.report.history import Axis
 from partool.report.terminal_curves import can_draw, picture, widest
 
 _TALL = 16

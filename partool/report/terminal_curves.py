@@ -8,8 +8,18 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from partool.report.charts import Chart, Line, Scale, Unit, chart_lines, charts_of, place_scale, tick_texts, value_scale
-from partool.report.curves import History, Mark, MarkKind
+from partool.report.charts import (
+    AxisUnit,
+    Chart,
+    DrawnLine,
+    Scale,
+    chart_lines,
+    charts_of,
+    place_scale,
+    tick_texts,
+    value_scale,
+)
+from partool.report.history import EventMark, History, MarkKind
 
 NO_PLOTEXT = "Curves on the terminal need plotext (pip install 'partool[curves]'); --html FILE draws them without it."
 _WIDEST, _NARROWEST = 120, 40
@@ -39,7 +49,7 @@ def render_history(history: History, console: Console) -> None:
     width = widest(console)
     first, *others = charts
     most = _POINTS_PER_COLUMN * width
-    lines = picture(first, chart_lines(first, history, most), Unit("steps"), (width, _TALL))
+    lines = picture(first, chart_lines(first, history, most), AxisUnit("steps"), (width, _TALL))
     scale = place_scale(chart_lines(first, history, most), 5)
     _show(lines, console)
     _strip(lines, scale, [mark for mark in history.marks if mark.kind in _SIGNS], console)
@@ -48,7 +58,7 @@ def render_history(history: History, console: Console) -> None:
     for place in range(0, len(others), columns):
         size = (half if columns == 2 else width, _SHORT)
         row = others[place : place + columns]
-        drawn = [picture(chart, chart_lines(chart, history, most), Unit("steps"), size) for chart in row]
+        drawn = [picture(chart, chart_lines(chart, history, most), AxisUnit("steps"), size) for chart in row]
         _show([_beside(parts) for parts in zip(*drawn, strict=True)], console)
     console.print()
 
@@ -71,7 +81,7 @@ def can_draw(console: Console) -> bool:
     return True
 
 
-def picture(chart: Chart, lines: Sequence[Line], unit: Unit, size: tuple[int, int]) -> list[Text]:
+def picture(chart: Chart, lines: Sequence[DrawnLine], unit: AxisUnit, size: tuple[int, int]) -> list[Text]:
     """Return the lines of a picture of ``size`` (columns, lines); each has exactly this number of columns."""
     import plotext
 
@@ -95,7 +105,7 @@ def picture(chart: Chart, lines: Sequence[Line], unit: Unit, size: tuple[int, in
     return [_fitted(row, width) for row in rows if row.plain.strip()]
 
 
-def _title(chart: Chart, lines: Sequence[Line], unit: Unit) -> str:
+def _title(chart: Chart, lines: Sequence[DrawnLine], unit: AxisUnit) -> str:
     """Return a title that names what the lines are, unless they are runs, which have signs of their own."""
     title = chart.title if unit.axis == "steps" else f"{chart.title} over {unit.name}"
     if len(lines) < 2 or lines[0].sign:
@@ -104,7 +114,7 @@ def _title(chart: Chart, lines: Sequence[Line], unit: Unit) -> str:
     return f"{title}: {', '.join(f'{sign} {line.words}' for sign, line in zip(signs, lines, strict=True))}"
 
 
-def _marker(line: Line, number: int) -> str:
+def _marker(line: DrawnLine, number: int) -> str:
     if line.sign:
         return line.sign
     return "o" if line.dotted else "x" if number else _FINE
@@ -128,7 +138,7 @@ def _show(rows: Sequence[Text], console: Console) -> None:
         console.print(row, no_wrap=True, crop=True)
 
 
-def _strip(rows: Sequence[Text], scale: Scale, marks: Sequence[Mark], console: Console) -> None:
+def _strip(rows: Sequence[Text], scale: Scale, marks: Sequence[EventMark], console: Console) -> None:
     """Print signs of marks below the columns of their steps, and what the signs mean."""
     frame = next((row.plain for row in rows if "┌" in row.plain), "")
     if not frame or not marks:

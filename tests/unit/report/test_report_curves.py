@@ -18,8 +18,9 @@ from partool.cli.main import run
 from partool.plan.record import DamagedRecordError
 from partool.plan.run import RunStatus
 from partool.report.charts import charts_of
-from partool.report.curves import history_of, read_history, thin
+from partool.report.curves import history_of, read_history
 from partool.report.headline import headline
+from partool.report.history import thin
 from partool.report.html_run import render_run_html
 from partool.report.terminal_curves import NO_PLOTEXT
 
