@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml partool/version.py CMakeLists.txt constraints.txt $(MOD
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --constraint constraints.txt triton
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation \
-		--editable '.[train,hf,parquet,tensorboard,k8s,dev]'
+		--editable '.[train,hf,parquet,tensorboard,curves,k8s,dev]'
 	touch $@
 
 venv: $(STAMP)

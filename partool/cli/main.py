@@ -24,7 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("partool.cli.status", "Show how a run is doing."),
     "logs": ("partool.cli.logs", "Show what the ranks of a run printed."),
     "top": ("partool.cli.top", "Follow a run as it trains."),
-    "report": ("partool.cli.report", "Show what a run did beside what was planned."),
+    "report": ("partool.cli.report", "Show a run: how it ended, its curves, measured beside planned."),
+    "compare": ("partool.cli.compare", "Set runs side by side: curves, specs and results."),
     "profile": ("partool.cli.profile", "Profile steps of a running job, and say where their time goes."),
     "list": ("partool.cli.list", "List the runs."),
     "cancel": ("partool.cli.cancel", "Stop a run, with a checkpoint."),
@@ -40,7 +41,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _JSON = {
     **dict.fromkeys(
-        ("data", "plan", "report", "status", "list", "doctor", "calibrate", "tune", "schedule"), "write --output json; "
+        ("compare", "data", "plan", "report", "status", "list", "doctor", "calibrate", "tune", "schedule"),
+        "write --output json; ",
     ),
     "schema": "it prints JSON without an option; ",
     "top": "partool status RUN --output json; ",

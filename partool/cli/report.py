@@ -36,9 +36,11 @@ def command(
         TrackerChoice | None, typer.Option("--to", help="Only send the figures to a tracker that has not got them.")
     ] = None,
 ) -> None:
-    """Show what a run did beside what was planned: every term, and its pipeline in time."""
+    """Show a run: what was trained and how it ended, its curves, every term beside its plan, its pipeline in time."""
     from partool.plan.evaluation_result import read_result
+    from partool.report.curves import read_history
     from partool.report.experts import expert_loads
+    from partool.report.headline import headline, headline_data
     from partool.report.pairs import pair_reports
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
@@ -51,16 +53,26 @@ def command(
     with reading_records():
         comparison, note = _comparison(stored, plan, pipeline, step)
         summary, loads, result = read_summary(stored.path), expert_loads(stored.path), read_result(stored.path)
-        pairs = pair_reports(stored.path)
+        pairs, history = pair_reports(stored.path), read_history(stored.path)
     asked = step is not None or pipeline > 0 or timeline is not None
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
     status = stored.status() if (stored.path / STATUS_FILE).is_file() else None  # may be elsewhere for a cluster's run
+    head = headline(plan, history, status)
     if html is not None:
         from partool.report.html_run import render_run_html
 
         shown = render_run_html(
-            plan, stored.id, summary, comparison, note, status=status, loads=loads, pairs=pairs, result=result
+            plan,
+            stored.id,
+            summary,
+            comparison,
+            note,
+            head=head,
+            status=status,
+            loads=loads,
+            pairs=pairs,
+            result=result,
         )
         write_or_exit(shown, html)
     if timeline is not None and comparison is not None:
@@ -70,6 +82,8 @@ def command(
         data = {
             "run": stored.id,
             "state": status.state if status is not None else None,
+            "reason": status.reason if status is not None else None,
+            "training": headline_data(plan, history),
             "summary": summary.model_dump() if summary is not None else None,
             "pipeline": pipeline_data,
             "experts": [load.model_dump() for load in loads] or None,
@@ -83,8 +97,9 @@ def command(
 
     with printing() as console:
         render_run(
-            stored.id, summary, comparison, note, console, status=status, loads=loads, pairs=pairs, result=result
-        )
+            stored.id, summary, comparison, note, console,
+            head=head, status=status, loads=loads, pairs=pairs, result=result,
+        )  # fmt: skip
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:

@@ -134,6 +134,21 @@ RULES: tuple[Rule, ...] = (
         "partool render mine.yaml --target slurm --out job",
     ),
     command_rule(
+        "PT535",
+        "A comparison needs 2 to 20 runs",
+        "partool compare sets runs side by side; a single run has a report, and more than 20 curves cannot be told "
+        "apart.",
+        "partool compare last",
+        "partool compare last base",
+    ),
+    command_rule(
+        "PT536",
+        "A run is named twice",
+        "Two words of a comparison lead to the same folder, such as a name and the id of its newest run.",
+        "partool compare base base-20260101-120000-ab12",
+        "partool compare base base-20260101-110000-cd34",
+    ),
+    command_rule(
         "PT540",
         "A tracker is not installed",
         "Each tracker of telemetry.trackers is a package, which must be installed where rank 0 runs.",

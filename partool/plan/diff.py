@@ -14,10 +14,10 @@ def differences(old: Plan, new: Plan) -> list[str]:
     """Return a line such as ``layout.data.zero: 1 → 2`` for each value that decides what runs and that differs."""
     # If the tensor ranks differ, so does the partition of every parameter: one line each would be noise.
     same_ranks = _tensor(old) == _tensor(new)
-    before, after = (_flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
+    before, after = (flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
     keys = list(dict.fromkeys([*before, *after]))
     return [
-        f"{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
+        f"{key}: {shown(before.get(key))} → {shown(after.get(key))}"
         for key in keys
         if before.get(key) != after.get(key)
     ]
@@ -42,14 +42,15 @@ def _partition(plan: Plan, shown: bool) -> dict[str, str]:
     return texts
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key → value for the innermost values of nested dictionaries; lists count as values."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
-    pairs = [_flat(inner, f"{prefix}.{key}" if prefix else key) for key, inner in value.items()]
+    pairs = [flat(inner, f"{prefix}.{key}" if prefix else key) for key, inner in value.items()]
     return {key: inner for pair in pairs for key, inner in pair.items()}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as one line of text; in a long list, equal neighbours are written as one entry and the count."""
     if isinstance(value, list) and len(value) > 3:
         runs = in_runs([json.dumps(item, ensure_ascii=False) for item in value])

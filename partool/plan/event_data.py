@@ -39,6 +39,7 @@ class _Step(Noted):
     loss: Number | None = None
     grad_norm: Number | None = None
     lr: Number | None = None
+    tokens: Count | None = None
     tokens_per_s: Number | None = None
     step_time_s: Number | None = None
     mfu: Number | None = None
@@ -90,6 +91,19 @@ class PipelineData(Noted):
     waited_us: list[_Micros]
 
 
+class _Nonfinite(Noted):
+    step: Count
+
+
+class _Warning(Noted):
+    message: str = ""
+
+
+class _Error(Noted):
+    type: str = ""
+    message: str = ""
+
+
 class _End(Noted):
     step: Count | None = None
     exit_code: Annotated[int, Field(ge=-1000, le=1000)]
@@ -104,6 +118,9 @@ DATA: Mapping[str, type[Noted]] = {
     "checkpoint": _Checkpoint,
     "experts": _Experts,
     "pipeline": PipelineData,
+    "nonfinite": _Nonfinite,
+    "warning": _Warning,
+    "error": _Error,
     "end": _End,
 }
 """Kind of event → model of its data; data of other kinds are not read by reports."""

@@ -83,10 +83,10 @@ def _event(line: bytes | str) -> Event | None:
     return cast(Event, value)
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(path: Path, *, strict: bool = True) -> Iterator[Event]:
     """Yield a log's events in order; incomplete lines are skipped, a missing file yields no events.
 
-    Raises :class:`DamagedRecordError` for an event that no rank has written.
+    Raises :class:`DamagedRecordError` for an event that no rank has written, or skips it unless ``strict``.
     """
     try:
         with path.open("rb") as file:
@@ -94,6 +94,8 @@ def read_events(path: Path) -> Iterator[Event]:
                 try:
                     event = _event(line)
                 except DamagedRecordError as error:
+                    if not strict:
+                        continue
                     raise DamagedRecordError(f"{path}, line {number}: {error}") from None
                 if event is not None:
                     yield event

@@ -58,8 +58,11 @@ def render_html(plan: Plan, source: Sequence[str] | None = None) -> str:
     return page("report.html.jinja", plan=plan, job=JOBS[plan.job].title, **_content(plan, source))
 
 
-def page(template: str, **content: Any) -> str:
-    """Return the HTML page that a template of partool makes from ``content``; style and script are inside the page."""
+def page(template: str, *, has_curves: bool = False, **content: Any) -> str:
+    """Return the HTML page that a template of partool makes from ``content``; style and script are inside the page.
+
+    ``has_curves`` adds style and script of :mod:`partool.report.html_curves`.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -67,10 +70,22 @@ def page(template: str, **content: Any) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        gib=gib, seconds=seconds, amount=amount, duration=duration, markup=Markup, error_bars=error_bars
+        gib=gib,
+        seconds=seconds,
+        amount=amount,
+        duration=duration,
+        markup=Markup,
+        error_bars=error_bars,
+        sentence=_sentence,
     )
-    css, js = Markup(asset("report.css")), Markup(asset("report.js"))
+    names = ("report", "curves") if has_curves else ("report",)
+    css, js = (Markup("".join(asset(f"{name}.{kind}") for name in names)) for kind in ("css", "js"))
     return environment.from_string(asset(template)).render(css=css, js=js, **content)
+
+
+def _sentence(words: str) -> str:
+    """Return words as the begin of a sentence; names such as GiB stay as they are."""
+    return words[:1].upper() + words[1:]
 
 
 def _content(plan: Plan, source: Sequence[str] | None) -> dict[str, Any]:

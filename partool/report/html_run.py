@@ -11,7 +11,9 @@ from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.executed import Comparison
 from partool.report.experts import ExpertLoad, load_table, load_title, shares
+from partool.report.headline import Headline, event_texts
 from partool.report.html import page
+from partool.report.html_curves import curves_view
 from partool.report.html_svg import Picture, tag, text
 from partool.report.html_timeline import drawing_view, page_windows
 from partool.report.pairs import PairReport, pair_table
@@ -28,7 +30,6 @@ from partool.report.run import (
     stage_cells,
     stage_rows,
     stale_terms,
-    state_words,
     term_rows,
 )
 
@@ -45,21 +46,25 @@ def render_run_html(
     comparison: Comparison | None,
     note: str,
     *,
+    head: Headline,
     status: RunStatus | None = None,
     loads: Sequence[ExpertLoad] = (),
     pairs: Sequence[PairReport] = (),
     result: EvaluationResult | None = None,
 ) -> str:
-    """Return the page of a run, with the ``loads`` of its experts, or of an evaluation with its ``result``.
+    """Return the page of a run: its ``head`` and curves, terms, the ``loads`` of its experts, its pipeline's timeline.
 
-    ``pairs`` are figures of pairs of answers. ``note`` says why the page has no timeline; ``status`` is None if this
-    machine does not know it.
+    Of an evaluation the page has its ``result``. ``pairs`` are figures of pairs of answers. ``note`` says why the page
+    has no timeline; ``status`` is None if this machine does not know it.
     """
     return page(
         "run.html.jinja",
+        has_curves=True,
         plan=plan,
         run=run,
-        state=state_words(status),
+        head=head.rows,
+        events=event_texts(head.history),
+        curves=curves_view(head.history),
         result=str(result) if result is not None else "",
         no_terms=no_terms(status),
         stale_terms=stale_terms(status),

@@ -103,17 +103,25 @@ def _stored_as(plan: Plan) -> str:
     return f"{wide}, but for projections in {adapter.base}: {bits:.3g} bits each, {gib(stored)} GiB in all"
 
 
-def _machines(plan: Plan) -> str:
+def machines(plan: Plan) -> str:
+    """Return the plan's devices as text: ``2 nodes × 8 h200 = 16 devices``."""
     devices = plan.devices
-    world, hours = plan.layout.mesh.world_size, plan.prediction.time.device_hours
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
     unit += f", slice {devices.slice}" if devices.slice else ""
-    together = f" = {world:,} devices" if devices.nodes > 1 else ""
-    spent = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-    totals = plan.prediction.totals
+    together = f" = {plan.layout.mesh.world_size:,} devices" if devices.nodes > 1 else ""
+    return f"{counted(devices.nodes, 'node')} × {devices.per_node} {unit}{together}"
+
+
+def _machines(plan: Plan) -> str:
+    hours, totals = plan.prediction.time.device_hours, plan.prediction.totals
     price = totals and totals.price_per_device_hour
     cost = f" at {_price(price)} each" if price else ""
-    return f"{counted(devices.nodes, 'node')} × {devices.per_node} {unit}{together}; {spent} device-hours{cost}"
+    return f"{machines(plan)}; {hours_text(hours)} device-hours{cost}"
+
+
+def hours_text(hours: float) -> str:
+    """Return a number of device-hours as text."""
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def _price(value: float) -> str:
@@ -131,11 +139,16 @@ def _names(source: Any) -> list[str]:
     return [str(each) for each in source] if isinstance(source, list) else [str(source)]
 
 
-def _data(plan: Plan, totals: Totals | None) -> str:
+def data_name(plan: Plan) -> str:
+    """Return the first source of the plan's data, shortened, and the number of further ones."""
     written = plan.spec.get("data")
     sources = [name for part in _written(written) or [plan.data.source] for name in _names(part)]
     name = sources[0] if len(sources[0]) <= _SOURCE else f"…{sources[0][1 - _SOURCE :]}"
-    name += f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
+
+
+def _data(plan: Plan, totals: Totals | None) -> str:
+    name = data_name(plan)
     if totals is None:
         return name
     if totals.data_tokens is None:
@@ -205,7 +218,8 @@ def layout_rows(plan: Plan) -> Iterator[Row]:
         yield "Variables", variables if short else f"{variables[:_ENVIRONMENT]}… (--show environment)"
 
 
-def _layout(plan: Plan) -> Iterator[str]:
+def division(plan: Plan) -> Iterator[str]:
+    """Yield how the layout divides the work: degrees, ZeRO stage, micro-batches, schedule, sequences."""
     layout, mesh = plan.layout, plan.layout.mesh
     yield _axes(plan)
     sharing = mesh.dp_shard * mesh.cp
@@ -217,6 +231,11 @@ def _layout(plan: Plan) -> Iterator[str]:
         yield f"schedule {layout.pipeline.form}, {_stage_sizes(plan)} per stage"
     if mesh.cp > 1:
         yield f"sequences by {layout.sequence.form}, {layout.sequence.order}"
+
+
+def _layout(plan: Plan) -> Iterator[str]:
+    layout = plan.layout
+    yield from division(plan)
     yield f"recompute {_recompute(layout.recompute)}"
     yield f"compile {layout.compile}"
     for what, tokens in (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss)):

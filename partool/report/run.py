@@ -17,7 +17,9 @@ from partool.plan.types import Plan
 from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
 from partool.report.experts import ExpertLoad, render_expert_loads
+from partool.report.headline import Headline, render_headline
 from partool.report.pairs import PairReport, render_pairs
+from partool.report.terminal_curves import render_history
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
 from partool.report.units import counted, seconds, size
@@ -96,14 +98,6 @@ def term_rows(summary: RunSummary) -> list[Term]:
     return rows
 
 
-def state_words(status: RunStatus | None) -> str:
-    """Return a text on the state of a run that is active or did not end well; empty for a run that ended well."""
-    if status is None or status.state == "done":
-        return ""
-    attempt = f", attempt {status.attempt}" if status.active and status.attempt else ""
-    return status.state + attempt + (f" ({status.reason})" if status.reason not in ("", status.state) else "")
-
-
 def no_terms(status: RunStatus | None) -> str:
     """Return why a run has no terms yet."""
     if status is None:
@@ -128,24 +122,26 @@ def render_run(
     note: str,
     console: Console,
     *,
+    head: Headline,
     status: RunStatus | None = None,
     loads: Sequence[ExpertLoad] = (),
     pairs: Sequence[PairReport] = (),
     result: EvaluationResult | None = None,
 ) -> None:
-    """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline; of an evaluation its ``result``.
+    """Print a run's ``head`` and curves, its terms, the ``loads`` of its experts, and its pipeline's timeline.
 
-    ``pairs`` are figures of pairs of answers. ``note`` says why there is no timeline; ``status`` is None if this
-    machine does not know it.
+    Of an evaluation its ``result`` is printed, too. ``pairs`` are figures of pairs of answers. ``note`` says why there
+    is no timeline; ``status`` is None if this machine does not know it.
     """
-    words = state_words(status)
-    console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))
+    console.print(Text(title, "bold"))
+    render_headline(head, console)
     if result is not None:
         console.print(Text(str(result)))
+    console.print()
+    render_history(head.history, console)
     if summary is None:
         console.print(Text(f"No terms: {no_terms(status)}."))
     else:
-        console.print()
         if words := stale_terms(status):
             console.print(Text(words))
         if words := slow_words(summary):

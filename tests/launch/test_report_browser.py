@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _histories import BEGAN, start, steps, write_log
 from layouts import laid
 from patience import PATIENCE
 
@@ -21,8 +22,12 @@ from partool.plan.pipeline_log import Executed, pipeline_data
 from partool.plan.terms import TIME_TERMS
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.report.compare import compared_run
+from partool.report.curves import read_history
 from partool.report.executed import compare
+from partool.report.headline import headline
 from partool.report.html import render_html
+from partool.report.html_compare import render_compare_html
 from partool.report.html_run import render_run_html
 from partool.report.run import RunSummary
 from partool.report.timeline import planned
@@ -220,7 +225,8 @@ def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Pa
         "measure": "timer",
     }
     found = compare(tmp_path, few)
-    source = render_run_html(few, "run-<b>", RunSummary.model_validate({"terms": [{**term, "unit": "s"}]}), found, "")
+    summary = RunSummary.model_validate({"terms": [{**term, "unit": "s"}]})
+    source = render_run_html(few, "run-<b>", summary, found, "", head=headline(few, read_history(tmp_path), None))
     seen = probe(source, tmp_path, width=1280, script=RUN_PROBE)
     assert [title.split(" ")[0] for title in seen["titles"][1:]] == ["Executed", "Simulated", "Predicted"]
     assert seen["rows"] == [8, 8, 8]
@@ -233,6 +239,78 @@ def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Pa
     narrow = probe(source, tmp_path, DARK, 420, script=RUN_PROBE)
     assert narrow["overflow"] <= 0
     assert narrow["names"] == [1]  # lines: names of terms are not broken between letters
+
+
+# Points at the middle of the loss, drags over its second quarter, and double-clicks.
+CURVES_PROBE = """
+const all = (selector) => [...document.querySelectorAll(selector)];
+const hit = document.querySelector("#curves-loss .hit"), box = hit.getBoundingClientRect();
+hit.setPointerCapture = () => {};  // a made event has no pointer
+const fire = (name, share) => hit.dispatchEvent(new PointerEvent(name, {
+  bubbles: true, button: 0, pointerId: 1, clientX: box.left + share * box.width, clientY: box.top + 20,
+}));
+const places = () => all("#curves-loss .trace, #curves-lr .trace").map((node) => {
+  const points = node.getAttribute("d").slice(1).split("L").map((point) => point.split(" ").map(Number));
+  return [points[0], points.at(-1)];
+});
+const labels = () => all("#curves-loss .columns text").map((node) => Number(node.textContent.replace(",", "")));
+const before = places();
+fire("pointermove", .5);
+const tip = document.getElementById("tip").textContent;
+fire("pointerdown", .25);
+fire("pointermove", .5);
+fire("pointerup", .5);
+const zoomed = places(), ticks = labels();
+fire("dblclick", .5);
+const result = document.createElement("pre");
+result.id = "probe";
+result.textContent = JSON.stringify({
+  before, zoomed, ticks, tip, after: places(), labels: labels(),
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+});
+document.body.append(result);
+"""
+COMPARE_PROBE = """
+const all = (selector) => [...document.querySelectorAll(selector)];
+const visible = () => all("svg.curves").filter((node) => node.checkVisibility()).map((node) => node.id);
+const first = visible();
+document.querySelector("label[for=over-time]").click();
+const result = document.createElement("pre");
+result.id = "probe";
+result.textContent = JSON.stringify({
+  first, second: visible(), strokes: new Set(all(".trace").map((node) => getComputedStyle(node).stroke)).size,
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+});
+document.body.append(result);
+"""
+
+
+def test_curves_can_be_zoomed_and_read(plan: Plan, tmp_path: Path) -> None:
+    write_log(tmp_path, [start(), *steps(1, 401), start(2, 300, BEGAN + 2000), *steps(301, 401, at=BEGAN + 2000)])
+    source = render_run_html(plan, "run", None, None, "", head=headline(plan, read_history(tmp_path), None))
+    seen = probe(source, tmp_path, width=1280, script=CURVES_PROBE)
+    loss, rate = seen["zoomed"]
+    width = seen["before"][0][1][0] - seen["before"][0][0][0]
+    assert [line[1][0] - line[0][0] for line in (loss, rate)] == pytest.approx([4 * width] * 2, rel=0.01)
+    assert loss[0][1] - loss[1][1] < -3 * (seen["before"][0][1][1] - seen["before"][0][0][1])  # heights follow, too
+    assert (min(seen["ticks"]), max(seen["ticks"])) == (120, 200)
+    assert seen["tip"] == "step 201\ntraining loss: 2.99"
+    for one, other in zip(seen["before"], seen["after"], strict=True):
+        assert [*one[0], *one[1]] == pytest.approx([*other[0], *other[1]], abs=0.02)
+    assert seen["labels"] == [100, 200, 300, 400]
+    assert seen["overflow"] <= 0
+    assert probe(source, tmp_path, DARK, 420, script=CURVES_PROBE)["overflow"] <= 0
+
+
+def test_the_axis_of_a_comparison_is_switched(plan: Plan, tmp_path: Path) -> None:
+    runs = []
+    for name, last in (("a", 20), ("b", 50)):
+        write_log(tmp_path / name, [start(), *steps(1, last)])
+        runs.append(compared_run(tmp_path / name, name, None))
+    seen = probe(render_compare_html(runs), tmp_path, DARK, 420, script=COMPARE_PROBE)
+    assert (seen["first"], seen["second"]) == (["curves-loss-steps"], ["curves-loss-time"])
+    assert seen["strokes"] == 2
+    assert seen["overflow"] <= 0
 
 
 def test_a_page_that_reaches_out_would_be_noticed(plan: Plan, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 from planned import plan_of
 from rich.console import Console
 
+from partool.report.curves import history_of
 from partool.report.experts import expert_loads, render_expert_loads
+from partool.report.headline import headline
 from partool.report.html_run import render_run_html
 
 SPEC = """
@@ -57,9 +59,10 @@ def test_a_dense_run_has_no_table(tmp_path: Path) -> None:
 def test_the_page_shows_each_expert(tmp_path: Path) -> None:
     write(tmp_path, 0, 20, [layer(1, [6, 2, 0, 0]), layer(2, [2, 2, 2, 2])])
     plan = plan_of(SPEC)
-    page = render_run_html(plan, "run", None, None, "no pipeline", loads=expert_loads(tmp_path))
+    head = headline(plan, history_of(()), None)
+    page = render_run_html(plan, "run", None, None, "no pipeline", head=head, loads=expert_loads(tmp_path))
     assert page.count("<title>expert ") == 2 * 4
     assert "<title>expert 1: 1.00 ×</title>" in page
     assert "4 experts, 0.00 to 3.00 times the mean" in page
     assert 'fill-opacity="0.5"' in page
-    assert "Load of experts" not in render_run_html(plan, "run", None, None, "no pipeline")
+    assert "Load of experts" not in render_run_html(plan, "run", None, None, "no pipeline", head=head)

@@ -13,6 +13,8 @@ from rich.console import Console
 from test_report_experts import SPEC
 
 from partool.plan.record import DamagedRecordError
+from partool.report.curves import history_of
+from partool.report.headline import headline
 from partool.report.html_run import render_run_html
 from partool.report.pairs import pair_reports, render_pairs
 
@@ -44,7 +46,9 @@ def test_the_latest_figures_of_training_and_validation_are_shown(tmp_path: Path)
     assert rows["log-probability of rejected"] == ["-40.0000", "-40.0000"]
     assert rows["KL per token"] == ["-0.0123", "0.5000"]
     assert "log odds" not in rows
-    page = render_run_html(plan_of(SPEC), "run", None, None, "no pipeline", pairs=reports)
+    plan = plan_of(SPEC)
+    head = headline(plan, history_of(()), None)
+    page = render_run_html(plan, "run", None, None, "no pipeline", head=head, pairs=reports)
     assert '<th scope="row">KL per token</th><td class="n">-0.0123</td>' in page
 
 
@@ -52,7 +56,9 @@ def test_a_run_without_pairs_has_no_table_and_damage_is_named(tmp_path: Path) ->
     assert pair_reports(tmp_path) == []
     write(tmp_path, "step", 5)
     assert pair_reports(tmp_path) == []
-    assert "Pairs of answers" not in render_run_html(plan_of(SPEC), "run", None, None, "no pipeline")
+    plan = plan_of(SPEC)
+    head = headline(plan, history_of(()), None)
+    assert "Pairs of answers" not in render_run_html(plan, "run", None, None, "no pipeline", head=head)
     write(tmp_path, "step", 6, preferences={"kl": "large"})
     with pytest.raises(DamagedRecordError, match="kl"):
         pair_reports(tmp_path)

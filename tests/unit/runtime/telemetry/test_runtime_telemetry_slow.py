@@ -12,6 +12,8 @@ from _telemetry import prediction, small_plan
 from rich.console import Console
 
 from partool.plan.event_log import event_log, read_events
+from partool.report.curves import read_history
+from partool.report.headline import headline
 from partool.report.run import read_summary, render_run
 from partool_runtime.telemetry import Recorder
 from partool_runtime.telemetry._console import ConsoleLines
@@ -84,7 +86,8 @@ def test_it_is_said_once_on_the_console_in_events_and_in_the_report(
     assert [message.startswith(said) for message in events] == [True]
     assert json.loads((tmp_path / "summary.json").read_text())["slow"] == events[0]
     shown = io.StringIO()
-    render_run("small-1", read_summary(tmp_path), None, "none", Console(file=shown, width=200))
+    head = headline(plan, read_history(tmp_path), None)
+    render_run("small-1", read_summary(tmp_path), None, "none", Console(file=shown, width=200), head=head)
     assert shown.getvalue().count(f"Slower than planned: {said}") == 1
 
 
