@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart peers trackers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
+.PHONY: help venv quickstart peers trackers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-trackers bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-triton  compiles the kernels for all architectures with all versions of Triton that are supported"
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
+	@echo "make bench-trackers  what trackers add to a step and to a run (needs make trackers; 10 minutes)"
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
 	@echo "make bench-experts  layers of experts against DeepSpeed and transformers (DEEPSPEED=folder with its packages)"
@@ -141,6 +142,9 @@ bench: venv
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/cli_time.py
 	$(BIN)/python tests/bench/data_parallel.py
+
+bench-trackers: venv
+	$(BIN)/python tests/bench/trackers.py
 
 bench-pipeline: venv
 	$(BIN)/python tests/bench/pipeline.py
