@@ -15,7 +15,7 @@ from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
 from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
-from partool.spec.telemetry import check_trackers
+from partool.spec.telemetry_checks import check_trackers
 from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
 from partool.spec.watched import independent
 from partool.strategies.optimizers import OPTIMIZERS

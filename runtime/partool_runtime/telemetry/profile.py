@@ -80,7 +80,8 @@ class StepProfiler:
         """Begin step ``step``, counted from 1."""
         planned = self._planned
         if planned is not None and step == planned.steps[0] and self._wanted is None:
-            self._wanted = _Steps(*planned.steps, mine=self._rank in planned.ranks, memory=planned.memory)
+            first, last = planned.steps
+            self._wanted = _Steps(first, last, mine=self._rank in planned.ranks, memory=planned.memory)
         wanted = self._wanted
         if wanted is not None and wanted.mine and step == wanted.first:
             self._trace = _Trace(self._device, memory=wanted.memory)

@@ -15,12 +15,12 @@ _MOST_ENTRIES = 1_000_000
 
 def record_history() -> None:
     """Begin to record allocations of CUDA's allocator, with the Python code that asked for them."""
-    memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)  # type: ignore[no-untyped-call]
+    memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)
 
 
 def stop_history() -> None:
     """Stop recording."""
-    memory._record_memory_history(enabled=None)  # type: ignore[no-untyped-call]
+    memory._record_memory_history(enabled=None)
 
 
 def dump_snapshot(file: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from partool.plan.event_log import Event
-from partool_runtime.trackers.types import Row
+from partool_runtime.trackers.types import FigureRow
 
 _STEP = {
     "loss": "train/loss",
@@ -22,7 +22,7 @@ _OF_LOG_STEPS = "tokens_per_s"
 """Field that only the events of log steps have."""
 
 
-def row_of(event: Event) -> Row | None:
+def row_of(event: Event) -> FigureRow | None:
     """Return what trackers show of an event: log steps, and validations; None for other events.
 
     Figures that are not finite, which the event log keeps as null, are left out.
@@ -30,10 +30,10 @@ def row_of(event: Event) -> Row | None:
     kind, data = event["kind"], event["data"]
     if kind == "step" and _OF_LOG_STEPS in data:
         figures = _given({title: data.get(name) for name, title in _STEP.items()})
-        return Row(data["step"], event["t"], figures | _preferences("preferences", data))
+        return FigureRow(data["step"], event["t"], figures | _preferences("preferences", data))
     if kind == "validation":
         figures = _given({"validation/loss": data.get("loss")})
-        return Row(data["step"], event["t"], figures | _preferences("validation/preferences", data))
+        return FigureRow(data["step"], event["t"], figures | _preferences("validation/preferences", data))
     return None
 
 

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple, Protocol
 from partool.plan.event_log import Event, last_events, read_new_events
 from partool_runtime.errors import EXIT_FAILED
 from partool_runtime.trackers.figures import row_of
-from partool_runtime.trackers.types import Row, Tracker
+from partool_runtime.trackers.types import FigureRow, Tracker
 
 FOLDER = "trackers"
 """Folder of a run with one bookmark per tracker."""
@@ -25,14 +25,14 @@ _LOCK_S = 20.0
 """Seconds to wait for the process of the attempt before, which has :data:`partool_runtime.trackers.orders.END_S`."""
 
 
-class Ending(Protocol):
+class EndSignal(Protocol):
     """Says whether the log is complete (:class:`partool_runtime.trackers.orders.Orders`)."""
 
     def ended(self, wait_s: float) -> bool:
         """Return whether no events follow; waits up to ``wait_s`` seconds for that."""
 
 
-class Place(NamedTuple):
+class LogPlace(NamedTuple):
     """A place in the event log."""
 
     offset: int = 0
@@ -52,11 +52,11 @@ class Bookmark:
         self._file = file
         file.seek(0)
         try:
-            self.place = Place(**json.loads(file.read() or "{}"))
+            self.place = LogPlace(**json.loads(file.read() or "{}"))
         except (ValueError, TypeError):
-            self.place = Place()
+            self.place = LogPlace()
 
-    def move(self, place: Place) -> None:
+    def move(self, place: LogPlace) -> None:
         """Write the bookmark."""
         self.place = place
         self._file.seek(0)
@@ -98,14 +98,14 @@ def _holder(file: IO[str]) -> str:
     return next((line.split()[4] for line in lines if inode in line), "of another host")
 
 
-def follow(tracker: Tracker, log: Path, place: Place, ending: Ending, poll_s: float = _POLL_S) -> Place:
+def follow(tracker: Tracker, log: Path, place: LogPlace, ending: EndSignal, poll_s: float = _POLL_S) -> LogPlace:
     """Hand the events after ``place`` to the tracker until the log is complete; return the place behind the last."""
     offset, number = place
     while True:
         ended = ending.ended(poll_s)  # asked before the last look: events that are written before the end count
         for events, after in _chunks(log, offset):
             offset = after
-            rows: list[Row] = []
+            rows: list[FigureRow] = []
             for event in events:
                 if event["kind"] == "start":
                     _send(tracker, rows)
@@ -116,7 +116,7 @@ def follow(tracker: Tracker, log: Path, place: Place, ending: Ending, poll_s: fl
                     number += 1
             _send(tracker, rows)
         if ended:
-            return Place(offset, number)
+            return LogPlace(offset, number)
 
 
 def shows_more(log: Path, offset: int) -> bool:
@@ -140,6 +140,6 @@ def _chunks(log: Path, offset: int) -> Iterator[tuple[list[Event], int]]:
         yield chunk
 
 
-def _send(tracker: Tracker, rows: list[Row]) -> None:
+def _send(tracker: Tracker, rows: list[FigureRow]) -> None:
     if rows:
         tracker.log(rows)

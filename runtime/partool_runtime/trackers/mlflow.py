@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from partool_runtime.trackers.types import Row, TrackedRun
+from partool_runtime.trackers.types import FigureRow, TrackedRun
 
 _RUN_TAG = "partool.run"
 """Tag with partool's run id: MLflow makes run ids itself."""
@@ -62,13 +62,13 @@ class MlflowTracker:
     def begin(self, step: int) -> None:
         """Do nothing: of a repeated step MLflow takes the value with the later time."""
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         """Send the figures in batches."""
         metrics = list(self._metrics(rows))
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_METRICS])
 
-    def _metrics(self, rows: Sequence[Row]) -> Iterator[Any]:
+    def _metrics(self, rows: Sequence[FigureRow]) -> Iterator[Any]:
         for row in rows:
             for name, value in row.figures.items():
                 yield self._metric(name, value, int(row.at * 1000), row.step)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from partool_runtime.trackers.types import Row, TrackedRun
+from partool_runtime.trackers.types import FigureRow, TrackedRun
 
 _QUEUE, _FLUSH_S = 20, 30
 
@@ -44,7 +44,7 @@ class TensorBoardTracker:
         log = self._event.SessionLog
         self._writer.add_event(self._event.Event(step=step + 1, session_log=log(status=log.START)))
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         """Write a point per figure."""
         for row in rows:
             values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in row.figures.items()]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from partool_runtime.trackers.types import Row, TrackedRun
+from partool_runtime.trackers.types import FigureRow, TrackedRun
 
 
 class TrackioTracker:
@@ -34,7 +34,7 @@ class TrackioTracker:
     def begin(self, step: int) -> None:
         """Do nothing: of a repeated step the later row counts."""
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         """Send a row per step."""
         for row in rows:
             self._run.log(dict(row.figures), step=row.step)

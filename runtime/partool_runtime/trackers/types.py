@@ -27,7 +27,7 @@ class TrackedRun:
     config: Mapping[str, Any]
     """The plan's outline: names to numbers and texts, nested."""
     uri: str | None
-    """Place of the tracker's store; None where the tracker's environment, or its default, says it."""
+    """LogPlace of the tracker's store; None where the tracker's environment, or its default, says it."""
     keys: tuple[str, ...] = ()
     """Environment variables whose values no message may repeat."""
 
@@ -52,7 +52,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FigureRow:
     """The figures of a step."""
 
     step: int
@@ -78,7 +78,7 @@ class Tracker(Protocol):
     def begin(self, step: int) -> None:
         """Note that an attempt begins after ``step`` completed steps; it may repeat later steps of earlier attempts."""
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         """Send rows, in the order in which they happened; of a repeated step the later row counts."""
 
     def close(self, exit_code: int) -> None:

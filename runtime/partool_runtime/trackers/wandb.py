@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from partool_runtime.trackers.types import Row, TrackedRun
+from partool_runtime.trackers.types import FigureRow, TrackedRun
 
 STEP = "step"
 """The figure that W&B draws the others over. W&B's own step may only grow: it would drop what an attempt repeats. That
@@ -44,7 +44,7 @@ class WandbTracker:
     def begin(self, step: int) -> None:
         """Do nothing: each row has its step."""
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         """Send a row of history per step."""
         for row in rows:
             self._run.log({STEP: row.step, "_timestamp": row.at, **row.figures}, step=row.number)

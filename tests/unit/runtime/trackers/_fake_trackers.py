@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from partool_runtime.trackers.types import Row, TrackedRun
+from partool_runtime.trackers.types import FigureRow, TrackedRun
 
 _FOREVER_S = 600.0
 
@@ -23,7 +23,7 @@ class Writes:
     def begin(self, step: int) -> None:
         self._file.write(json.dumps({"begin": step}) + "\n")
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         for row in rows:
             self._file.write(json.dumps({"step": row.step, **row.figures}) + "\n")
 
@@ -32,7 +32,7 @@ class Writes:
 
 
 class Raises(Writes):
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         raise RuntimeError("the key feedface is wrong\nmore")
 
 
@@ -43,7 +43,7 @@ class HangsInOpen(Writes):
 
 
 class HangsInLog(Writes):
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         time.sleep(_FOREVER_S)
 
 

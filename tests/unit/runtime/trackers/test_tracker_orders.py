@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from partool_runtime.trackers.follow import Place, bookmark, follow, last_exit_code, shows_more
+from partool_runtime.trackers.follow import LogPlace, bookmark, follow, last_exit_code, shows_more
 from partool_runtime.trackers.orders import END_S, Orders
-from partool_runtime.trackers.types import Row
+from partool_runtime.trackers.types import FigureRow
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ class Notes:
     def begin(self, step: int) -> None:
         self.noted.append(("begin", step))
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[FigureRow]) -> None:
         self.noted += [(row.step, dict(row.figures)) for row in rows]
         self.numbers += [row.number for row in rows]
 
@@ -92,7 +92,7 @@ def test_log_steps_and_validations_are_handed_over_in_order(tmp_path: Path) -> N
     repeated = {"step": 2, "loss": 1.5, "tokens_per_s": None}
     events(log, ("warning", {"message": "PT558"}), ("start", {"resumed_from": 1}), ("step", repeated))
     assert last_exit_code(log) == 1, "the last attempt has not ended"
-    place = follow(notes, log, Place(), AfterLooks(2), poll_s=0.0)
+    place = follow(notes, log, LogPlace(), AfterLooks(2), poll_s=0.0)
     assert notes.noted == [
         ("begin", 0),
         (1, {"train/loss": 2.0, "preferences/chosen": 0.5}),
@@ -100,7 +100,7 @@ def test_log_steps_and_validations_are_handed_over_in_order(tmp_path: Path) -> N
         ("begin", 1),
         (2, {"train/loss": 1.5}),
     ]
-    assert place == Place(log.stat().st_size, 3)
+    assert place == LogPlace(log.stat().st_size, 3)
     assert shows_more(log, 0)
     events(log, ("warning", {"message": "PT558"}))
     assert not shows_more(log, place.offset)
@@ -113,7 +113,7 @@ def test_a_bookmark_is_kept_by_one_process_at_a_time(tmp_path: Path, monkeypatch
     monkeypatch.setattr("partool_runtime.trackers.follow._LOCK_S", 0.0)
     with bookmark(tmp_path, "wandb") as mark:
         assert mark.place == (0, 0)
-        mark.move(Place(123, 4))
+        mark.move(LogPlace(123, 4))
         with pytest.raises(TimeoutError, match=f"process {os.getpid()} "), bookmark(tmp_path, "wandb"):
             pass
     with bookmark(tmp_path, "wandb") as mark:
