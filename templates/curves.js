@@ -1,6 +1,6 @@
 // Curves: drag over a part to see it in all pictures over the same axis, double-click to see all, point to read values.
 {
-  const SVG = "http://www.w3.org/2000/svg";
+  const SVG = document.querySelector("svg")?.namespaceURI;
   const numbers = (words) => (words ? words.split(" ").map(Number) : []);
   const shown = (value) => Number(value.toPrecision(5)).toLocaleString("en");
   const ticks = (low, high, most) => {

@@ -153,13 +153,13 @@ def result_cells(result: RunResult) -> dict[str, tuple[str, float | None]]:
         "final loss": cell(result.loss, figure(result.loss, ".4f")),
         "best validation": cell(validation, figure(validation, ".4f")),
         "at step": cell(result.validation_step, f"{result.validation_step or 0:,}"),
+        "device-hours": cell(result.device_hours, hours_text(result.device_hours)),
+        "time": cell(result.wall_s, duration(result.wall_s)),
         "step time": cell(step_s, seconds(step_s or 0.0)),
         "tokens/s": cell(speed, f"{speed or 0:,.0f}"),
         "peak memory": cell(memory, size(memory or 0.0)),
         "attempts": cell(result.attempts, str(result.attempts)),
-        "time": cell(result.wall_s, duration(result.wall_s)),
         "devices": cell(result.ranks, f"{result.ranks or 0:,}"),
-        "device-hours": cell(result.device_hours, hours_text(result.device_hours)),
     }
 
 

@@ -294,7 +294,7 @@ def test_curves_can_be_zoomed_and_read(plan: Plan, tmp_path: Path) -> None:
     assert [line[1][0] - line[0][0] for line in (loss, rate)] == pytest.approx([4 * width] * 2, rel=0.01)
     assert loss[0][1] - loss[1][1] < -3 * (seen["before"][0][1][1] - seen["before"][0][0][1])  # heights follow, too
     assert (min(seen["ticks"]), max(seen["ticks"])) == (120, 200)
-    assert seen["tip"] == "step 201\ntraining loss: 2.99"
+    assert seen["tip"] == "step 201\ntraining: 2.99"
     for one, other in zip(seen["before"], seen["after"], strict=True):
         assert [*one[0], *one[1]] == pytest.approx([*other[0], *other[1]], abs=0.02)
     assert seen["labels"] == [100, 200, 300, 400]

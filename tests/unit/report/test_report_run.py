@@ -374,11 +374,12 @@ def test_a_run_that_goes_on_is_said_to(plan: Plan, home: Home) -> None:
     write_status(folder, RunStatus(**now))
     code, out, _ = home("--html", folder / "r.html")
     assert code == 0
-    assert out.startswith("example-20260101-000000-aaaa: running, attempt 2\nNo terms: the run is still running.\n")
+    assert out.startswith("example-20260101-000000-aaaa\n  Model ")
+    assert re.search(r"^  State +running, attempt 2\n\nNo terms: the run is still running\.$", out, re.MULTILINE)
     assert "running, attempt 2" in (folder / "r.html").read_text()
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     assert "Terms are those of an earlier attempt" in home()[1]
     write_status(folder, RunStatus(state="done", created=1.0, attempt=2, exit_code=0))
-    assert home()[1].startswith("example-20260101-000000-aaaa\n\n")
+    assert re.search(r"^  State +done\n\n", home()[1], re.MULTILINE)
     write_status(folder, RunStatus(state="failed", created=1.0, attempt=2, reason="rank 0: killed by SIGKILL"))
-    assert home()[1].startswith("example-20260101-000000-aaaa: failed (rank 0: killed by SIGKILL)\n")
+    assert re.search(r"^  State +failed \(rank 0: killed by SIGKILL\)$", home()[1], re.MULTILINE)
