@@ -63,6 +63,11 @@ class _Checkpoint(Noted):
     step: Count
 
 
+class _Profile(Noted):
+    first: Count
+    last: Count
+
+
 class ExpertLayer(Noted):
     """The load of a layer's experts; None stands for a figure that is not finite."""
 
@@ -115,6 +120,7 @@ DATA: Mapping[str, type[Noted]] = {
     "step": _Step,
     "validation": _Validation,
     "early_stop": _EarlyStop,
+    "profile": _Profile,
     "checkpoint": _Checkpoint,
     "experts": _Experts,
     "pipeline": PipelineData,

@@ -97,6 +97,15 @@ class _Reader:
             case "error":
                 words = ": ".join(filter(None, (data.get("type", ""), data.get("message", ""))))
                 self._mark("error", self._step, words)
+            case "profile":
+                steps = (
+                    f"step {data['first']}"
+                    if data["first"] == data["last"]
+                    else f"steps {data['first']} to {data['last']}"
+                )
+                self._mark(
+                    "profile", data["last"], f"profile of {steps}; partool profile RUN --show says what it shows"
+                )
             case "signal":
                 self._mark("signal", self._step, f"stop by {data.get('name', 'a signal')}")
             case "end":

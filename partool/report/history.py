@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Axis = Literal["steps", "tokens", "time"]
 """What a curve runs over: steps, tokens trained on so far, or seconds of the attempts so far."""
 Floats = NDArray[np.float64]
-MarkKind = Literal["start", "checkpoint", "warning", "error", "nonfinite", "signal"]
+MarkKind = Literal["start", "checkpoint", "warning", "error", "nonfinite", "signal", "profile"]
 VALIDATION = "validation_"
 """Prefix of the names of curves of validations."""
 _WARM_UP = 2

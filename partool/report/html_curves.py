@@ -27,8 +27,8 @@ _POINTS = 2000
 _MARKS = 100
 """Most marks of a kind in a picture."""
 _WORDS: dict[MarkKind, str] = {
-    "start": "start of an attempt", "checkpoint": "checkpoint", "warning": "warning", "error": "error",
-    "nonfinite": "gradient not finite", "signal": "stop",
+    "start": "start of an attempt", "checkpoint": "checkpoint", "profile": "profile", "warning": "warning",
+    "error": "error", "nonfinite": "gradient not finite", "signal": "stop",
 }  # fmt: skip
 COLOURS = 10
 """Colours of lines; further lines have the same colours and are dashed."""

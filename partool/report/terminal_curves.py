@@ -29,12 +29,12 @@ _TALL, _SHORT = 15, 10
 _POINTS_PER_COLUMN = 4
 _COLOURS = ("blue+", "orange+", "green+", "magenta+", "cyan+", "red+", "gray", "blue", "green", "magenta")
 _SIGNS: dict[MarkKind, str] = {
-    "checkpoint": "^", "signal": "s", "start": "|", "nonfinite": "n", "warning": "!", "error": "x"
+    "checkpoint": "^", "profile": "p", "signal": "s", "start": "|", "nonfinite": "n", "warning": "!", "error": "x",
 }  # fmt: skip
 """Sign of each kind of mark; where several fall on one column, the last of these kinds is shown."""
 _WORDS: dict[MarkKind, str] = {
-    "checkpoint": "checkpoint", "signal": "stop", "start": "start of an attempt", "nonfinite": "gradient not finite",
-    "warning": "warning", "error": "error",
+    "checkpoint": "checkpoint", "signal": "stop", "profile": "profile", "start": "start of an attempt",
+    "nonfinite": "gradient not finite", "warning": "warning", "error": "error",
 }  # fmt: skip
 _FINE = "braille"
 """Name of plotext's marker with eight points in a character."""

@@ -32,7 +32,7 @@ def row_of(event: Event) -> FigureRow | None:
         figures = _given({title: data.get(name) for name, title in _STEP.items()})
         return FigureRow(data["step"], event["t"], figures | _preferences("preferences", data))
     if kind == "validation":
-        figures = _given({"validation/loss": data.get("loss")})
+        figures = _given({f"validation/{name}": data.get(name) for name in ("loss", "weights_loss")})
         return FigureRow(data["step"], event["t"], figures | _preferences("validation/preferences", data))
     return None
 
