@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _JSON = {
     **dict.fromkeys(
-        ("compare", "data", "plan", "report", "status", "list", "doctor", "calibrate", "tune", "schedule"),
+        ("compare", "data", "plan", "report", "profile", "status", "list", "doctor", "calibrate", "tune", "schedule"),
         "write --output json; ",
     ),
     "schema": "it prints JSON without an option; ",

@@ -53,21 +53,6 @@ RULES: tuple[Rule, ...] = (
         "partool launch mine.yaml --set training.ema=0.999 --resume   # of a run without it",
         "partool launch mine.yaml --set training.ema=0.999",
     ),
-    Rule(
-        "PT633",
-        "A profile of steps or ranks that the run does not have",
-        "A profile covers steps of the training, counted from 1, on ranks of the plan. Traces of many steps do not fit "
-        "in memory.",
-        _HELD_OUT + "training: {steps: 20}\ntelemetry: {profile: {steps: [10, 30]}}\n",
-        _HELD_OUT + "training: {steps: 20}\ntelemetry: {profile: {steps: [10, 12]}}\n",
-    ),
-    Rule(
-        "PT634",
-        "A snapshot of memory that only GPUs have",
-        "Snapshots list the blocks of the GPU's allocator.",
-        _HELD_OUT + "telemetry: {profile: {steps: [10, 12], memory: true}}\n",
-        _HELD_OUT + "telemetry: {profile: {steps: [10, 12]}}\n",
-    ),
     command_rule(
         "PT635",
         "The run cannot be profiled so",

@@ -647,4 +647,19 @@ RULES: tuple[Rule, ...] = (
         BASE + "training: {objective: {kind: sft, beta: 0.1}}\n",
         BASE + "training: {objective: sft}\n",
     ),
+    Rule(
+        "PT633",
+        "A profile of steps or ranks that the run does not have",
+        "A profile covers steps of the training, counted from 1, on ranks of the plan. Traces of many steps do not fit "
+        "in memory.",
+        BASE + "training: {steps: 20}\ntelemetry: {profile: {steps: [10, 30]}}\n",
+        BASE + "training: {steps: 20}\ntelemetry: {profile: {steps: [10, 12]}}\n",
+    ),
+    Rule(
+        "PT634",
+        "A snapshot of memory that only GPUs have",
+        "Snapshots list the blocks of the GPU's allocator.",
+        BASE + "telemetry: {profile: {steps: [10, 12], memory: true}}\n",
+        BASE + "telemetry: {profile: {steps: [10, 12]}}\n",
+    ),
 )

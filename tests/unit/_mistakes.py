@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
 NEEDS = {
     "parallel": {"model", "hardware", "training"},
     "kernels": {"model", "hardware", "parallel"},
-    "training": {"model", "hardware"},
+    "training": {"model", "hardware", "data"},
     "hardware": {"training"},
     "model": {"data", "training"},
 }

@@ -122,7 +122,8 @@ class Notifier:
         }
 
     def _warn(self, why: str) -> None:
-        text = f"partool: warning: PT559: a notification of launch.notify was not delivered: {why}"
+        warning = f"PT559: a notification of launch.notify was not delivered: {why}"
+        text = f"partool: warning: {warning}"
         with contextlib.suppress(OSError):  # the terminal may have been closed
             say(text, err=True)
         with contextlib.suppress(OSError):

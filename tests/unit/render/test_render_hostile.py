@@ -81,7 +81,7 @@ def played(folder: Path, plan: Plan) -> None:
 def test_the_fields_are_found_and_take_harmless_text() -> None:
     assert len(FIELDS) >= 46
     assert {("python",), ("slurm", "options", "KEY"), ("env", "VALUE"), ("mounts", 0, "target")} <= set(FIELDS)
-    fine = ("x", "/x", "1", "cluster/rack", "pvc:x", "10:00", "2Gi")
+    fine = ("x", "/x", "1", "https://x.example/y", "cluster/rack", "pvc:x", "10:00", "2Gi")
     for place, data in FIELDS.items():
         assert any(_valid(filled(data, text)) for text in fine), place
 

@@ -25,8 +25,10 @@ from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import SMALLEST_SCALE, LossScaler
 from partool_runtime.stop import StopRequest
+from partool_runtime.telemetry.profile import StepProfiler
 
 CONFIG = ModelConfig(layers=3, hidden=12, ffn_hidden=20, heads=3, kv_heads=3, head_dim=4, vocab=17, max_position=8)
+NO_PROFILE = StepProfiler(Path("/nonexistent"), 0, torch.device("cpu"))
 
 
 class Count(TorchDispatchMode):
@@ -104,7 +106,7 @@ class Fakes:
         )
         stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
-        return loop.TrainingLoop(plan, stepper, data, saver, recorder, self.stop).steps(first)
+        return loop.TrainingLoop(plan, stepper, data, saver, recorder, self.stop, NO_PROFILE).steps(first)
 
     def step(self, step: int, batch: Any, timer: Any, flags: Any = tuple) -> Any:
         self.log.append(f"step {step + 1}")
@@ -149,7 +151,9 @@ def test_a_fresh_model_that_learns_nothing_is_told_of(change: dict[str, Any], wa
     recorder: Any = SimpleNamespace(step=lambda *args: None, warning=said.append)
     saver: Any = SimpleNamespace(finished_write=lambda: None)
     unused: Any = SimpleNamespace(preferences=None)
-    loop.TrainingLoop(plan, unused, unused, saver, recorder, StopRequest())._record(found["first"] + 1, result)
+    loop.TrainingLoop(plan, unused, unused, saver, recorder, StopRequest(), NO_PROFILE)._record(
+        found["first"] + 1, result
+    )
     assert bool(said) == warned
     assert all("PT690: the first loss, 2.8332, is 1.00 × ln 17" in message for message in said)
 
