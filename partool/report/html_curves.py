@@ -21,7 +21,7 @@ from partool.report.history import EventMark, History, MarkKind
 from partool.report.html_svg import Picture, number, tag, text
 
 _WIDTH, _HEIGHT = 480.0, 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 22.0, 14.0, 36.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 22.0, 14.0, 36.0
 _POINTS = 2000
 """Most points of a curve of a run's page; those that a zoom shows, too."""
 _MARKS = 100
