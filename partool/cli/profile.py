@@ -14,8 +14,15 @@ from partool.cli._files import printing
 from partool.cli._load import read_plan_or_exit
 from partool.cli._runs import find_run_or_exit, reaching, reading_records
 from partool.launch.targets import target_of
-from partool.plan.profiling import MOST_STEPS, ProfileRequest, folder_of, request_file, trace_file, traces
-from partool.plan.profiling import write_request as write
+from partool.plan.profiling import (
+    MOST_STEPS,
+    ProfileRequest,
+    folder_of,
+    request_file,
+    trace_file,
+    traces,
+    write_request,
+)
 from partool.plan.terminal import say
 from partool.strategies.targets import TARGETS
 
@@ -60,7 +67,8 @@ def _ranks(text: str, world_size: int) -> tuple[int, int]:
     match = _RANKS.fullmatch(text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not first <= last < world_size:
-        fail("PT635", f"--ranks {text}: the run has ranks 0 to {world_size - 1}", "--ranks 0, or --ranks 0-3", 2)
+        help = f"--ranks 0, or --ranks 0-{world_size - 1}"
+        fail("PT635", f"--ranks {text}: the run has ranks 0 to {world_size - 1}", help, 2)
     return first, last
 
 
@@ -73,7 +81,7 @@ def _ask(stored: Run, plan: Plan, request: ProfileRequest) -> None:
             message = f"{stored.id} runs where this machine's files are not seen, so it cannot be asked"
             fail("PT636", message, "telemetry: {profile: {steps: [10, 12]}} in the spec profiles these steps", 1)
     try:
-        write(stored.path, request)
+        write_request(stored.path, request)
     except OSError as error:
         fail("PT636", f"cannot write {request_file(stored.path)}: {error.strerror}", "", 1)
 

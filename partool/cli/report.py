@@ -63,29 +63,20 @@ def command(
         from partool.report.html_run import render_run_html
 
         shown = render_run_html(
-            plan,
-            stored.id,
-            summary,
-            comparison,
-            note,
-            head=head,
-            status=status,
-            loads=loads,
-            pairs=pairs,
-            result=result,
-        )
+            plan, stored.id, summary, comparison, note,
+            head=head, status=status, loads=loads, pairs=pairs, result=result,
+        )  # fmt: skip
         write_or_exit(shown, html)
     if timeline is not None and comparison is not None:
         write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
     if output == "json":
-        pipeline_data = comparison_data(comparison) if comparison is not None else None
         data = {
             "run": stored.id,
             "state": status.state if status is not None else None,
             "reason": status.reason if status is not None else None,
             "training": headline_data(plan, history),
             "summary": summary.model_dump() if summary is not None else None,
-            "pipeline": pipeline_data,
+            "pipeline": comparison_data(comparison) if comparison is not None else None,
             "experts": [load.model_dump() for load in loads] or None,
             "preferences": [each.model_dump() for each in pairs] or None,
             "evaluation": result.model_dump() if result is not None else None,

@@ -72,6 +72,11 @@ def snapshot_file(folder: Path, rank: int) -> Path:
     return folder / f"memory-rank-{rank}.pickle"
 
 
+def out_of_memory_file(run_dir: Path, rank: int) -> Path:
+    """Return the path of the snapshot that a rank writes when the memory of its GPU is full."""
+    return run_dir / FOLDER / f"out-of-memory-rank-{rank}.pickle"
+
+
 def traces(run_dir: Path) -> list[tuple[tuple[int, int], int, Path]]:
     """Return ((first step, last step), rank, path) of each trace of a run, by steps and rank."""
     listed = []

@@ -14,6 +14,11 @@ Axis = Literal["steps", "tokens", "time"]
 """What a curve runs over: steps, tokens trained on so far, or seconds of the attempts so far."""
 Floats = NDArray[np.float64]
 MarkKind = Literal["start", "checkpoint", "warning", "error", "nonfinite", "signal", "profile"]
+MARK_WORDS: dict[MarkKind, str] = {
+    "start": "start of an attempt", "checkpoint": "checkpoint", "profile": "profile", "warning": "warning",
+    "error": "error", "nonfinite": "gradient not finite", "signal": "stop",
+}  # fmt: skip
+"""Words for each kind of mark, in the order in which they are drawn: later kinds lie on top."""
 VALIDATION = "validation_"
 """Prefix of the names of curves of validations."""
 _WARM_UP = 2

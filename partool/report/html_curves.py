@@ -17,7 +17,7 @@ from partool.report.charts import (
     tick_texts,
     value_scale,
 )
-from partool.report.history import EventMark, History, MarkKind
+from partool.report.history import MARK_WORDS, EventMark, History, MarkKind
 from partool.report.html_svg import Picture, number, tag, text
 
 _WIDTH, _HEIGHT = 480.0, 250.0
@@ -26,10 +26,6 @@ _POINTS = 2000
 """Most points of a curve of a run's page; those that a zoom shows, too."""
 _MARKS = 100
 """Most marks of a kind in a picture."""
-_WORDS: dict[MarkKind, str] = {
-    "start": "start of an attempt", "checkpoint": "checkpoint", "profile": "profile", "warning": "warning",
-    "error": "error", "nonfinite": "gradient not finite", "signal": "stop",
-}  # fmt: skip
 COLOURS = 10
 """Colours of lines; further lines have the same colours and are dashed."""
 
@@ -53,7 +49,7 @@ def curves_view(history: History) -> CurvesView:
         legend = tuple((line_class(place), line.words) for place, line in enumerate(lines)) if len(lines) > 1 else ()
         pictures.append((chart.title, svg, legend))
     kinds = {mark.kind for mark in history.marks}
-    return CurvesView(tuple(pictures), tuple((kind, words) for kind, words in _WORDS.items() if kind in kinds))
+    return CurvesView(tuple(pictures), tuple((kind, words) for kind, words in MARK_WORDS.items() if kind in kinds))
 
 
 def line_class(place: int) -> str:
@@ -164,7 +160,7 @@ def _drawn_marks(marks: Iterable[EventMark], scale: Scale, unit: AxisUnit) -> li
     """Return the marks inside of a picture, of each kind as many as can be told apart."""
     inside = [mark for mark in marks if scale.low <= mark.at(unit.axis) / unit.size <= scale.high]
     drawn = []
-    for kind in _WORDS:
+    for kind in MARK_WORDS:
         some = [mark for mark in inside if mark.kind == kind]
         drawn += some[:: -(-len(some) // _MARKS) or 1]
     return drawn

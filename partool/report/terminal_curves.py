@@ -19,7 +19,7 @@ from partool.report.charts import (
     tick_texts,
     value_scale,
 )
-from partool.report.history import EventMark, History, MarkKind
+from partool.report.history import MARK_WORDS, EventMark, History, MarkKind
 
 NO_PLOTEXT = "Curves on the terminal need plotext (pip install 'partool[curves]'); --html FILE draws them without it."
 _WIDEST, _NARROWEST = 120, 40
@@ -32,10 +32,6 @@ _SIGNS: dict[MarkKind, str] = {
     "checkpoint": "^", "profile": "p", "signal": "s", "start": "|", "nonfinite": "n", "warning": "!", "error": "x",
 }  # fmt: skip
 """Sign of each kind of mark; where several fall on one column, the last of these kinds is shown."""
-_WORDS: dict[MarkKind, str] = {
-    "checkpoint": "checkpoint", "signal": "stop", "profile": "profile", "start": "start of an attempt",
-    "nonfinite": "gradient not finite", "warning": "warning", "error": "error",
-}  # fmt: skip
 _FINE = "braille"
 """Name of plotext's marker with eight points in a character."""
 _SIGN_OF_FINE = "⠒"
@@ -152,4 +148,4 @@ def _strip(rows: Sequence[Text], scale: Scale, marks: Sequence[EventMark], conso
                 columns[start + round(share * (stop - start))] = sign
     console.print(Text("".join(columns).rstrip()), no_wrap=True, crop=True)
     kinds = [kind for kind in _SIGNS if any(mark.kind == kind for mark in marks)]
-    console.print(Text(" " * start + "  ".join(f"{_SIGNS[kind]} {_WORDS[kind]}" for kind in kinds), style="dim"))
+    console.print(Text(" " * start + "  ".join(f"{_SIGNS[kind]} {MARK_WORDS[kind]}" for kind in kinds), style="dim"))

@@ -95,7 +95,7 @@ class TrainingSpec(Section):
     deterministic: bool = False
     """Use only algorithms with bitwise equal results every time; slower on accelerators."""
     validation: Validation = Validation()
-    ema: Annotated[EmaSpec | None, BeforeValidator(shorthand("decay", float))] = None
+    ema: Annotated[EmaSpec | None, BeforeValidator(shorthand("decay", float, int))] = None
     early_stop: Annotated[EarlyStop | None, BeforeValidator(shorthand("patience", int))] = None
     """Ends the run before ``steps`` where validations do not improve any more; a number is the patience."""
     log_every: Steps = 10

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from partool.plan.profiling import ProfileRequest, folder_of, snapshot_file, take_request, trace_file
+from partool.plan.profiling import (
+    ProfileRequest,
+    folder_of,
+    out_of_memory_file,
+    snapshot_file,
+    take_request,
+    trace_file,
+)
 from partool.spec.telemetry import ProfileSpec
 from partool_runtime.torch_internals.memory_history import dump_snapshot, record_history, stop_history
 
@@ -181,7 +188,7 @@ def snapshot_of_failure(run_dir: Path, rank: int, error: BaseException) -> Path 
     """Write a snapshot of the GPU's memory if ``error`` says that it is full; return its path, else None."""
     if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
         return None
-    file = run_dir / "profile" / f"out-of-memory-rank-{rank}.pickle"
+    file = out_of_memory_file(run_dir, rank)
     try:
         file.parent.mkdir(exist_ok=True)
         dump_snapshot(file)

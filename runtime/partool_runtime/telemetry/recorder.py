@@ -194,6 +194,8 @@ class Recorder:
             self._unsteady.add(data.get("step", 0))
         if kind == "profile":
             self._steady = False
+            if not self._spans.begun:  # writing a trace is no part of a step
+                self._start = self._clock.mark()
             self._unsteady.update(range(data["first"], data["last"] + 1))
         if self._display is not None and kind == "checkpoint" and "step" in data:
             self._display.message(f"checkpoint at step {data['step']}")

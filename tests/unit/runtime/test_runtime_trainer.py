@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partool.plan.profiling import ProfileRequest, traces, write_request
 from partool.spec.judging import BestSpec
 from partool.spec.model import ModelConfig
 from partool.spec.training import CheckpointSpec
@@ -25,6 +26,7 @@ from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import SMALLEST_SCALE, LossScaler
 from partool_runtime.stop import StopRequest
+from partool_runtime.telemetry import profile
 from partool_runtime.telemetry.profile import StepProfiler
 
 CONFIG = ModelConfig(layers=3, hidden=12, ffn_hidden=20, heads=3, kv_heads=3, head_dim=4, vocab=17, max_position=8)
@@ -80,6 +82,9 @@ class Fakes:
     ) -> None:
         self.verdicts = verdicts or {}
         self.log: list[str] = []
+        self.profiler = NO_PROFILE
+        self.due_with: list[list[float]] = []
+        """The sums of the saver's flags, step by step."""
         self.stop = StopRequest()
         self._at = stop_in_validation_of
 
@@ -93,20 +98,23 @@ class Fakes:
         recorder: Any = SimpleNamespace(
             timer=lambda term: nullcontext(),
             step=lambda *args: None,
-            event=lambda kind, **data: self.log.append(kind),
+            event=self.event,
             validation=lambda step, *_, **more: self.log.append(f"validated {step}"),
             early_stop=lambda step, reason: self.log.append(reason),
         )
         saver: Any = SimpleNamespace(
-            due=lambda done, flags: False,
-            flags=list,
+            due=lambda done, flags: bool(self.due_with.append(flags)),
+            flags=lambda: [0.25],
             save=self.save,
             finished_write=lambda: None,
             judge=lambda step, figures: self.verdicts.get(step, ValidationVerdict(False, "")),
         )
         stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
-        return loop.TrainingLoop(plan, stepper, data, saver, recorder, self.stop, NO_PROFILE).steps(first)
+        return loop.TrainingLoop(plan, stepper, data, saver, recorder, self.stop, self.profiler).steps(first)
+
+    def event(self, kind: str, **data: Any) -> None:
+        self.log.append(f"profile {data['first']} {data['last']}" if kind == "profile" else kind)
 
     def step(self, step: int, batch: Any, timer: Any, flags: Any = tuple) -> Any:
         self.log.append(f"step {step + 1}")
@@ -129,6 +137,18 @@ def test_a_stop_reaches_into_validation_and_the_state_is_saved() -> None:
     fakes = Fakes(stop_in_validation_of=2)
     assert fakes.run(0) == (2, "")
     assert fakes.log == ["step 1", "step 2", "signal", "saved 2 and waited"]
+
+
+def test_each_part_gets_the_sums_of_its_own_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for a profile takes effect in the next step, and reaches neither the saver nor the stop."""
+    monkeypatch.setattr(profile, "_POLL_S", 0.0)
+    fakes = Fakes()
+    fakes.profiler = StepProfiler(tmp_path, 0, torch.device("cpu"))
+    write_request(tmp_path, ProfileRequest(steps=2))
+    assert fakes.run(0) == (4, "")
+    assert fakes.log == ["step 1", "step 2", "validated 2", "step 3", "profile 2 3", "step 4", "saved 4", "validated 4"]
+    assert fakes.due_with == [[0.25]] * 4
+    assert [steps for steps, _, _ in traces(tmp_path)] == [(2, 3)]
 
 
 def test_a_resumed_run_makes_up_for_the_validation_that_a_stop_cut_off() -> None:

@@ -68,6 +68,16 @@ def test_what_fails_is_said_and_stops_nothing(tmp_path: Path, monkeypatch) -> No
     assert snapshot_of_failure(tmp_path, 0, torch.OutOfMemoryError("full")) is None  # there is no GPU here
 
 
+def test_a_full_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "dump_snapshot", lambda file: file.write_bytes(b"blocks"))
+    assert snapshot_of_failure(tmp_path, 3, RuntimeError("another error")) is None
+    file = snapshot_of_failure(tmp_path, 3, torch.OutOfMemoryError("full"))
+    assert file is not None
+    assert file.name == "out-of-memory-rank-3.pickle"
+    assert file.read_bytes() == b"blocks"
+
+
 def test_a_run_that_ends_within_a_profile_leaves_no_trace(tmp_path: Path) -> None:
     profiler = StepProfiler(tmp_path, 0, CPU, planned=ProfileSpec(steps=[2, 5]))
     assert run(profiler, 1, 3) == []

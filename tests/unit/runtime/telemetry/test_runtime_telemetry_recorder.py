@@ -113,6 +113,18 @@ def test_medians_leave_out_warm_up_checkpoint_and_validation_steps(case: Callabl
     assert c.recorder.measures().time["total"].value == pytest.approx((1.06 + 1.07) / 2)
 
 
+def test_medians_leave_out_profiled_steps_and_no_step_has_the_time_of_writing(case: Callable[..., Case]) -> None:
+    c = case(steps=20)
+    for step in range(1, 10):
+        c.spend("forward", 50.0 if step in (5, 6, 7) else 1.0 + step / 100)
+        c.recorder.step(step, 1.0, tokens=10)
+        if step == 6:
+            c.clock.now += 1000.0
+            c.recorder.event("profile", first=5, last=6)
+    assert {s["step"]: s["step_time_s"] for s in c.events("step")}[7] == pytest.approx(50.0)
+    assert c.recorder.measures().time["total"].value == pytest.approx((1.04 + 1.08) / 2)  # 3, 4, 8, 9
+
+
 def test_lazy_figures_are_read_on_log_steps_only(case: Callable[..., Case]) -> None:
     read: list[int] = []
     c = case(steps=12, log_every=5)
