@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # both sides import it sooner or later, and it is no memory of a model
 
 PADDING = 0
 """The token that both sides pad with; the tokenizer gives no text this token."""

@@ -37,7 +37,7 @@ MODEL = {
 TASKS: dict[str, dict[str, Any]] = {
     "sft": {"length": 256, "batch": 4, "padded": 3, "lr": 1e-4, "records": "chats.jsonl"},
     "lora": {"length": 256, "batch": 4, "padded": 6, "lr": 4e-3, "records": "chats.jsonl"},
-    "dpo": {"length": 512, "batch": 2, "padded": 2, "lr": 1e-5, "records": "preferences.jsonl", "most": 240},
+    "dpo": {"length": 512, "batch": 2, "padded": 2, "lr": 1e-5, "records": "preferences.jsonl", "most": 120},
 }
 """``batch``: sequences of partool and of TRL with packing, over all ranks. ``padded``: conversations, or pairs, that a
 rank of TRL takes without packing; about as many as its packed sequences hold. ``most``: how many records both sides

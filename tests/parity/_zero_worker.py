@@ -279,9 +279,10 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Storage that gathered parameters take now."""
-    outputs = [t for p in fsdp_parameters(model) for t in p.all_gather_outputs]
-    return sum(t.untyped_storage().size() for t in outputs)
+    """Storage that gathered parameters take now beside their shards."""
+    shards = {p._sharded_local_tensor.untyped_storage().data_ptr() for p in fsdp_parameters(model)}
+    outputs = [t.untyped_storage() for p in fsdp_parameters(model) for t in p.all_gather_outputs]
+    return sum(storage.size() for storage in outputs if storage.data_ptr() not in shards)
 
 
 def gradient_bytes(model: nn.Module, shards: dict[str, nn.Parameter]) -> int:

@@ -28,6 +28,9 @@ class MemoryStack:
     it; False if they are stored as trained ones are."""
     copies_alone: bool = False
     """True if weights are copied into the compute type even where no other rank shares them."""
+    masters_in_place: bool = False
+    """True if, below ZeRO-3, a rank computes with the masters themselves where it shares them with no other rank and
+    they have the type of the computation; False if they are copied there, too."""
     gradient_bytes: int | None = None
     """Bytes of an accumulated gradient element; None means the bytes of a master element."""
     narrow_gradient_bytes: int = 0
@@ -117,8 +120,8 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
         MemoryStack(
-            "partool", narrow_frozen=True, copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False,
-            narrow_beside_host=True,
+            "partool", narrow_frozen=True, copies_alone=True, masters_in_place=True, traced=True, logit_limit=2.0**26,
+            logits_kept=False, narrow_beside_host=True,
             buckets_to_host=True, counted_host_memory=True, copies_shards_ahead=True, counted_groups=True,
             traced_moments=True, one_device_evidence=True,
         ),

@@ -356,10 +356,26 @@ def _gathered(
         partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
     else:
         partial = _ahead(job, sizes, everything) + sizes.root
-    lasting = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
+    copies = (layouts.zero > 0) | stack.copies_alone
+    lasting = 0.0 if stack.resident_copy else np.where(copies, everything - _in_place(job, layouts, stack, sizes), 0.0)
     # Ranks that pass weights on copy the weights of their own stages, and cast those of the outer modules where used.
     lasting = np.where(layouts.ring, everything - sizes.input - sizes.root, lasting)
     return small * np.where((layouts.zero == 3) & ~np.asarray(layouts.ring), partial, lasting)
+
+
+def _in_place(job: TrainingWork, layouts: Layouts, stack: MemoryStack, sizes: ElementCounts) -> Column:
+    """Return how many elements a rank computes with where their masters lie: those that it shares with no other rank.
+
+    Masters of another type than that of the computation are cast, so that their casts are copies.
+    """
+    if not stack.masters_in_place or job.compute_bytes != job.master_bytes:
+        return 0.0
+    shards = state_shards(layouts)
+    experts = _expert_shards(layouts, shards, layouts.zero > 0)
+    narrow = stack.narrow_frozen and bool(job.frozen) and bool(job.backward)
+    managed = (sizes.trained, sizes.trained_expert) if narrow else (sizes.common, sizes.expert)
+    alone = np.where(shards == 1, managed[0], 0.0) + np.where(experts == 1, managed[1], 0.0)
+    return np.where((layouts.gpu_fraction == 1) & (np.asarray(layouts.offload_parameters) == 0), alone, 0.0)
 
 
 def _ahead(job: TrainingWork, sizes: ElementCounts, everything: Column) -> Column:

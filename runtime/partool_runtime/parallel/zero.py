@@ -30,6 +30,7 @@ from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals.fsdp import gather_in_background, gather_in_order, sum_replicas_by
 from partool_runtime.torch_internals.group_gather import gather_otherwise
+from partool_runtime.torch_internals.in_place import use_in_place
 from partool_runtime.torch_internals.tensors import without_modes
 from partool_runtime.usermodel.model import ModuleDecoder
 
@@ -174,6 +175,9 @@ class _Sharding:
         ``in_turns`` means that passes of other micro-batches run between a forward pass and its backward pass.
         """
         units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+        if self.layout.offload.optimizer == "none" and self.layout.offload.parameters == "none":
+            for unit in units:
+                use_in_place(unit)
         apart = self.layout.data.gather == "sequential"
         most_kept = self.layout.data.persistent if self.layout.data.zero == 3 else 0
         gathers = []

@@ -47,8 +47,16 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that FSDP2 holds gathered at the moment; no public API reports them."""
-    outputs = [tensor for parameter in _fsdp_parameters(model) for tensor in parameter.all_gather_outputs]
+    """Return the bytes of parameters that FSDP2 holds gathered at the moment; no public API reports them.
+
+    Parameters that are used where their shards lie count nothing.
+    """
+    outputs = [
+        tensor
+        for parameter in _fsdp_parameters(model)
+        for tensor in parameter.all_gather_outputs
+        if tensor is not parameter._sharded_param_data
+    ]
     return sum(tensor.untyped_storage().size() for tensor in outputs)
 
 
