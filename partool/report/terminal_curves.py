@@ -103,7 +103,8 @@ def picture(chart: Chart, lines: Sequence[DrawnLine], unit: AxisUnit, size: tupl
 
 def _title(chart: Chart, lines: Sequence[DrawnLine], unit: AxisUnit) -> str:
     """Return a title that names what the lines are, unless they are runs, which have signs of their own."""
-    title = chart.title if unit.axis == "steps" else f"{chart.title} over {unit.name}"
+    over = f"time ({unit.name})" if unit.axis == "time" else unit.name
+    title = chart.title if unit.axis == "steps" else f"{chart.title} over {over}"
     if len(lines) < 2 or lines[0].sign:
         return title
     signs = [_SIGN_OF_FINE if (sign := _marker(line, number)) == _FINE else sign for number, line in enumerate(lines)]

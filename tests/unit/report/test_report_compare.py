@@ -61,7 +61,7 @@ def test_every_kind_of_run_is_set_beside_the_others(
     assert re.search(r"best validation +3\.5000 +– ", out)
     assert re.search(r"device-hours +0\.0133 +0\.0189 +0\.00333 ", out)
     assert "training loss" in out
-    for axis, unit in (("tokens", "over tokens"), ("time", "over s")):
+    for axis, unit in (("tokens", "over tokens"), ("time", "over time (s)")):
         assert f"training loss {unit}" in shown(capsys, "compare", *runs, "--over", axis)[1]
     check_page((tmp_path / "c.html").read_text())
 
