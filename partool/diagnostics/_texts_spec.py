@@ -88,6 +88,14 @@ RULES: tuple[Rule, ...] = (
         _model("heads: 4, moe: {experts: 4, top_k: 1, ffn_hidden: 32, normalise: false}"),
     ),
     Rule(
+        "PT256",
+        "Residual experts without shared experts",
+        "A residual layer weighs a network that every token uses against the chosen experts (DeepSpeed-MoE, arXiv "
+        "2201.05596, section 4.1.1).",
+        _model("heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32, residual: true}"),
+        _model("heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32, residual: true, shared_experts: 1}"),
+    ),
+    Rule(
         "PT237",
         "Groups of experts that cannot be chosen from",
         "Groups have the same number of consecutive experts. A token chooses all of its experts from top_groups groups "

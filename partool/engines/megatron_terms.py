@@ -95,6 +95,8 @@ def _experts(to: EngineTerms, moe: Moe, layers: int) -> None:
         to.cannot("dense layers first, then experts in every n-th", "model.moe.every", "use every: 1")
     else:
         to.put("moe-layer-freq", moe.every if moe.every > 1 else None, "model.moe.every")
+    if moe.residual:
+        to.cannot("weights of shared experts against routed ones", "model.moe.residual", "drop residual")
     shared = moe.shared_experts * moe.ffn_hidden
     to.put("moe-shared-expert-intermediate-size", shared or None, "model.moe.shared_experts")
     to.put("moe-router-score-function", moe.scores, "model.moe.scores")

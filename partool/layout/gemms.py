@@ -118,6 +118,8 @@ def gemms(
         products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
     if model.moe is not None and moe_layers:
         products.append(Gemm("moe.router", model.moe.experts, cut.hidden(model.hidden), rows, moe_layers))
+        if model.moe.residual:
+            products.append(Gemm("moe.coefficients", 2, cut.hidden(model.hidden), rows, moe_layers))
         if model.moe.shared_experts:
             width = cut.width(model.moe.shared_experts * model.moe.ffn_hidden)
             products += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))

@@ -212,6 +212,8 @@ def _experts(prefix: str, config: ModelConfig, layer: int) -> Iterator[Parameter
     yield _info(f"{prefix}.moe.router.weight", (moe.experts, config.hidden), layer, "router")
     if moe.bias_rate is not None:
         yield _info(f"{prefix}.moe.router.bias", (moe.experts,), layer, "router")
+    if moe.residual:
+        yield from _linear(f"{prefix}.moe.coefficients", (2, config.hidden), True, layer, "router")
     names = ("gate", "up", "down") if config.gated else ("up", "down")
     for name in names:
         rows, columns = (config.hidden, moe.ffn_hidden) if name == "down" else (moe.ffn_hidden, config.hidden)

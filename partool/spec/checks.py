@@ -237,6 +237,10 @@ def _moe(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT210", message, path=("model", "moe", "top_k"), help=f"use at most {moe.experts}")
     elif moe:
         yield from _expert_groups(moe)
+    if moe and moe.residual and not moe.shared_experts:
+        message = "residual: true weighs the shared experts against the routed ones, but there are no shared experts"
+        help = "add shared_experts: 1, or drop residual"
+        yield Diagnostic("PT256", message, path=("model", "moe", "residual"), help=help)
     if moe and moe.top_k == 1 and moe.normalise:
         message = (
             "normalise: true makes the only weight of each token 1, so that the model's loss does not train the router"

@@ -114,6 +114,9 @@ class Moe(Section):
     """Width of one expert."""
     shared_experts: ExpertsOrNone = 0
     """Experts that every token is sent to in addition."""
+    residual: bool = False
+    """Whether a layer's result is c0 · routed experts + c1 · shared experts instead of their sum; c is a softmax of two
+    logits per token (residual experts of DeepSpeed-MoE, arXiv 2201.05596, section 4.1.1)."""
     first_dense_layers: LayersOrNone = 0
     """Layers at the start that keep a dense feed-forward network."""
     every: Layers = 1

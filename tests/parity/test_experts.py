@@ -26,10 +26,10 @@ MIXED: dict[str, Any] = {
     "moe": {
         "experts": 4, "top_k": 2, "ffn_hidden": 13, "shared_experts": 1, "first_dense_layers": 1, "scores": "sigmoid",
         "groups": 2, "top_groups": 2, "scaling_factor": 1.7, "bias_rate": 0.03, "aux_loss": 0.2,
-        "aux_scope": "sequence", "z_loss": 0.05,
+        "aux_scope": "sequence", "z_loss": 0.05, "residual": True,
     }
 }  # fmt: skip
-"""DeepSeek-V3's router, whose losses do not depend on how sequences are divided over ranks."""
+"""DeepSeek-V3's router, whose losses do not depend on how sequences are divided over ranks; residual experts."""
 LIMITED: dict[str, Any] = {
     "activation": "gelu", "moe": {"experts": 4, "top_k": 2, "ffn_hidden": 13, "capacity": 0.8, "aux_loss": 0.2},
 }  # fmt: skip
@@ -42,7 +42,7 @@ SPREAD: dict[str, Any] = {
 }  # fmt: skip
 """One expert per token; the load is counted over all ranks."""
 SHORT = MIXED | {"layers": 3}
-DEEPSEEK = SHORT | LATENT
+DEEPSEEK = SHORT | LATENT | {"moe": SHORT["moe"] | {"residual": False}}
 """Latent attention, a dense layer, and layers of experts with a shared one."""
 MODELS = {
     "deepseek": DEEPSEEK,

@@ -56,7 +56,8 @@ def expected_bytes(plan: Plan, rank: int) -> dict[str, tuple[int, int]]:
         "parameters": (shards[0], shards[1] + biases),
         "moments": (2 * shards[0], 2 * shards[1]),
         "gradients": (whole[0], whole[1]) if zero == 1 else (sums[0], sums[1]),
-        "gathered": (0, 0) if zero == 3 else (padded[0], padded[1]),
+        # A rank that shares its experts with no other computes with the experts' masters.
+        "gathered": (0, 0) if zero == 3 else (padded[0] if mesh.dp_shard > ep else 0, padded[1]),
     }
 
 

@@ -30,6 +30,7 @@ NEEDS = {
     "training": {"model", "hardware", "data"},
     "hardware": {"training"},
     "model": {"data", "training"},
+    "adapter": {"model"},
 }
 """Section → sections whose values the planner's rules about it read; mistakes in those may hide mistakes in it."""
 Found = frozenset[tuple[str, str]]

@@ -54,6 +54,8 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
     width = model.ffn_hidden
     if moe and model.moe:
         layer_products.append(Product(model.moe.experts, hidden, "whole"))
+        if model.moe.residual:
+            layer_products.append(Product(2, hidden, "whole"))
         width = model.moe.shared_experts * model.moe.ffn_hidden
     if width:
         inner = tensor_shares.width(width, ranks)

@@ -8,7 +8,7 @@ from partool.layout.tensor.structure import Structure
 from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 
-_WIDE = ("head", "moe.router")
+_WIDE = ("head", "moe.router", "moe.coefficients")
 """Matrix products that always stay in 16 bits."""
 
 

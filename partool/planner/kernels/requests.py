@@ -20,7 +20,7 @@ Part = Literal["forward", "input gradient", "weight gradient"]
 PARTS: tuple[Part, ...] = ("forward", "input gradient", "weight gradient")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 """Torch's name of the activations' type, by precision."""
-_WIDE = ("head", "moe.router")
+_WIDE = ("head", "moe.router", "moe.coefficients")
 """Matrix products that are computed in 16 bits even if the precision is fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
 """Products whose outputs are all-reduced over tensor ranks. With ``chunks``, these products are computed in pieces, so

@@ -64,7 +64,10 @@ _EXPERTS = (
     Condition(lambda c: c.moe is None or c.moe.routing == "learned", "moe.routing is learned"),
 )
 _NO_SHARED = Condition(lambda c: c.moe is None or not c.moe.shared_experts, "moe.shared_experts is 0")
-_SHARED = Condition(lambda c: c.moe is None or c.moe.shared_experts > 0, "moe.shared_experts is at least 1")
+_SHARED = Condition(
+    lambda c: c.moe is None or (c.moe.shared_experts > 0 and not c.moe.residual),
+    "moe.shared_experts is at least 1, and moe.residual false",
+)
 _FIRST_DENSE = Condition(lambda c: c.moe is None or c.moe.every == 1, "moe.every is 1")
 _SOFTMAX = (
     Condition(lambda c: c.moe is None or c.moe.scores == "softmax", "moe.scores is softmax"),

@@ -8,11 +8,13 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from partool.spec.model import ModelConfig
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_kernels.moe.op import permute, route, unpermute
 from partool_runtime.model.ffn import ACTIVATIONS, FeedForward
+from partool_runtime.model.norm import wide_dtype
 from partool_runtime.model.projection import StoredMatrix
 from partool_runtime.model.routing import Choices, Router
 
@@ -125,6 +127,21 @@ def dispatch_here(
     return unpermute(rows_RH, routing, choices.weights), None if beside is None else beside()
 
 
+class ResultWeights(nn.Linear):
+    """The weights of a token's routed and of its shared experts: a softmax of two logits, in float32 or wider."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden, 2)
+        nn.init.normal_(self.weight, std=config.init_std)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the two weights of each token, ``[B, S, 2]``, in the type of ``x_BSH``."""
+        wide = wide_dtype(x_BSH.dtype)
+        logits_BS2 = F.linear(x_BSH.to(wide), self.weight.to(wide), self.bias.to(wide))
+        return logits_BS2.softmax(dim=-1).to(x_BSH.dtype)
+
+
 class MixtureOfExperts(nn.Module):
     """A router, its experts, and shared experts that every token uses, which are one wider network."""
 
@@ -142,6 +159,8 @@ class MixtureOfExperts(nn.Module):
         self.shared: FeedForward | None = None
         if moe.shared_experts:
             self.shared = FeedForward(config.model_copy(update=_shared(config, moe.shared_experts * moe.ffn_hidden)))
+        self.coefficients = ResultWeights(config) if moe.residual else None
+        """The weights of routed and shared experts; None if their results are added."""
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
@@ -150,9 +169,26 @@ class MixtureOfExperts(nn.Module):
         out_BSH, of_shared_BSH = self.mixed(inner_BSH, beside)
         if of_shared_BSH is None:
             return self.division.leave(out_BSH, x_BSH)
+        if self.coefficients is not None:
+            return self._weighed(self.coefficients(inner_BSH), out_BSH, of_shared_BSH, x_BSH)
         if joined:
             return self.division.leave(out_BSH + of_shared_BSH, x_BSH)
         return self.division.leave(out_BSH, x_BSH) + of_shared_BSH
+
+    def _weighed(
+        self, weights_BS2: torch.Tensor, out_BSH: torch.Tensor, of_shared_BSH: torch.Tensor, x_BSH: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of both results; ``weights_BS2`` are those of the tokens that this rank routes.
+
+        Each rank multiplies what it computed itself, so that the gradients of its weights are a part of the sum over
+        tensor ranks, as those of the router are.
+        """
+        routed_BSH = out_BSH * weights_BS2[..., :1]
+        if self.division.joined:
+            return self.division.leave(routed_BSH + of_shared_BSH * weights_BS2[..., 1:], x_BSH)
+        # Shared experts have results of all tokens here, so the weights of all tokens travel with the routed results.
+        every_BSh = self.division.leave(torch.cat([routed_BSH, weights_BS2[..., 1:]], dim=-1), x_BSH)
+        return every_BSh[..., :-1] + of_shared_BSH * every_BSh[..., -1:]
 
     def mixed(self, x_BSH: torch.Tensor, beside: Beside | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tokens' results of routed experts, and the result of ``beside``, which may run meanwhile."""

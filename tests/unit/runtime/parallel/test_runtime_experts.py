@@ -54,6 +54,15 @@ def by_hand(layer: MixtureOfExperts, x_TH: torch.Tensor, moe: Moe) -> torch.Tens
         each = [down[e] @ (F.silu(gate[e] @ x_H) * (up[e] @ x_H)) for e in chosen]
         rows.append(sum(w * moe.scaling_factor * y for w, y in zip(weights, each, strict=True)))
     out = torch.stack(rows)
+    if layer.coefficients is not None:
+        assert layer.shared is not None
+        pairs = [(layer.coefficients.weight @ x_H + layer.coefficients.bias).exp() for x_H in x_TH]
+        return torch.stack(
+            [
+                (first * y + second * z) / (first + second)
+                for (first, second), y, z in zip(pairs, out, layer.shared(x_TH), strict=True)
+            ]
+        )
     return out if layer.shared is None else out + layer.shared(x_TH)
 
 
@@ -65,6 +74,7 @@ def by_hand(layer: MixtureOfExperts, x_TH: torch.Tensor, moe: Moe) -> torch.Tens
         {"scores": "sigmoid", "bias_rate": 0.1, "groups": 3, "top_groups": 2, "scaling_factor": 1.5},
         {"groups": 2, "top_groups": 1, "group_score": "max", "normalise": False},
         {"top_k": 1, "shared_experts": 1},
+        {"shared_experts": 2, "residual": True},
         {"top_k": 6},
     ],
 )
