@@ -37,7 +37,7 @@ RUNTIME_LAYERS = [
         "private",
         "pulse",
     ],
-    ["stop", "threads", "torch_internals", "deferral", "fast_tokenizer", "trackers"],
+    ["stop", "threads", "allocator", "torch_internals", "deferral", "fast_tokenizer", "trackers"],
     ["chat", "pieces"],
     ["tokens"],
     ["plan_file", "model", "mesh"],

@@ -10,12 +10,13 @@ from partool.plan.types import Plan
 from partool_kernels import isa
 from partool_kernels.device import use_tables
 from partool_kernels.registry.tables import TableError
+from partool_runtime.allocator import return_large_blocks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.pulse import Pulse
 
 
 def configure_process(plan: Plan) -> None:
-    """Set threads, seed, determinism and the kernels' tables as the plan states.
+    """Set threads, seed, determinism, the allocator of a CPU and the kernels' tables as the plan states.
 
     Raises ConfigurationError PT511 if partool's kernels are missing, PT492 if a table cannot be read.
     """
@@ -32,6 +33,8 @@ def configure_process(plan: Plan) -> None:
         raise ConfigurationError("PT492", f"kernels.tuned: {error}", help) from None
     if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in os.environ:  # torch has read it
         torch.set_num_threads(plan.devices.threads_per_rank)
+    if plan.devices.backend == "cpu":
+        return_large_blocks()
     torch.manual_seed(plan.training.seed)
     if plan.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
