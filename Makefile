@@ -16,7 +16,7 @@ help:
 	@echo "make test-long    the longer suites; those with other training systems need make peers before"
 	@echo "make peers        installs other training systems into build/peers, where tests look for them (PARTOOL_PEERS)"
 	@echo "make trackers     installs W&B, MLflow and trackio into build/trackers, where long tests look for them (PARTOOL_TRACKERS)"
-	@echo "make test-triton  compiles the kernels for all architectures with all versions of Triton that are supported"
+	@echo "make test-triton  compiles the kernels for all architectures with the newest Triton, and with one of the older ones"
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-trackers  what trackers add to a step and to a run (needs make trackers; 10 minutes)"
@@ -119,10 +119,11 @@ peers: venv
 # The oldest that is supported, and the one that CUDA builds of torch 2.13 bring; the newest is in .venv.
 OTHER_TRITONS := 3.6.0 3.7.1
 
-# Every entry of the tables with each version, in the entries' own types.
+# Every entry of the tables with the newest version and with one of the others, which divide the architectures; entries have their own types.
+# The longer suite proves every entry of every architecture with each version.
 test-triton: venv
 	$(BIN)/python -m partool_kernels.offline --most 99 > /dev/null
-	$(BIN)/python tests/versions/offline.py --most 99 $(OTHER_TRITONS)
+	$(BIN)/python tests/versions/offline.py --most 99 --divide $(OTHER_TRITONS)
 
 kernel-tables: venv
 	$(BIN)/python -m partool_kernels.offline --write

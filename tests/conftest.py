@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from sharing import begin
 from thinned import thin
 
 pytest_plugins = ["processes"]
 LONGEST = (
-    "test_slurm_cluster.py", "test_sequence_compiled.py", "test_sequence_trainer.py", "test_experts.py",
-    "test_agent_signals.py", "test_offload.py", "test_pipeline_trainer.py", "test_tensor_trainer.py",
-    "test_agent_exit.py", "test_agent_nodes.py", "test_one_bit_trainer.py", "test_trainer.py", "test_sequence_hf.py",
-    "test_dry_collectives.py", "test_model_code.py", "test_evaluation.py", "test_tensor_hf.py",
+    "test_slurm_cluster.py", "test_adapters.py", "test_sequence_compiled.py", "test_sequence_trainer.py",
+    "test_experts.py", "test_agent_signals.py", "test_offload.py", "test_preferences.py", "test_pipeline_trainer.py",
+    "test_tensor_trainer.py",
+    "test_agent_exit.py", "test_agent_nodes.py", "test_evaluation.py", "test_one_bit_trainer.py", "test_trainer.py",
+    "test_sequence_hf.py", "test_dry_collectives.py", "test_model_code.py", "test_tensor_hf.py",
     "test_zero_controls_ranks.py", "test_zero.py", "test_fused_parts.py", "test_pipeline_engine.py",
     "test_kill_resume.py", "test_sequence_dsp.py", "test_fp8.py", "test_lamb_trainer.py", "test_muon_trainer.py",
     "test_sequence_layers.py", "test_tiles.py", "test_agent_stops.py", "test_agent_hangs.py", "test_numa.py",
@@ -42,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = item.get_closest_marker("timeout")
         seconds = float(own.args[0] if own is not None else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin to note what a test shares with others, before fixtures are made for it."""
+    begin(item)
 
 
 def pytest_configure() -> None:

@@ -6,7 +6,8 @@ import codecs
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,12 +35,18 @@ class DataError(ValueError):
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def stdlib_files() -> Iterator[Path]:
-    """Yield the files of the source ``python-stdlib`` without an order: the interpreter's library without its tests."""
+@cache
+def stdlib_files() -> tuple[Path, ...]:
+    """Return the files of the source ``python-stdlib`` without an order: the interpreter's library without its tests.
+
+    They are looked for once in a process: nothing changes the library of an interpreter that runs.
+    """
+    files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _STDLIB_LEFT_OUT]
         paths = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        files += [path for path in paths if path.is_file()]
+    return tuple(files)
 
 
 _SIDECAR = 'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}'

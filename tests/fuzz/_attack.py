@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 SEED = int(os.environ.get("PARTOOL_FUZZ_SEED", "18"))
-_IN_CI_S = 3.0
+_IN_CI_S = 2.0
 SECONDS = float(os.environ.get("PARTOOL_FUZZ_SECONDS", _IN_CI_S))
 """Seconds that each attack may take: a few in CI, minutes in ``make test-long``."""
 _ONE = os.environ.get("PARTOOL_FUZZ_CASE", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -105,6 +105,7 @@ def adapter_plan(text: Path, mesh: Mesh, zero: int, name: str = "five", every: i
     return plan.model_copy(update=update | {"checkpoint": CheckpointSpec(every=every, keep=STEPS)})
 
 
+@cache
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     """Return plans by name, each with the model of the run of one process that it must equal."""
     make = partial(adapter_plan, text)

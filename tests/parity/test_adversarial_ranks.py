@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def plan_of(text: Path, mesh: Mesh, zero: int, model: str = "five", **layout: An
     return plan.model_copy(update={"training": training, "checkpoint": CheckpointSpec(every=0)})
 
 
+@cache
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     """Return plans by name, each with the model of the run of one process that it must equal."""
     make = partial(plan_of, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def averaged(text: Path, mesh: Mesh, zero: int, model: str = "five", ema: EmaSpe
     return plan.model_copy(update=update)
 
 
+@cache
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     """Return plans by name, each with the model of the run of one process that it must equal."""
     make = partial(averaged, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ Cases = dict[str, tuple[Plan, str]]
 """Plans by name, each with the run of one process that it must equal."""
 
 
+@cache
 def core_cases(text: Path) -> Cases:
     """Return a few plans that together use everything once; pipelines have more layers than the others."""
     make = partial(tensor_plan, text, model=SHORT, expert=2)
@@ -143,6 +144,7 @@ def further_cases(text: Path) -> Cases:
     return found
 
 
+@cache
 def balanced_cases(text: Path) -> dict[str, Plan]:
     """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
     model = SHORT | {"moe": MIXED["moe"] | {"routing": "balanced"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ZIGZAG = {"order": "zigzag"}
 GATED = {"gather": "sequential", "prefetch": 2, "persistent": 40}
 
 
+@cache
 def cases(text: Path, *, every: bool = False) -> dict[str, tuple[Plan, str]]:
     """Return plans of four ranks that fuse all they can, each with the model of the run that it must equal."""
 

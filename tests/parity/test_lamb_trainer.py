@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def lamb_plan(text: Path, mesh: Mesh, zero: int, model: str = "five", every: int
     return plan.model_copy(update={"optimizer": SPECS[model], "checkpoint": CheckpointSpec(every=every, keep=STEPS)})
 
 
+@cache
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     """Return plans by name, each with the model of the run of one process that it must equal."""
     make = partial(lamb_plan, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def muon_plan(text: Path, mesh: Mesh, zero: int, model: str = "five", **layout: 
     return plan.model_copy(update={"optimizer": MUON, "checkpoint": CheckpointSpec(every=0)})
 
 
+@cache
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     """Return plans by name, each with the model of the run of one process that it must equal."""
     make = partial(muon_plan, text)

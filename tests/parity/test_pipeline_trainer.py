@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ Cases = dict[str, tuple[Plan, str]]
 """Plans of four ranks by name, each with the run of one process that it must equal."""
 
 
+@cache
 def core_cases(text: Path) -> Cases:
     """Return a few plans that together use everything once."""
     make = partial(plan, text, TWO_BY_TWO)

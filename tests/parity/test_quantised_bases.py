@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def ran(bases: None, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> 
     return Ran(Jobs(tmp_path_factory.mktemp("bases"), pools, train_adapter))
 
 
+@cache
 def cases(text: Path) -> dict[str, tuple[Plan, str]]:
     """Return plans by name, each with the base that it has."""
     MODELS.update({name: model for name, (model, _) in BASES.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ def make_plan(text: Path, model: str, mesh: Mesh, *, zero: int = 1, **layout: An
     return plan.model_copy(update={"data": plan.data.model_copy(update=documents)})
 
 
+@cache
 def core_cases(text: Path) -> Cases:
     """Return plans of four ranks; boundaries of stages lie between layers that hold rows and columns."""
     rows, columns = (partial(make_plan, text, model) for model in MODELS)

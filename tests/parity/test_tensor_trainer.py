@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ Cases = dict[str, tuple[Plan, str]]
 """Plans by name, each with the run of one process that it must equal."""
 
 
+@cache
 def core_cases(text: Path) -> Cases:
     """Return a few plans of four ranks that together use everything once."""
     make = partial(tensor_plan, text)

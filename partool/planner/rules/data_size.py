@@ -55,7 +55,7 @@ def _readable(source: str) -> Iterator[Path]:
 
 def _files(source: str) -> Iterator[Path]:
     if source == PYTHON_STDLIB:
-        return stdlib_files()
+        return iter(stdlib_files())
     return (path for path in islice(files_of(source), 2 * MOST_FILES + 2) if path.is_file())
 
 

@@ -49,6 +49,13 @@ def definitions(tree: ast.Module) -> dict[str, tuple[int, int]]:
     return {node.name: (node.lineno, node.end_lineno or node.lineno) for node in tree.body if isinstance(node, kinds)}
 
 
+def dotted(node: ast.expr) -> tuple[str, ...]:
+    """Return the names of ``a.b.c``; the first one is empty where they begin with another expression."""
+    if isinstance(node, ast.Attribute):
+        return (*dotted(node.value), node.attr)
+    return (node.id if isinstance(node, ast.Name) else "",)
+
+
 def mentions(module: str, tree: ast.Module) -> Iterator[str]:
     """Yield the full names that a module's code mentions; a definition's own lines do not mention it."""
     bound, own = imported_names(tree), definitions(tree)
@@ -60,9 +67,9 @@ def mentions(module: str, tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Name) and node.id in bound:
             yield bound[node.id]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
-            head, _, rest = ast.unparse(node).partition(".")
+            head, *rest = dotted(node)
             if head in bound:
-                yield f"{bound[head]}.{rest}"
+                yield ".".join((bound[head], *rest))
 
 
 def unused(files: dict[str, Path]) -> set[str]:
