@@ -15,6 +15,7 @@ from partool.planner.rules import (
     adapter,
     adversarial,
     engine,
+    evaluation,
     jobs,
     objective,
     offload,
@@ -34,7 +35,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
     findings = independent(_vocabulary, problem, tokenizer_vocab) + _of_group((check_hf, check_tensor), problem)
-    if wrong := _of_group((jobs.check, engine.check), problem):
+    if wrong := _of_group((jobs.check, engine.check, evaluation.check), problem):
         return findings + wrong
     for group in (SIZES, BATCHES):
         findings += _of_group(group, problem)
