@@ -14,6 +14,9 @@ from partool.strategies.jobs import JOBS
 _EVALUATE = "evaluate"
 _LONGEST_NAME = 48
 _PRECISIONS = {"float64": "fp64", "float32": "fp32"}
+_OF_SCHEDULES = ("pipeline.waves", "pipeline.in_flight", "pipeline.layers", "offload")
+"""Fields of ``parallel`` that belong to what an evaluation does not have."""
+_OF_TRAININGS = ("launch", "telemetry.profile", "training.epochs", "training.tokens", "evaluation")
 _LONGEST = 4096
 """Tokens of a sequence for a folder whose model takes more: longer ones cost memory, and few tasks need them."""
 
@@ -47,8 +50,8 @@ def spec_of_run(plan: Plan, checkpoint: Path, tasks: TasksOption) -> dict[str, A
     Its layout is free where the run's spec leaves it free. Relative paths start from :func:`base_dir_of`.
     """
     spec: dict[str, Any] = json.loads(json.dumps(plan.spec))
-    unread = [*JOBS[_EVALUATE].unread, *(f"parallel.{name}" for name in JOBS[_EVALUATE].settled)]
-    for path in [*unread, "launch", "telemetry.profile", "training.epochs", "training.tokens", "evaluation"]:
+    of_layouts = (f"parallel.{name}" for name in (*JOBS[_EVALUATE].settled, *_OF_SCHEDULES))
+    for path in (*JOBS[_EVALUATE].unread, *of_layouts, *_OF_TRAININGS):
         _drop(spec, path.split("."))
     model = spec["model"] if isinstance(spec["model"], dict) else {"preset": spec["model"]}
     if plan.own_decoder and not {"preset", "config"} & model.keys():
@@ -102,7 +105,7 @@ def _paths(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield paths as a run's spec has them, each with the absolute path of its plan."""
     data, model, resolved = plan.spec.get("data", {}), plan.spec.get("model", {}), plan.data
     weights = model.get("weights", {})
-    pairs = [
+    pairs: list[tuple[Any, Any]] = [
         (data.get("source"), resolved.source),
         (data.get("validation_source"), resolved.validation_source),
         (data.get("tokenizer"), resolved.tokenizer),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -14,6 +14,10 @@ TaskName = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", min_length=1, ma
 _Shots = Annotated[int, Field(ge=0, le=10_000)]
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 def is_file(task: str) -> bool:
     """Return whether a task is named by the path of its file."""
     return task.endswith((".yaml", ".yml"))
@@ -22,7 +26,7 @@ def is_file(task: str) -> bool:
 class EvaluationSpec(Section):
     """Tasks of lm-evaluation-harness, which ask for log-likelihoods of texts (docs/guide/evaluation.md)."""
 
-    tasks: Annotated[list[TaskName], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = []
+    tasks: Annotated[list[TaskName], BeforeValidator(_listed, json_schema_input_type=TaskName | list[TaskName])] = []
     """Names of tasks, groups or tags, or paths of their YAML files; ``job: evaluate`` then runs these in place of the
     loss over the data."""
     include_path: FilePath | None = None

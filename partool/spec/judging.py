@@ -46,7 +46,8 @@ class Judgement(Section):
         if self.mode != "auto":
             return self.mode
         _, of_task, name = self.metric.rpartition("/")
-        return BETTER.get(self.metric, "max" if of_task and name not in _LOW else "min")
+        of_others: Better = "max" if of_task and name not in _LOW else "min"
+        return BETTER.get(self.metric, of_others)
 
 
 class BestSpec(Judgement):

@@ -29,7 +29,7 @@ def resolve_evaluation(evaluation: EvaluationSpec, base_dir: Path) -> Evaluation
 def check_files(spec: Spec, launch: LaunchSpec, base_dir: Path) -> Iterator[Diagnostic]:
     """Yield findings about files of tasks, and a folder of them, that are not on this machine."""
     evaluation, resolved = spec.evaluation, resolve_evaluation(spec.evaluation, base_dir)
-    paths = [
+    paths: list[tuple[tuple[str | int, ...], str]] = [
         (("evaluation", "tasks", index), task)
         for index, task in enumerate(resolved.tasks)
         if is_file(task) and not os.path.isfile(task)

@@ -35,7 +35,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
     findings = independent(_vocabulary, problem, tokenizer_vocab) + _of_group((check_hf, check_tensor), problem)
-    if wrong := _of_group((jobs.check, engine.check, evaluation.check), problem):
+    if wrong := _of_group((jobs.check, engine.check), problem):
         return findings + wrong
     for group in (SIZES, BATCHES):
         findings += _of_group(group, problem)
@@ -146,6 +146,7 @@ SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
     check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, quantised.check, optimizer.check,
     _recompute, offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check, objective.check,
+    evaluation.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -56,11 +56,9 @@ class TaskProcess:
         self.send([settings_of(plan).to_json()])
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send a frame; raises ConfigurationError PT641 if the process has ended."""
-        try:
+        """Send a frame. If the process has ended, :meth:`heard` says so, with which all ranks learn of it."""
+        with suppress(OSError):
             write_frame(self._input, *parts)
-        except OSError:
-            self._hear_error()
 
     def heard(self, wait_s: float) -> list[bytes] | None:
         """Return the next frame; None if none begins within ``wait_s``.
@@ -87,11 +85,6 @@ class TaskProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def _hear_error(self) -> None:
-        """Raise the error with which the process has ended."""
-        self.heard(1.0)
-        raise self._ended()
 
     def _ended(self) -> ConfigurationError:
         with suppress(subprocess.TimeoutExpired):
