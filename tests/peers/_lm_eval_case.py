@@ -56,7 +56,7 @@ def write_model(path: Path) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=405, hidden_size=20, intermediate_size=28, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=5, max_position_embeddings=LENGTH, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=6, max_position_embeddings=LENGTH, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=None, initializer_range=0.4,
     )  # fmt: skip
     LlamaForCausalLM(config).double().save_pretrained(path)
