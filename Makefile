@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv quickstart peers trackers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-trackers bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
+.PHONY: help venv quickstart peers lm-eval trackers test test-changed test-long test-triton test-slurm slurm lint format typecheck test-interpreted test-units bench bench-trackers bench-pipeline bench-tensor bench-experts bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables samples schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-changed the unit tests that depend on what changed since the last commit, for at most a minute"
 	@echo "make test-long    the longer suites; those with other training systems need make peers before"
 	@echo "make peers        installs other training systems into build/peers, where tests look for them (PARTOOL_PEERS)"
+	@echo "make lm-eval      installs lm-evaluation-harness into build/lm_eval, where long tests look for it (PARTOOL_LM_EVAL)"
 	@echo "make trackers     installs W&B, MLflow and trackio into build/trackers, where long tests look for them (PARTOOL_TRACKERS)"
 	@echo "make test-triton  compiles the kernels for all architectures with the newest Triton, and with one of the older ones"
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
@@ -105,6 +106,17 @@ mlflow_PACKAGES := mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 sqlpa
 	opentelemetry-proto==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 python-dotenv==1.2.4 \
 	starlette==1.10.0 uvicorn==0.54.0 mako==1.4.3 gitdb==4.0.12 google-auth==2.63.0 zipp==4.1.2 cryptography==50.0.2 \
 	pyasn1-modules==0.4.2 smmap==5.0.3 cffi==2.1.1 pyasn1==0.6.5 pycparser==3.12
+
+# lm-evaluation-harness with what its tasks of log-likelihoods import, beside what .venv has.
+LM_EVAL := lm_eval==0.4.13 accelerate==1.15.0 psutil datasets==5.2.0 evaluate==0.4.6 multiprocess==0.70.19 dill==0.4.1 pandas==3.1.1 python-dateutil==4.0.0 \
+	pytz==2026.6 tzdata==2026.6 six==1.17.0 xxhash==4.1.0 tqdm==4.70.1 fsspec==2026.9.0 httpx==0.28.1 httpcore==1.0.9 more-itertools==11.2.1 \
+	pytablewriter==1.2.1 dataproperty==1.1.1 mbstrdecoder==1.1.5 pathvalidate==3.3.1 tabledata==1.3.5 tcolorpy==0.1.7 typepy==2.0.0 \
+	chardet==7.7.0 sacrebleu==2.6.0 portalocker==4.4.2 regex==2026.11.19 tabulate==0.10.0 colorama==0.4.6 lxml==6.1.3 rouge-score==0.1.2 \
+	nltk==3.10.4 absl-py==2.5.1 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 threadpoolctl==3.8.0 narwhals==2.29.0 sqlitedict==2.1.0 \
+	word2number==1.1 jsonlines==4.0.0
+
+lm-eval: venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lm_eval $(LM_EVAL)
 
 trackers: venv
 	$(foreach name,$(TRACKERS),$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \

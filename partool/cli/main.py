@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("partool.cli.status", "Show how a run is doing."),
     "logs": ("partool.cli.logs", "Show what the ranks of a run printed."),
     "top": ("partool.cli.top", "Follow a run as it trains."),
+    "eval": ("partool.cli.eval", "Judge a model: held-out loss, or tasks of lm_eval."),
     "report": ("partool.cli.report", "Show a run: how it ended, its curves, measured beside planned."),
     "compare": ("partool.cli.compare", "Set runs side by side: curves, specs and results."),
     "profile": ("partool.cli.profile", "Profile steps of a running job, and say where their time goes."),
@@ -41,7 +42,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _JSON = {
     **dict.fromkeys(
-        ("compare", "data", "plan", "report", "profile", "status", "list", "doctor", "calibrate", "tune", "schedule"),
+        (
+            "compare",
+            "data",
+            "eval",
+            "plan",
+            "report",
+            "profile",
+            "status",
+            "list",
+            "doctor",
+            "calibrate",
+            "tune",
+            "schedule",
+        ),
         "write --output json; ",
     ),
     "schema": "it prints JSON without an option; ",

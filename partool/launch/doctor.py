@@ -51,10 +51,11 @@ def _torch() -> Check:
 def _packages(plan: Plan | None) -> Iterator[Check]:
     needed = {
         "transformers": plan is not None and (plan.weights.source == "hf" or plan.data.tokenizer != "bytes"),
+        "lm_eval": plan is not None and bool(plan.evaluation.tasks),
         **{TRACKERS[each.name].package: True for each in (plan.telemetry.trackers if plan is not None else ())},
     }
     trackers = [(record.package, name) for name, record in TRACKERS.items()]
-    for package, extra in (("transformers", "hf"), *trackers, ("kubernetes", "k8s")):
+    for package, extra in (("transformers", "hf"), ("lm_eval", "eval"), *trackers, ("kubernetes", "k8s")):
         if importlib.util.find_spec(package) is not None:
             yield Check(package, "ok", _version(package))
         elif needed.get(package):

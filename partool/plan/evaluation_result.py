@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 
 from partool.plan.record import Count, DamagedRecordError, Noted, Number, damage, parse_json
+from partool.plan.task_results import TaskResult, tasks_as_text
 
 EVALUATION_FILE = "evaluation.json"
 _LARGEST = math.log(1e30)
 
 
 class EvaluationResult(Noted):
-    """Mean loss over the data of a finished evaluation."""
+    """Mean loss over the data of a finished evaluation, or the results of its tasks."""
 
     steps: Count
     tokens: Count
@@ -20,6 +21,8 @@ class EvaluationResult(Noted):
     """Nats per token; None if it is not finite."""
     perplexity: Number | None
     """Exponential of the loss; None if it is not finite, or beyond 1e30."""
+    tasks: dict[str, TaskResult] = {}
+    """Results of tasks, of which there are some if no loss was computed; of a training, the latest ones."""
 
     @classmethod
     def of(cls, steps: int, tokens: int, loss: float) -> EvaluationResult:
@@ -28,8 +31,15 @@ class EvaluationResult(Noted):
         perplexity = None if finite is None or finite > _LARGEST else math.exp(finite)
         return cls(steps=steps, tokens=tokens, loss=finite, perplexity=perplexity)
 
+    @classmethod
+    def of_tasks(cls, steps: int, tasks: dict[str, TaskResult]) -> EvaluationResult:
+        """Return the results of tasks after ``steps`` steps of a training, or 0."""
+        return cls(steps=steps, tokens=0, loss=None, perplexity=None, tasks=tasks)
+
     def __str__(self) -> str:
         """Return the result as a sentence without an end."""
+        if self.tasks:
+            return tasks_as_text(self.tasks) + (f" (after step {self.steps:,})" if self.steps else "")
         figures = (
             "the loss is not finite"
             if self.loss is None

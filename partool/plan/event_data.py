@@ -54,6 +54,11 @@ class _Validation(Noted):
     preferences: PairFigures | None = None
 
 
+class _Evaluation(Noted):
+    step: Count
+    tasks: dict[str, Number] = {}
+
+
 class _EarlyStop(Noted):
     step: Count
     reason: str
@@ -119,6 +124,7 @@ DATA: Mapping[str, type[Noted]] = {
     "start": _Start,
     "step": _Step,
     "validation": _Validation,
+    "evaluation": _Evaluation,
     "early_stop": _EarlyStop,
     "profile": _Profile,
     "checkpoint": _Checkpoint,

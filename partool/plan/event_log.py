@@ -18,6 +18,7 @@ EventKind = Literal[
     # orpo
     "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
     "validation",  # step, loss, tokens, weights_loss beside the loss of the average, and preferences as in a step
+    "evaluation",  # step, tasks: metrics by TASK/METRIC
     "early_stop",  # step, reason: the validation after this step ends the run
     "checkpoint",  # step, path, write_s, blocked_s
     "experts",  # step, and of each layer: layer, tokens, imbalance, dropped, entropy, bias

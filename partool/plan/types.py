@@ -30,6 +30,7 @@ from partool.plan.verification import Verification
 from partool.spec._base import OneOf
 from partool.spec.adapter import AdapterSpec
 from partool.spec.data import DataSpec
+from partool.spec.evaluation import EvaluationSpec
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
@@ -333,6 +334,7 @@ class Plan(Record):
     checkpoint: CheckpointSpec = CheckpointSpec()
     resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec
+    evaluation: EvaluationSpec = EvaluationSpec()
     telemetry: TelemetrySpec = TelemetrySpec()
     """Trackers of the run; paths are absolute."""
     environment: tuple[Variable, ...] = ()
@@ -418,6 +420,11 @@ class Plan(Record):
         """``at most `` where the job may end before its last step, with the end of its data or by an early stop."""
         certain = JOBS[self.job].backward and self.training.early_stop is None
         return "" if certain else "at most "
+
+    @property
+    def judges_by_tasks(self) -> bool:
+        """Whether the job runs tasks in place of its data, so that nothing is known of its length."""
+        return bool(self.evaluation.tasks) and not JOBS[self.job].backward
 
     @property
     def own_decoder(self) -> bool:

@@ -16,6 +16,7 @@ from partool.spec.data import DataSpec
 from partool.spec.numbers import MOST_STEPS
 from partool.spec.spec import Spec
 from partool.spec.training import TrainingSpec
+from partool.strategies.jobs import JOBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ class DataCounts:
     """Samples that are longer than a sequence, or have no token to train on, and are in no row."""
     unknown: str = ""
     """Why the tokens are not counted, and what would tell."""
+
+
+def counts_of(spec: Spec, data: DataSpec) -> DataCounts:
+    """Return the counts of what a spec's job reads of its ``data`` section with absolute paths."""
+    trains = JOBS[spec.job].backward
+    if spec.evaluation.tasks and not trains:
+        return DataCounts(None, unknown="the tasks make the requests, which a run counts once it has loaded them")
+    return count_data(data, spec.training.sequence_length, trains=trains)
 
 
 def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCounts:

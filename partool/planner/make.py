@@ -12,7 +12,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
-from partool.planner.data_counts import DataCounts, count_data, left_out
+from partool.planner.data_counts import DataCounts, counts_of, left_out
 from partool.planner.findings import fp8, unused
 from partool.planner.findings.kernels import check_kernels, without_missing
 from partool.planner.findings.stopping import check_decided, check_restarts, check_watchdog
@@ -21,6 +21,7 @@ from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, SearchBudget
 from partool.planner.resolve import Resolved, resolve, spec_hash
+from partool.planner.rules.evaluation import resolve_evaluation
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
 from partool.planner.rules.telemetry import check_profile, resolve_telemetry
@@ -195,7 +196,7 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
     findings += [finding for finding in cut.findings if finding not in findings]
     if _failed(list(cut.findings)):
         return PlanResult(None, findings)
-    counts = count_data(resolved.data, problem.spec.training.sequence_length, trains=problem.job.backward)
+    counts = counts_of(problem.spec, resolved.data)
     findings += left_out(counts, resolved.data)
     fields = _predictions_and_reasons(solution, best, resolved, counts)
     findings += reasons.tight(solution, best)
@@ -223,6 +224,7 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
         checkpoint=_checkpoint(spec, base_dir),
         resume=spec.resume,
         launch=resolved.launch,
+        evaluation=resolve_evaluation(spec.evaluation, base_dir),
         telemetry=resolve_telemetry(spec.telemetry, base_dir),
         environment=environment(resolved.launch, problem.devices),
         runnable=not missing,

@@ -23,6 +23,7 @@ from partool.planner.problem import Problem, SearchBudget
 from partool.planner.rules import adversarial
 from partool.planner.rules.data import resolve_data
 from partool.planner.rules.engine import with_engine_defaults
+from partool.planner.rules.evaluation import check_files
 from partool.planner.rules.kernels import table_hashes
 from partool.planner.rules.launching import resolve_launch, within_cores
 from partool.planner.rules.offload import with_folder
@@ -83,6 +84,7 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     problem, wrong = _problem(spec, base_dir, model, measured, budget or SearchBudget())
     findings += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
     findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
+    findings += independent(check_files, written, launching.launch, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     kernels = _measured_kernels(measured.devices, experts=model.config.moe is not None)
     inputs = _inputs(written, {**model.inputs, **measured.inputs, **kernels, **launching.site.inputs, **tables})

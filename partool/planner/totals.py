@@ -69,7 +69,9 @@ def totals(
     """
     spec, training = problem.spec, problem.spec.training
     trained = training.steps * training.global_batch * training.sequence_length
-    if not problem.job.backward and counts.tokens is not None:
+    if not problem.job.backward and spec.evaluation.tasks:
+        trained = 0
+    elif not problem.job.backward and counts.tokens is not None:
         trained = min(trained, counts.tokens)
     master = MASTER_BYTES[training.precision]
     in_bf16 = layout.offload.optimizer != "none" and spec.parallel.offload.moments == "bf16"
@@ -104,8 +106,13 @@ def totals(
 
 
 def time_of_one_reading(problem: Problem, time: TimePrediction, counts: DataCounts) -> TimePrediction:
-    """Return the time of a job that reads its data once and ends, where the number of their tokens is known."""
+    """Return the time of a job that reads its data once and ends, where the number of their tokens is known.
+
+    The time of tasks is in no total.
+    """
     training = problem.spec.training
+    if problem.spec.evaluation.tasks:  # nobody has counted their requests
+        return time.model_copy(update={"total_s": 0.0, "device_hours": 0.0})
     if counts.tokens is None:
         return time
     rows = counts.rows if counts.samples and counts.rows else counts.tokens / training.sequence_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from partool.layout.parameters import count, is_frozen, parameters
@@ -15,6 +16,7 @@ from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
 from partool.report import environment
 from partool.report.units import amount, bars, counted, gib, in_order, probability, seconds, size
 from partool.spec.adapter import AdapterSpec
+from partool.spec.evaluation import is_file
 from partool.spec.numbers import duration
 from partool.strategies.jobs import JOBS
 
@@ -28,6 +30,8 @@ _SOURCE = 40
 """Most characters of a data source that a row shows."""
 _ENVIRONMENT = 120
 """Most characters of the row about environment variables."""
+_TASKS = 4
+"""Names of tasks in the row about them."""
 _FITS = {"green": "fits", "amber": "may not fit", "red": "does not fit"}
 
 
@@ -44,8 +48,12 @@ def verdict(plan: Plan) -> str:
         f"{_FITS[memory.verdict]} ({probability(memory.fit_probability)} sure)",
         f"{seconds(time.step_time_s)} per step{' tuned' if first else ''} {bars(plan.prediction)}",
         *([f"{seconds(plan.prediction.first_run_step_s)} as most first runs"] if first else []),
-        f"{plan.at_most if plan.training.early_stop is not None else ''}{duration(time.total_s)} in all",
+        "in all as long as the tasks' requests take"
+        if plan.judges_by_tasks
+        else f"{plan.at_most if plan.training.early_stop is not None else ''}{duration(time.total_s)} in all",
     ]
+    if plan.judges_by_tasks:
+        return ", ".join(parts)
     if totals is not None and totals.cost is not None:
         parts.append(f"costs {_price(totals.cost)}")
     return ", ".join(parts)
@@ -65,8 +73,11 @@ def job_rows(plan: Plan) -> Iterator[Row]:
         counted(training.sequence_length, "token"),
     )
     job = JOBS[plan.job]
-    yield job.title.capitalize(), f"{plan.at_most}{' × '.join(sizes)} = {amount(tokens)} tokens"
-    yield "Data", _data(plan, totals)
+    if plan.judges_by_tasks:
+        yield job.title.capitalize(), _tasks(plan)
+    else:
+        yield job.title.capitalize(), f"{plan.at_most}{' × '.join(sizes)} = {amount(tokens)} tokens"
+        yield "Data", _data(plan, totals)
     if not job.backward:
         yield "Stop", stop_text(plan)
         return
@@ -76,6 +87,14 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     if plan.stopping is not None:
         yield "Checkpoint", _checkpoint(plan, totals)
         yield "Stop", stop_text(plan)
+
+
+def _tasks(plan: Plan) -> str:
+    """Return the tasks, and how many of their requests a step takes."""
+    names = [Path(task).stem if is_file(task) else task for task in plan.evaluation.tasks]
+    shown = ", ".join(names[:_TASKS]) + (f" and {len(names) - _TASKS} more" if len(names) > _TASKS else "")
+    batch, length = plan.training.global_batch, plan.training.sequence_length
+    return f"tasks {shown}; a step takes {batch:,} requests of at most {length:,} tokens, and a run counts them"
 
 
 def _adapter(plan: Plan, adapter: AdapterSpec) -> str:
@@ -132,7 +151,7 @@ def _written(data: Any) -> list[Any]:
     """Return the sources that a spec's data section names."""
     if not isinstance(data, dict):
         return [data] if data else []
-    return [each["source"] for each in data.get("mix", ())] or [data["source"]]
+    return [each["source"] for each in data.get("mix", ())] or [data.get("source", [])]
 
 
 def _names(source: Any) -> list[str]:
@@ -142,7 +161,7 @@ def _names(source: Any) -> list[str]:
 def data_name(plan: Plan) -> str:
     """Return the first source of the plan's data, shortened, and the number of further ones."""
     written = plan.spec.get("data")
-    sources = [name for part in _written(written) or [plan.data.source] for name in _names(part)]
+    sources = [name for part in _written(written) or [plan.data.source] for name in _names(part)] or ["no data"]
     name = sources[0] if len(sources[0]) <= _SOURCE else f"…{sources[0][1 - _SOURCE :]}"
     return name + (f" and {len(sources) - 1} more" if len(sources) > 1 else "")
 

@@ -94,7 +94,8 @@ def _time(plan: Plan) -> Table:
     speed += f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
     totals = f"{plan.at_most}{plan.training.steps:,} steps; {_hours(time.device_hours)} device-hours"
-    table.add_row(Text(JOBS[plan.job].title, "bold"), Text(duration(time.total_s), "bold"), totals)
+    if not plan.judges_by_tasks:
+        table.add_row(Text(JOBS[plan.job].title, "bold"), Text(duration(time.total_s), "bold"), totals)
     return table
 
 

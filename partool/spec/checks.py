@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
+from partool.spec.evaluation_checks import check_evaluation
 from partool.spec.judging_checks import check_judged
 from partool.spec.launch_checks import ERRORS, LaunchRule
 from partool.spec.model import LayerPattern, Moe
@@ -18,6 +19,7 @@ from partool.spec.spec import Spec
 from partool.spec.telemetry_checks import check_trackers
 from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
 from partool.spec.watched import independent
+from partool.strategies.jobs import JOBS
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.targets import TARGETS
@@ -369,8 +371,9 @@ def _sharding(spec: Spec) -> Iterator[Diagnostic]:
 def _sources(spec: Spec) -> Iterator[Diagnostic]:
     """Yield errors for data that are named nowhere or twice, and for mixtures that say two things."""
     data = spec.data
+    reads_none = bool(spec.evaluation.tasks) and not JOBS[spec.job].backward  # tasks have texts of their own
     for source in [each.source for each in data.mix] or [data.source]:
-        if not source or (isinstance(source, list) and "" in source):
+        if (not source and not reads_none) or (isinstance(source, list) and "" in source):
             message = "data.source names no file"
             yield Diagnostic("PT220", message, path=("data",), help="a file, a glob, a folder, or python-stdlib")
     if data.source and data.mix:
@@ -412,6 +415,7 @@ CHECKS: tuple[Check, ...] = (
     _duration,
     _validation,
     check_judged,
+    check_evaluation,
     _sharding,
     check_pipeline,
     check_sequence,

@@ -26,20 +26,28 @@ BETTER: dict[str, Better] = {
 """Figure → whether its lowest or its highest value is the best. Figures after ``weights_loss`` are means over pairs of
 answers."""
 
+_LOW = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter")
+"""Metrics of tasks whose lowest value is the best; of all others it is the highest."""
+
 
 class Judgement(Section):
     """The figure of a validation that counts, and which of its values are better."""
 
     metric: Metric = "loss"
     """Figure of a validation: ``loss``, or of pairs of answers also ``accuracy``, ``margin``, ``chosen``, ``rejected``,
-    ``logps_chosen``, ``logps_rejected``, ``kl`` (dpo) and ``log_odds`` (orpo)."""
+    ``logps_chosen``, ``logps_rejected``, ``kl`` (dpo) and ``log_odds`` (orpo); with ``evaluation.tasks`` also
+    TASK/METRIC, such as ``arc_easy/acc_norm``."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether low or high values are better; auto: by the figure, so that a loss is to be low and an accuracy high."""
 
     @property
     def better(self) -> Better:
         """Which values are better."""
-        return BETTER.get(self.metric, "min") if self.mode == "auto" else self.mode
+        if self.mode != "auto":
+            return self.mode
+        _, of_task, name = self.metric.rpartition("/")
+        of_others: Better = "max" if of_task and name not in _LOW else "min"
+        return BETTER.get(self.metric, of_others)
 
 
 class BestSpec(Judgement):

@@ -24,9 +24,15 @@ def check_judged(spec: Spec) -> Iterator[Diagnostic]:
         if lacking := _lacking(spec):
             message = f"{'.'.join(path)} follows validations, and {lacking[0]}"
             yield Diagnostic("PT409", message, path=path, help=lacking[1])
-        elif judged.metric not in (names := figures(spec)):
+        elif judged.metric not in (names := figures(spec)) and not (spec.evaluation.tasks and "/" in judged.metric):
             message = f"a validation of this training has no figure {judged.metric!r}"
-            yield Diagnostic("PT410", message, path=(*path, "metric"), help=f"use {', '.join(names)}")
+            yield Diagnostic("PT410", message, path=(*path, "metric"), help=_choices(spec, names))
+
+
+def _choices(spec: Spec, names: tuple[str, ...]) -> str:
+    """Return which figures there are, in words."""
+    tasks = ", or TASK/METRIC of evaluation.tasks, such as arc_easy/acc" if spec.evaluation.tasks else ""
+    return f"use {', '.join(names)}{tasks}"
 
 
 def figures(spec: Spec) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 from partool.spec._base import OneOf, Section, shorthand
 from partool.spec.adapter import AdapterSpec
 from partool.spec.data import DataSpec
+from partool.spec.evaluation import EvaluationSpec
 from partool.spec.hardware import HardwareSpec, LimitsSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
@@ -29,7 +30,8 @@ class Spec(Section):
     """Training system whose constants price the plan. Only partool trains what it plans; the others are for comparison
     with runs that were imported (``partool import``)."""
     job: Annotated[str, OneOf(JOBS)] = "train"
-    """Kind of job: train, or evaluate, which computes the mean loss over the data (docs/guide/evaluation.md)."""
+    """Kind of job: train, or evaluate, which computes the mean loss over the data, or runs tasks
+    (docs/guide/evaluation.md)."""
     name: RunName | None = None
     """Name of the run; default: the file's name."""
     model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]
@@ -43,5 +45,6 @@ class Spec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     resume: ResumeSpec = ResumeSpec()
     launch: LaunchSpec = LaunchSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
     telemetry: TelemetrySpec = TelemetrySpec()
     limits: LimitsSpec = LimitsSpec()

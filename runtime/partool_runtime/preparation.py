@@ -30,11 +30,12 @@ from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.grad_sync import GradSync
-from partool_runtime.parallel.passes import Passes, PlainPasses, Timer
+from partool_runtime.parallel.passes import BeforePass, Passes, PlainPasses, Timer
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.preferences import PreferenceLoss
 from partool_runtime.parallel.reference import ReferencePasses
+from partool_runtime.parallel.scoring import Scoring
 from partool_runtime.parallel.sequence.batches import SharedSequences
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
@@ -73,6 +74,8 @@ class Prepared:
     """Loads of the experts; None for a dense model."""
     preferences: PreferenceLoss | None = None
     """The objective of pairs of answers; None where each token counts by itself."""
+    scoring: Scoring | None = None
+    """Yields the log-likelihoods that tasks ask for; None where there are no tasks."""
     frozen_copy: Prepared | None = None
     """The model whose log-probabilities the objective compares, if it is a second one in memory."""
 
@@ -89,12 +92,13 @@ class Prepared:
         host: HostParts,
         loads: ExpertLoads | None = None,
         preferences: PreferenceLoss | None = None,
+        scoring: Scoring | None = None,
     ) -> Prepared:
         """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
         ready = grads_ready_after_passes
-        return cls(model, passes, gathered, gradients, memory, sync, ready, shards, host, loads, preferences)
+        return cls(model, passes, gathered, gradients, memory, sync, ready, shards, host, loads, preferences, scoring)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
@@ -107,6 +111,8 @@ def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = N
     if plan.training.adversarial.epsilon:
         check_perturbable(plan)
     prepared = _prepared(plan, ranks, report, host)
+    if prepared.scoring is not None:
+        prepared.scoring.passes = prepared.passes  # without those of a reference
     if prepared.preferences is None or not plan.training.objective.refers_in_steps:
         return prepared
     return _with_reference(prepared, prepared.preferences, plan, ranks, host)
@@ -166,11 +172,24 @@ def _preferences(model: nn.Module, plan: Plan, ranks: Ranks) -> PreferenceLoss |
     return preferences
 
 
+def _losses(
+    model: nn.Module, plan: Plan, ranks: Ranks
+) -> tuple[PreferenceLoss | None, Scoring | None, BeforePass | None]:
+    """Put around the model's loss what the plan asks for; return it, and what learns of each pass; a collective."""
+    scoring = Scoring(model, ranks) if plan.evaluation.tasks else None
+    preferences = _preferences(model, plan, ranks)
+    before = None if preferences is None else preferences.begin
+    if scoring is None:
+        return preferences, None, before
+    scoring.put(model)
+    return preferences, scoring, scoring.before(before)
+
+
 def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
-    preferences = _preferences(model, plan, ranks)
+    preferences, scoring, before = _losses(model, plan, ranks)
     _freeze(model, plan, trains=trains)  # outside of the context: fake tensors are no data of parameters on meta
     with ranks.tensors():
         _own_buffers(model)
@@ -182,7 +201,6 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepar
         perturb = None
         if plan.training.adversarial.epsilon and not isinstance(model, ModuleDecoder):
             perturb = Perturbed(model, sync, plan, ranks).find
-    before = None if preferences is None else preferences.begin
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor, perturb, before=before), plan, ranks)
     grads_ready_after_passes = TensorGradients.names(model)
     return Prepared.sharded(
@@ -195,6 +213,7 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepar
         host=host,
         loads=loads,
         preferences=preferences,
+        scoring=scoring,
     )
 
 
@@ -290,8 +309,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(parts, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
-    preferences = _preferences(parts, plan, ranks)
-    before = None if preferences is None else preferences.begin
+    preferences, scoring, before = _losses(parts, plan, ranks)
     _freeze(parts, plan, trains=trains)
     with ranks.tensors():
         _own_buffers(parts)
@@ -302,7 +320,14 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
         loads = ExpertLoads.of(parts, plan, ranks)
     passes_of_share = _of_shares(passes, plan, ranks)
     return Prepared.sharded(
-        parts, passes_of_share, memory, shards=shards, host=host, loads=loads, preferences=preferences
+        parts,
+        passes_of_share,
+        memory,
+        shards=shards,
+        host=host,
+        loads=loads,
+        preferences=preferences,
+        scoring=scoring,
     )
 
 

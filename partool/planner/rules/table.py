@@ -15,6 +15,7 @@ from partool.planner.rules import (
     adapter,
     adversarial,
     engine,
+    evaluation,
     jobs,
     objective,
     offload,
@@ -145,6 +146,7 @@ SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
     check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, quantised.check, optimizer.check,
     _recompute, offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check, objective.check,
+    evaluation.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -1,17 +1,13 @@
-"""What an encoding process is asked and answers: JSON and arrays behind their lengths, on pipes.
-
-Nothing is pickled, as in all of partool: a pickle could name any function for its reader to call.
-"""
+"""What an encoding process is asked and answers: JSON and arrays, in frames on pipes."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,36 +15,6 @@ from partool.plan.conversations import Completion, Conversation
 from partool_runtime.chat._messages import plain_messages, plain_tools
 from partool_runtime.chat.encode import Encoded, EncoderSettings, Sample
 from partool_runtime.errors import ConfigurationError
-
-_LENGTH = struct.Struct("<Q")
-
-
-def write_frame(pipe: IO[bytes], *parts: bytes) -> None:
-    """Write parts as one frame, each behind its length in bytes."""
-    pipe.write(_LENGTH.pack(len(parts)))
-    for part in parts:
-        pipe.write(_LENGTH.pack(len(part)))
-        pipe.write(part)
-    pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> list[bytes]:
-    """Return the parts of the next frame, none at the end; raises EOFError if a frame is cut."""
-    head = pipe.read(_LENGTH.size)
-    if not head:
-        return []
-    (count,) = _LENGTH.unpack(_exactly(head, _LENGTH.size))
-    parts = []
-    for _ in range(count):
-        (size,) = _LENGTH.unpack(_exactly(pipe.read(_LENGTH.size), _LENGTH.size))
-        parts.append(_exactly(pipe.read(size), size))
-    return parts
-
-
-def _exactly(data: bytes, size: int) -> bytes:
-    if len(data) != size:
-        raise EOFError
-    return data
 
 
 def settings_to_json(settings: EncoderSettings) -> bytes:

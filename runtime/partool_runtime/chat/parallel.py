@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import IO, cast
 
 from partool.process import python_command
-from partool_runtime.chat._frames import EncodedChunk, read_frame, samples_to_json, settings_to_json, write_frame
+from partool_runtime.chat._frames import EncodedChunk, samples_to_json, settings_to_json
 from partool_runtime.chat.encode import Encoded, Encoder, EncoderSettings, Sample
+from partool_runtime.frames import read_frame, write_frame
 
 CHUNK = 256
 """Samples that a process is given at a time."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from partool_runtime.chat._frames import EncodedChunk, read_frame, samples_from_json, settings_from_json, write_frame
+from partool_runtime.chat._frames import EncodedChunk, samples_from_json, settings_from_json
 from partool_runtime.chat.encode import Encoder
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.frames import read_frame, write_frame
 
 
 def serve() -> None:

@@ -12,6 +12,7 @@ from partool_kernels.cross_entropy.op import Terms, cross_entropy
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_runtime import deferral
 from partool_runtime.model.norm import wide_dtype
+from partool_runtime.model.scores import scores_in_chunks
 
 IGNORED = -100
 """Label of a position without a loss."""
@@ -30,9 +31,11 @@ class LossKernels(NamedTuple):
     """Size of the whole vocabulary. Ranks that shard the vocabulary use it to choose equal chunks of positions."""
 
 
-Reduction = Literal["sum", "none"]
+Reduction = Literal["sum", "none", "scores"]
 """``sum``: the sum of the losses of all positions, a scalar; ``none``: the loss of each position, ``[B, S]``, 0 where
-the label is ignored. Kernels and ``z_loss`` are for sums."""
+the label is ignored; ``scores``: the cross entropy of each label and whether it is the model's first choice, ``[2, B,
+S]``, without gradients (:mod:`partool_runtime.model.scores`). Kernels and ``z_loss`` are for sums: ``none`` refuses
+them, and ``scores``, which judge a model, do without them."""
 
 
 def loss(
@@ -56,6 +59,12 @@ def loss(
     ``tile`` sets the number of positions whose logits exist at once. With ``kernels.early`` nothing is recomputed.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
+    if reduction == "scores":
+
+        def part(rows: slice) -> torch.Tensor:
+            return _logits(hidden_TH[rows], head_weight_VH, bias_V)
+
+        return scores_in_chunks(part, labels_BS, tile, head_weight_VH.shape[0])
     if reduction == "none":
         check_plain(kernels, z_loss)
     if kernels is not None and kernels.early and not deferral.is_splitting():
@@ -126,6 +135,8 @@ def loss_of_logits(
     The wide copy of the logits is made for ``tile`` positions at a time (0: of :data:`CHUNK_LOGITS` logits).
     """
     logits_TV, labels_T = logits_BSV.flatten(0, -2), labels_BS.flatten()
+    if reduction == "scores":
+        return scores_in_chunks(lambda rows: logits_TV[rows], labels_BS, tile, logits_TV.shape[1])
     rows = tile or max(1, CHUNK_LOGITS // logits_TV.shape[1])
     wide = wide_dtype(logits_TV.dtype)
     if reduction == "none":

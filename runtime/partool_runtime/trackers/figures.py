@@ -23,7 +23,7 @@ _OF_LOG_STEPS = "tokens_per_s"
 
 
 def row_of(event: Event) -> FigureRow | None:
-    """Return what trackers show of an event: log steps, and validations; None for other events.
+    """Return what trackers show of an event: log steps, validations and tasks; None for other events.
 
     Figures that are not finite, which the event log keeps as null, are left out.
     """
@@ -34,6 +34,8 @@ def row_of(event: Event) -> FigureRow | None:
     if kind == "validation":
         figures = _given({f"validation/{name}": data.get(name) for name in ("loss", "weights_loss")})
         return FigureRow(data["step"], event["t"], figures | _preferences("validation/preferences", data))
+    if kind == "evaluation":
+        return FigureRow(data["step"], event["t"], _given(data.get("tasks") or {}))
     return None
 
 

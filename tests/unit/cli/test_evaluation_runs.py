@@ -65,3 +65,38 @@ def test_another_job_does_not_resume_it(evaluated: Path, tmp_path: Path, capsys:
     assert code == 1
     assert "PT517" in text
     assert (evaluated / "status.json").read_text() == before
+
+
+TASKS = {"squares": {"documents": 7, "metrics": {"acc": {"value": 0.5, "stderr": 0.189}}}}
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_metrics_of_tasks_are_shown(evaluated: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"steps": 0, "tokens": 0, "loss": None, "perplexity": None, "tasks": TASKS}
+    (evaluated / "evaluation.json").write_text(json.dumps(result))
+    assert "squares: acc 0.5 ± 0.19" in said(capsys, command, "tiny")[1]
+
+
+def test_what_has_no_weights_is_not_evaluated(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "eval", "tiny")
+    assert (code, "PT428" in text) == (1, True)
+    code, text = said(capsys, "eval", "tiny", "--limit", "3")
+    assert (code, "give --tasks" in text) == (2, True)
+
+
+def test_a_run_without_a_checkpoint_is_not_evaluated(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (evaluated / "plan.json").write_text(plan_of(SPEC).to_json())
+    code, text = said(capsys, "eval", "tiny")
+    assert code == 1
+    assert "PT428" in text
+    assert "no complete checkpoint" in text
+
+
+def test_a_checkpoint_is_planned(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (evaluated / "plan.json").write_text(plan_of(SPEC).to_json())
+    folder = evaluated / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    (folder / "file").write_text("")
+    code, text = said(capsys, "eval", str(folder), "--tasks", "arc_easy", "--dry-run")
+    assert code in (0, None), text
+    assert "partool_runtime.agent" in text

@@ -11,25 +11,25 @@ from pathlib import Path
 from partool.plan.types import Plan
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
-from partool_runtime.fused.self_check import with_working_parts
+from partool_runtime.jobs.evaluate.judging import judge
+from partool_runtime.jobs.evaluate.model import frozen_model
 from partool_runtime.jobs.evaluate.sums import LossSums, load_sums
 from partool_runtime.jobs.losses import loss_over
-from partool_runtime.jobs.process import configure_process, watch_compiler
+from partool_runtime.jobs.process import configure_process
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.parallel.comm import maximum_over
-from partool_runtime.preparation import Prepared, prepare
+from partool_runtime.preparation import Prepared
 from partool_runtime.pulse import SILENT, Pulse
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
-from partool_runtime.torch_internals.tensors import local, local_bytes
-from partool_runtime.weights import fill, post_load
 
 
 def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pulse = SILENT) -> None:
     """Compute the mean loss over the held-out data, or over all data if none are held out, each sequence once.
 
     At most ``training.steps`` batches are taken. ``resume`` goes on from the sums of an earlier attempt in ``run_dir``.
-    Raises Preempted after a stop request, and ConfigurationError for an error that no retry fixes.
+    A plan with tasks runs these instead, always from their beginning. Raises Preempted after a stop request, and
+    ConfigurationError for an error that no retry fixes.
     """
     configure_process(plan)
     ranks = open_ranks(plan)
@@ -37,54 +37,44 @@ def evaluate(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: 
     with Recorder(
         plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device, pulse=pulse
     ) as recorder:
-        pulse.enter("loading")
-        data = open_data(plan, dp_rank=ranks.dp.place, dp_size=ranks.dp.size, barrier=ranks.barrier)
-        for note in data.notes:
-            recorder.warning(note)
-        prepared = _prepared(plan, ranks, recorder, pulse)
-        identity = _identity(plan, data)
-        sums = load_sums(run_dir / "checkpoints", identity, ranks) if resume else LossSums()
-        attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
-        recorder.event(
-            "start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=sums.steps
-        )
-        pulse.enter("training")
-        run = _Run(plan, run_dir, ranks, prepared, data, recorder, stop, pulse, identity)
-        recorder.expect(run.batches)
-        sums = run.steps(sums)
-        stopped = sums.steps < run.batches
-        if not stopped:
-            recorder.validation(sums.steps, sums.loss, sums.tokens)
-        pulse.enter("ending")
-        data.close()
-        prepared.passes.close()
-        prepared.memory.close()
-        if ranks.rank == 0 and not stopped:
-            print(f"{sums.report(run_dir)} of {data.evaluated_sequences:,} sequences")
-        recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all data evaluated")
+        if plan.evaluation.tasks:
+            ended = judge(plan, run_dir, ranks, recorder=recorder, stop=stop, pulse=pulse)
+            stopped, sums = not ended, LossSums()
+        else:
+            stopped, sums = _losses(plan, run_dir, ranks, recorder, resume=resume, stop=stop, pulse=pulse)
     close_ranks(ranks)
     if stopped:
         raise Preempted(f"stopped by {stop.reason} after step {sums.steps}")
 
 
-def _prepared(plan: Plan, ranks: Ranks, recorder: Recorder, pulse: Pulse) -> Prepared:
-    """Return this rank's part of the model with its weights, of which none needs a gradient.
-
-    Models drop nothing where gradients are off (:meth:`partool_runtime.usermodel.model.ModuleDecoder.logits`).
-    """
-    pulse.enter("preparing")
-    watch_compiler(plan, pulse)
-    prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
-    for root in prepared.model.roots():
-        root.requires_grad_(False)
+def _losses(
+    plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, *, resume: bool, stop: StopRequest, pulse: Pulse
+) -> tuple[bool, LossSums]:
+    """Compute the mean loss over the data; return whether a stop request ended it, and the sums so far."""
     pulse.enter("loading")
-    folder = None if plan.adapter is None else plan.adapter.weights
-    for note in fill(prepared.model, plan.weights, seed=plan.training.seed, adapter=folder, group=ranks.world):
+    data = open_data(plan, dp_rank=ranks.dp.place, dp_size=ranks.dp.size, barrier=ranks.barrier)
+    for note in data.notes:
         recorder.warning(note)
-    post_load(prepared.model)
-    on_device = (p for p in prepared.model.parameters() if local(p).device == ranks.device)
-    recorder.note_memory("parameters", local_bytes(on_device))
-    return prepared
+    prepared = frozen_model(plan, ranks, recorder, pulse)
+    identity = _identity(plan, data)
+    sums = load_sums(run_dir / "checkpoints", identity, ranks) if resume else LossSums()
+    attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
+    recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=sums.steps)
+    pulse.enter("training")
+    run = _Run(plan, run_dir, ranks, prepared, data, recorder, stop, pulse, identity)
+    recorder.expect(run.batches)
+    sums = run.steps(sums)
+    stopped = sums.steps < run.batches
+    if not stopped:
+        recorder.validation(sums.steps, sums.loss, sums.tokens)
+    pulse.enter("ending")
+    data.close()
+    prepared.passes.close()
+    prepared.memory.close()
+    if ranks.rank == 0 and not stopped:
+        print(f"{sums.report(run_dir)} of {data.evaluated_sequences:,} sequences")
+    recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all data evaluated")
+    return stopped, sums
 
 
 def _identity(plan: Plan, data: Batches) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from partool.plan.types import Plan
 from partool_runtime.data import Batches
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
+from partool_runtime.jobs.train.tasks import TrainingTasks
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.pulse import SILENT, Pulse
@@ -33,6 +35,8 @@ class TrainingLoop:
     stop: StopRequest
     profiler: StepProfiler
     pulse: Pulse = SILENT
+    tasks: TrainingTasks | None = None
+    """Tasks that run with validations."""
     reports_loads: bool = False
     """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
 
@@ -99,14 +103,15 @@ class TrainingLoop:
         with self.pulse.during("validating"):
             validated = self._figures(steps_done, averaged=shown != "weights")
             weights = self._figures(steps_done, averaged=False) if validated and shown == "both" else None
-        if validated is None or (shown == "both" and weights is None):
+            tasks = self._of_tasks(steps_done, averaged=shown != "weights") if validated else None
+        if validated is None or (shown == "both" and weights is None) or tasks is None:
             self.recorder.event("signal", name=self.stop.reason)
             return None
         loss, tokens, pairs = validated
         weights_loss = None if weights is None else weights[0]
         self.recorder.validation(steps_done, loss, tokens, pairs, weights_loss=weights_loss)
         more = {} if weights_loss is None else {"weights_loss": weights_loss}
-        verdict = self.saver.judge(steps_done, {"loss": loss, **more, **(pairs or {})})
+        verdict = self.saver.judge(steps_done, {"loss": loss, **more, **(pairs or {}), **tasks})
         ended = verdict.ended if steps_done < self.plan.training.steps else ""
         if verdict.best or ended:
             self._save(steps_done, wait=bool(ended))
@@ -119,15 +124,27 @@ class TrainingLoop:
 
         ``averaged`` computes them with the average of the weights. None if a stop request ended it.
         """
+        stopping = self._stopping(steps_done)
+        result = self.stepper.validate(self.data.validation(), stopping, averaged=averaged)
+        preferences = self.stepper.preferences
+        pairs = None if preferences is None else preferences.figures(trains=False)
+        return None if result is None else (*result, pairs)
+
+    def _of_tasks(self, steps_done: int, *, averaged: bool) -> dict[str, float] | None:
+        """Return the figures of the tasks, if they are due; None if a stop request ended them."""
+        if self.tasks is None:
+            return {}
+        stopping = self._stopping(steps_done)
+        return self.tasks.figures(steps_done, self.stepper.optimizer, stopping, averaged=averaged)
+
+    def _stopping(self, steps_done: int) -> Callable[[], bool]:
+        """Return a function that beats, and says on all ranks whether to stop."""
 
         def stopping() -> bool:
             self.pulse.beat()
             return self.stop.agree(steps_done)
 
-        result = self.stepper.validate(self.data.validation(), stopping, averaged=averaged)
-        preferences = self.stepper.preferences
-        pairs = None if preferences is None else preferences.figures(trains=False)
-        return None if result is None else (*result, pairs)
+        return stopping
 
     def _record(self, steps_done: int, result: StepResult) -> None:
         recorder, preferences = self.recorder, self.stepper.preferences

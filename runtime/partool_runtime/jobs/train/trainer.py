@@ -19,6 +19,7 @@ from partool_runtime.jobs.train.loop import TrainingLoop, report_write, reports_
 from partool_runtime.jobs.train.reference import give_reference
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper
+from partool_runtime.jobs.train.tasks import TrainingTasks
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
@@ -54,6 +55,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         pulse.enter("preparing")
         watch_compiler(plan, pulse)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
+        tasks = TrainingTasks(plan, run_dir, ranks, scoring=prepared.scoring, recorder=recorder, pulse=pulse)
         stepper, saver, first = _open(
             plan, run_dir, ranks, recorder, prepared=prepared, data=data, resume=resume, pulse=pulse
         )
@@ -61,11 +63,14 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
         if first >= plan.training.steps and ranks.rank == 0:
             print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
+        tasks.begin(lambda: stop.agree(first))
         pulse.enter("training")
         planned, warn = plan.telemetry.profile, recorder.warning
         profiler = StepProfiler(run_dir, ranks.rank, ranks.device, planned=planned, warn=warn)
-        loop = TrainingLoop(plan, stepper, data, saver, recorder, stop, profiler, pulse, reports_loads(plan, ranks))
-        with closing(profiler):
+        loop = TrainingLoop(
+            plan, stepper, data, saver, recorder, stop, profiler, pulse, tasks, reports_loads(plan, ranks)
+        )
+        with closing(profiler), closing(tasks):
             steps_done, early = loop.steps(first)
         data.close()
         with pulse.during("saving"):

@@ -23,6 +23,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels, Reduction, check_plain
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel.tensor.ops import Team, reduce_from_tp, start_reduce_from_tp, start_tokens, tokens
+from partool_runtime.parallel.tensor.scores import vocabulary_scores
 from partool_runtime.torch_internals.collectives import finished, start_sum
 
 
@@ -117,6 +118,8 @@ def vocabulary_loss(
     the ranks.
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
+    if reduction == "scores":
+        return vocabulary_scores(hidden, weight_VH, labels_BS, bias_V, first=first, team=team, chunk=chunk)
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
     if reduction == "none":
         check_plain(kernels, z_loss)

@@ -1,0 +1,29 @@
+"""lm-evaluation-harness with its own model class over a folder of transformers: FOLDER LENGTH OUT TASK..."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+
+def judge(folder: str, length: int, tasks: list[str]) -> dict[str, object]:
+    model = HFLM(pretrained=folder, dtype="float64", device="cpu", batch_size=4, max_length=length)
+    manager = TaskManager(include_defaults=False)
+    results = simple_evaluate(model=model, tasks=tasks, task_manager=manager, log_samples=True)
+    requests = [
+        {"task": task, "document": sample["doc_id"], "request": index, "response": responses[0]}
+        for task, samples in results["samples"].items()
+        for sample in samples
+        for index, responses in enumerate(sample["resps"])
+    ]
+    return {"results": results["results"], "requests": requests}
+
+
+if __name__ == "__main__":
+    folder, length, out, *tasks = sys.argv[1:]
+    with open(out, "w", encoding="utf-8") as file:
+        json.dump(judge(folder, int(length), tasks), file, default=str)
