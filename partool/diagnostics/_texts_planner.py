@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics.record import BASE, Rule
+from partool.diagnostics.record import BASE, Rule, command_rule
 
 _DATA = "data: python-stdlib\n"
 _MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
@@ -630,6 +630,14 @@ RULES: tuple[Rule, ...] = (
         BASE + "job: evaluate\n",
         BASE.replace("vocab: 256}", "vocab: 256, weights: {source: checkpoint, path: step-00000100}}")
         + "job: evaluate\n",
+    ),
+    command_rule(
+        "PT256",
+        "A validation set holds records that the training has no loss for",
+        "The loss of a pair of answers compares two answers, and the objective says how; the loss of texts and "
+        "conversations is one of tokens. A run computes one of the two.",
+        "data: {source: chats.jsonl, validation_sets: {pairs: preferences.jsonl}}",
+        "data: {source: chats.jsonl, validation_sets: {code: code.jsonl}}",
     ),
     Rule(
         "PT295",

@@ -11,10 +11,14 @@ EVALUATION_FILE = "evaluation.json"
 _LARGEST = math.log(1e30)
 
 
-class EvaluationResult(Noted):
-    """Mean loss over the data of a finished evaluation."""
+def perplexity_of(loss: float) -> float | None:
+    """Return the exponential of a mean loss in nats; None if it is not finite, or beyond 1e30."""
+    return math.exp(loss) if math.isfinite(loss) and loss <= _LARGEST else None
 
-    steps: Count
+
+class SetResult(Noted):
+    """Mean loss over some data."""
+
     tokens: Count
     loss: Number | None
     """Nats per token; None if it is not finite."""
@@ -22,11 +26,9 @@ class EvaluationResult(Noted):
     """Exponential of the loss; None if it is not finite, or beyond 1e30."""
 
     @classmethod
-    def of(cls, steps: int, tokens: int, loss: float) -> EvaluationResult:
+    def of(cls, tokens: int, loss: float) -> SetResult:
         """Return the result for a mean loss, which may be infinite or NaN."""
-        finite = loss if math.isfinite(loss) else None
-        perplexity = None if finite is None or finite > _LARGEST else math.exp(finite)
-        return cls(steps=steps, tokens=tokens, loss=finite, perplexity=perplexity)
+        return cls(tokens=tokens, loss=loss if math.isfinite(loss) else None, perplexity=perplexity_of(loss))
 
     def __str__(self) -> str:
         """Return the result as a sentence without an end."""
@@ -37,6 +39,21 @@ class EvaluationResult(Noted):
             + ("above 1e30" if self.perplexity is None else f"{self.perplexity:,.4f}")
         )
         return f"{figures}, over {self.tokens:,} tokens"
+
+
+class EvaluationResult(SetResult):
+    """Mean loss over the data of a finished evaluation.
+
+    The figures are those of the data without a name; where only named sets are evaluated, of all of them together.
+    """
+
+    steps: Count
+    sets: dict[str, SetResult] = {}
+    """Figures of each named set."""
+
+    def lines(self) -> list[str]:
+        """Return the result as lines, those of named sets last."""
+        return [str(self), *(f"{name}: {each}" for name, each in self.sets.items())]
 
 
 def read_result(run_dir: Path) -> EvaluationResult | None:

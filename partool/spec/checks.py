@@ -13,6 +13,7 @@ from partool.spec.model import LayerPattern, Moe
 from partool.spec.numbers import duration_s
 from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
+from partool.spec.prompt_checks import check_prompts
 from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 from partool.spec.telemetry_checks import check_trackers
@@ -408,6 +409,7 @@ CHECKS: tuple[Check, ...] = (
     _duration,
     _validation,
     check_judged,
+    check_prompts,
     _sharding,
     check_pipeline,
     check_sequence,

@@ -13,6 +13,7 @@ Better = Literal["min", "max"]
 Metric = Annotated[str, Field(min_length=1, max_length=200)]
 BETTER: dict[str, Better] = {
     "loss": "min",
+    "perplexity": "min",
     "weights_loss": "min",
     "chosen": "max",
     "rejected": "min",
@@ -24,7 +25,7 @@ BETTER: dict[str, Better] = {
     "kl": "min",
 }
 """Figure → whether its lowest or its highest value is the best. Figures after ``weights_loss`` are means over pairs of
-answers."""
+answers; those of a named set have its name before a slash."""
 
 
 class Judgement(Section):
@@ -32,14 +33,15 @@ class Judgement(Section):
 
     metric: Metric = "loss"
     """Figure of a validation: ``loss``, or of pairs of answers also ``accuracy``, ``margin``, ``chosen``, ``rejected``,
-    ``logps_chosen``, ``logps_rejected``, ``kl`` (dpo) and ``log_odds`` (orpo)."""
+    ``logps_chosen``, ``logps_rejected``, ``kl`` (dpo) and ``log_odds`` (orpo). ``NAME/loss`` and ``NAME/perplexity``
+    are those of the set of that name in ``data.validation_sets``."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether low or high values are better; auto: by the figure, so that a loss is to be low and an accuracy high."""
 
     @property
     def better(self) -> Better:
         """Which values are better."""
-        return BETTER.get(self.metric, "min") if self.mode == "auto" else self.mode
+        return BETTER.get(self.metric.rpartition("/")[2], "min") if self.mode == "auto" else self.mode
 
 
 class BestSpec(Judgement):
