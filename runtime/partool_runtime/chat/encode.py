@@ -162,9 +162,12 @@ class Encoder:
         return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def ends(self) -> frozenset[int]:
-        """Return the tokens that end a text or an answer."""
+        """Return the tokens that end a text or an answer, as far as the folder and the template tell."""
         eos = self._fast.token_to_id(self._named.get("eos_token", ""))
-        turn = None if self._template is None else self.turn_end()
+        try:
+            turn = None if self._template is None else self.turn_end()
+        except ConfigurationError:  # a template that refuses the question may take the prompts
+            turn = None
         return frozenset(token for token in (eos, turn) if token is not None)
 
     def _trained_texts(self, conversations: Sequence[Conversation]) -> list[TrainedText]:
