@@ -108,7 +108,8 @@ def _count(action: str, spec: Spec, data: DataSpec, caches: list[dict[str, Any]]
         return
     for cache in caches:
         sizes = (counted(cache["files"], "file"), counted(cache["documents"], "document"))
-        say(f"{', '.join(sizes)}, {cache['tokens']:,} tokens in {cache['folder']}")
+        name = f"set {cache['set']}: " if cache["set"] else ""
+        say(f"{name}{', '.join(sizes)}, {cache['tokens']:,} tokens in {cache['folder']}")
         for note in cache["notes"]:
             say(f"  {note}")
         for what, why in (("empty", "hold nothing"), ("masked", "have no token to train on")):

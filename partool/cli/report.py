@@ -43,6 +43,7 @@ def command(
     from partool.report.headline import headline, headline_data
     from partool.report.pairs import pair_reports
     from partool.report.run import comparison_data, comparison_trace, read_summary
+    from partool.report.samples import sample_data
 
     refuse_foreign(Path(run))
     stored = find_run_or_exit(run)
@@ -78,6 +79,7 @@ def command(
             "summary": summary.model_dump() if summary is not None else None,
             "pipeline": comparison_data(comparison) if comparison is not None else None,
             "experts": [load.model_dump() for load in loads] or None,
+            "samples": sample_data(history) or None,
             "preferences": [each.model_dump() for each in pairs] or None,
             "evaluation": result.model_dump() if result is not None else None,
             "note": note or None,

@@ -24,6 +24,30 @@ RULES: tuple[Rule, ...] = (
         _HELD_OUT + "checkpoint: {best: accuracy}\ntraining: {validation: {every: 100}}\n",
         _HELD_OUT + "checkpoint: {best: loss}\ntraining: {validation: {every: 100}}\n",
     ),
+    Rule(
+        "PT425",
+        "Prompts without a validation",
+        "The model continues prompts when it is validated, and what there is to validate says whether it ever is.",
+        _HELD_OUT.replace(", validation: 0.01", "") + "training: {validation: {prompts: [Once upon a time]}}\n",
+        _HELD_OUT + "training: {validation: {every: 100, prompts: [Once upon a time]}}\n",
+    ),
+    Rule(
+        "PT426",
+        "Nothing makes tokens of a prompt",
+        "A prompt becomes tokens as the data do, and its messages become text by the chat template. Files of tokens "
+        "are read without a tokenizer, so that nothing says how.",
+        _HELD_OUT + "training: {validation: {prompts: [[{role: user, content: Hello}]]}}\n",
+        _HELD_OUT + "training: {validation: {prompts: [Hello]}}\n",
+        "command",
+    ),
+    command_rule(
+        "PT637",
+        "A prompt leaves no room in its sequence",
+        "The model continues a prompt within one sequence of training.sequence_length tokens, and a prompt needs one "
+        "token at least.",
+        "training: {sequence_length: 8, validation: {prompts: [Once upon a time]}}",
+        "training: {sequence_length: 64, validation: {prompts: [Once upon a time]}}",
+    ),
     command_rule(
         "PT626",
         "The best checkpoint is not known",

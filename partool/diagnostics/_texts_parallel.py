@@ -8,6 +8,7 @@ _FOUR = (
     "model: {layers: 8, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 4}\n"
     "data: python-stdlib\n"
 )
+_HELD_OUT = _FOUR.replace("data: python-stdlib", "data: {source: python-stdlib, validation: 0.01}")
 _ROUNDS = "parallel: {micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}}\n"
 _FOUR_GPUS = "hardware: {accelerator: h100-sxm, per_node: 4}\ndata: python-stdlib\n"
 _DATA = "data: python-stdlib\n"
@@ -213,6 +214,15 @@ RULES: tuple[Rule, ...] = (
         "change the comparison.",
         _FOUR + "training: {objective: dpo, z_loss: 1.0e-4}\n",
         _FOUR + "training: {z_loss: 1.0e-4}\n",
+    ),
+    Rule(
+        "PT427",
+        "Prompts are not continued in this layout",
+        "The likeliest next token is looked up where the loss is computed. Schedules that move weights, and tensor "
+        "ranks in two dimensions, compute the loss in their own ways.",
+        _HELD_OUT
+        + "training: {validation: {prompts: [Hello]}}\nparallel: {pipeline: {stages: 2, schedule: weipipe}}\n",
+        _HELD_OUT + "training: {validation: {prompts: [Hello]}}\nparallel: {pipeline: {stages: 2, schedule: 1f1b}}\n",
     ),
     Rule(
         "PT421",

@@ -10,7 +10,7 @@ from typing import Any, cast
 from partool.launch.checkpoints import best_words
 from partool.launch.store import Run
 from partool.plan.evaluation_result import EvaluationResult, read_result
-from partool.plan.event_log import StepData, parse_event
+from partool.plan.event_log import StepData, event_log, last_events, parse_event
 from partool.plan.outline import outline
 from partool.plan.progress import read_progress, seconds_since
 from partool.plan.record import DamagedRecordError, Noted, UnixTime
@@ -34,6 +34,7 @@ def as_json(run: Run, status: RunStatus) -> dict[str, object]:
         "submission": _submission(run),
         "progress": last_step(run),
         "last_step": _last_step(run, status),
+        "last_validation": _last_validation(run),
     }
 
 
@@ -50,17 +51,37 @@ def as_text(run: Run, status: RunStatus) -> str:
         how = "ended" if status.exit_code is None else f"exit code {status.exit_code}"
         lines.append(f"  {how} after {took}, {status.attempt} attempt(s)")
     if result := _result(run):
-        lines.append(f"  {result}")
+        lines += [f"  {line}" for line in result.lines()]
     elif step := last_step(run):
         total = _steps(run)
-        loss = "not finite" if step.get("loss") is None else f"{step['loss']:.4f}"
-        lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
+        lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {_loss(step.get('loss'))}")
+    if not result and (sets := _set_words(run)):
+        lines.append(f"  {sets}")
     if best := best_words(run):
         lines.append(f"  {best}")
     if ago := step_age(run, status):
         lines.append(f"  {ago}")
     lines.append(f"  {display(run.path)}")
     return "\n".join(lines)
+
+
+def _last_validation(run: Run) -> dict[str, Any] | None:
+    """Return the data of rank 0's latest validation, as far as the end of its log has one."""
+    events = last_events(event_log(run.path, 0))
+    return next((event["data"] for event in reversed(events) if event["kind"] == "validation"), None)
+
+
+def _set_words(run: Run) -> str:
+    """Return the losses of the named sets at the latest validation, in words; empty without such sets."""
+    data = _last_validation(run)
+    if data is None or not data.get("sets"):
+        return ""
+    losses = [f"{name} {_loss(each.get('loss'))}" for name, each in data["sets"].items()]
+    return f"validation at step {data['step']}: {', '.join(losses)}"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def step_age(run: Run, status: RunStatus) -> str:

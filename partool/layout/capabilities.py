@@ -129,6 +129,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("zero 2 or 3 in a pipeline", _PIPELINES),
     Capability("zero 3 on tensor ranks", _TENSOR_TRAINER),
     Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),
+    Capability("continued prompts", "tests/parity/test_validation_sets.py::test_every_layout_continues_prompts_alike"),
     Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
     Capability("moving average", "tests/parity/test_average.py::test_every_layout_equals_one_process"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
@@ -151,6 +152,7 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 
 _PRECISION, _OPTIMIZER, _EMA = ("training", "precision"), ("optimizer", "name"), ("training", "ema")
+_PROMPTS = ("training", "validation", "prompts")
 
 GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
@@ -201,6 +203,10 @@ GAPS: dict[str, Gap] = {
     ),
     "preferences on tensor ranks in two dimensions": Gap(
         "PT420", "pairs of answers on two-dimensional tensor ranks", ("training", "objective")
+    ),
+    "continued prompts with weights that travel": Gap("PT427", "prompts continued with WeiPipe's weights", _PROMPTS),
+    "continued prompts on tensor ranks in two dimensions": Gap(
+        "PT427", "prompts continued on two-dimensional tensor ranks", _PROMPTS
     ),
     "moving average beside offloaded state": Gap(
         "PT424", "a moving average of weights whose optimizer's state, or parameters, are off the device", _EMA

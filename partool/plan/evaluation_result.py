@@ -12,24 +12,47 @@ EVALUATION_FILE = "evaluation.json"
 _LARGEST = math.log(1e30)
 
 
-class EvaluationResult(Noted):
-    """Mean loss over the data of a finished evaluation, or the results of its tasks."""
+def perplexity_of(loss: float) -> float | None:
+    """Return the exponential of a mean loss in nats; None if it is not finite, or beyond 1e30."""
+    return math.exp(loss) if math.isfinite(loss) and loss <= _LARGEST else None
 
-    steps: Count
+
+class SetResult(Noted):
+    """Mean loss over some data."""
+
     tokens: Count
     loss: Number | None
     """Nats per token; None if it is not finite."""
     perplexity: Number | None
     """Exponential of the loss; None if it is not finite, or beyond 1e30."""
-    tasks: dict[str, TaskResult] = {}
-    """Results of tasks, of which there are some if no loss was computed; of a training, the latest ones."""
 
     @classmethod
-    def of(cls, steps: int, tokens: int, loss: float) -> EvaluationResult:
+    def of(cls, tokens: int, loss: float) -> SetResult:
         """Return the result for a mean loss, which may be infinite or NaN."""
-        finite = loss if math.isfinite(loss) else None
-        perplexity = None if finite is None or finite > _LARGEST else math.exp(finite)
-        return cls(steps=steps, tokens=tokens, loss=finite, perplexity=perplexity)
+        return cls(tokens=tokens, loss=loss if math.isfinite(loss) else None, perplexity=perplexity_of(loss))
+
+    def __str__(self) -> str:
+        """Return the result as a sentence without an end."""
+        figures = (
+            "the loss is not finite"
+            if self.loss is None
+            else f"loss {self.loss:.6f} nats per token, perplexity "
+            + ("above 1e30" if self.perplexity is None else f"{self.perplexity:,.4f}")
+        )
+        return f"{figures}, over {self.tokens:,} tokens"
+
+
+class EvaluationResult(SetResult):
+    """Mean loss over the data of a finished evaluation, or the results of its tasks.
+
+    The figures are those of the data without a name; where only named sets are evaluated, of all of them together.
+    """
+
+    steps: Count
+    sets: dict[str, SetResult] = {}
+    """Figures of each named set."""
+    tasks: dict[str, TaskResult] = {}
+    """Results of tasks, of which there are some if no loss was computed; of a training, the latest ones."""
 
     @classmethod
     def of_tasks(cls, steps: int, tasks: dict[str, TaskResult]) -> EvaluationResult:
@@ -40,13 +63,11 @@ class EvaluationResult(Noted):
         """Return the result as a sentence without an end."""
         if self.tasks:
             return tasks_as_text(self.tasks) + (f" (after step {self.steps:,})" if self.steps else "")
-        figures = (
-            "the loss is not finite"
-            if self.loss is None
-            else f"loss {self.loss:.6f} nats per token, perplexity "
-            + ("above 1e30" if self.perplexity is None else f"{self.perplexity:,.4f}")
-        )
-        return f"{figures}, over {self.tokens:,} tokens"
+        return super().__str__()
+
+    def lines(self) -> list[str]:
+        """Return the result as lines, those of named sets last."""
+        return [str(self), *(f"{name}: {each}" for name, each in self.sets.items())]
 
 
 def read_result(run_dir: Path) -> EvaluationResult | None:

@@ -47,11 +47,31 @@ class _Step(Noted):
     preferences: PairFigures | None = None
 
 
+class _SetFigures(Noted):
+    loss: Number | None = None
+    perplexity: Number | None = None
+    weights_loss: Number | None = None
+    preferences: PairFigures | None = None
+
+
+class SampleText(Noted):
+    """A prompt, and what the model added to it at a validation."""
+
+    prompt: str
+    text: str
+    tokens: Count
+    """Number of the tokens of the text."""
+    ended: bool
+    """Whether a token that ends a text or an answer came next."""
+
+
 class _Validation(Noted):
     step: Count
     loss: Number | None = None
     weights_loss: Number | None = None
     preferences: PairFigures | None = None
+    sets: Annotated[dict[str, _SetFigures], Field(max_length=10_000)] = {}
+    samples: Annotated[list[SampleText], Field(max_length=10_000)] = []
 
 
 class _Evaluation(Noted):

@@ -17,7 +17,8 @@ EventKind = Literal[
     # and preferences: chosen, rejected, margin, accuracy, logps_chosen, logps_rejected, pairs, kl of dpo, log_odds of
     # orpo
     "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
-    "validation",  # step, loss, tokens, weights_loss beside the loss of the average, and preferences as in a step
+    "validation",  # step, loss, tokens, weights_loss beside the loss of the average, preferences as in a step, sets:
+    # of each named set the same figures, and its perplexity; samples: prompt, text, tokens, ended
     "evaluation",  # step, tasks: metrics by TASK/METRIC
     "early_stop",  # step, reason: the validation after this step ends the run
     "checkpoint",  # step, path, write_s, blocked_s

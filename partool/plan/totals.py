@@ -26,6 +26,8 @@ class Totals(Record):
     where the objective keeps no reference."""
     reference_bytes: Predicted | None = None
     """Bytes of the file with the reference's log-probabilities; None also where documents are not counted."""
+    validation_s: Rate | None = None
+    """Seconds of one validation of all sets, at most, which is in no step; None where nothing is validated."""
     checkpoint_bytes: Predicted
     """Bytes of one checkpoint, over all ranks."""
     price_per_device_hour: Rate | None = None

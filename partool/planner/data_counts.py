@@ -52,6 +52,8 @@ def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCou
 
     Training reads what is not held out for validation, other jobs what is, or all.
     """
+    if not trains and data.validation_sets:
+        return _validated(data, sequence_length)
     if not trains and data.held_out is not None:
         return _count(data.held_out, sequence_length, trains=True)
     counts = [_count(part, sequence_length, trains=trains) for part in data.parts]
@@ -67,6 +69,24 @@ def count_data(data: DataSpec, sequence_length: int, *, trains: bool) -> DataCou
         rows=sum(draws),
         samples=round(sum(each.samples * n / row for each, n, row in zip(counts, draws, rows, strict=True))),
         documents=sum(each.documents for each in counts),
+        truncated=sum(each.truncated for each in counts),
+        left_out=sum(each.left_out for each in counts),
+    )
+
+
+def _validated(data: DataSpec, sequence_length: int) -> DataCounts:
+    """Return the counts of all data for validation together, those without a name and the named sets."""
+    counts = [_count(part, sequence_length, trains=True) for part in data.named.values()]
+    if data.holds_out:
+        unnamed = data.model_copy(update={"validation_sets": {}})
+        counts.append(count_data(unnamed, sequence_length, trains=False))
+    if unknown := next((each.unknown for each in counts if each.unknown), ""):
+        return DataCounts(None, unknown=unknown)
+    rows = [each.rows for each in counts if each.rows is not None]
+    return DataCounts(
+        tokens=sum(each.tokens or 0 for each in counts),
+        rows=sum(rows) if len(rows) == len(counts) else None,
+        samples=sum(each.samples for each in counts),
         truncated=sum(each.truncated for each in counts),
         left_out=sum(each.left_out for each in counts),
     )

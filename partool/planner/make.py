@@ -270,7 +270,7 @@ def _predictions_and_reasons(
     from partool.planner.explain import answers, candidates, choice, comparison, errors, limits, reasons
     from partool.planner.explain.fewer import fewer_devices
     from partool.planner.explain.scored import score_of
-    from partool.planner.totals import reference_pass, time_of_one_reading, totals, with_reference_pass
+    from partool.planner.totals import reference_pass, time_of_one_reading, totals, validation_s, with_reference_pass
 
     measured = resolved.measured or Applied(solution.problem.devices)
     saved = saved_state(best.job, best.layout)
@@ -295,7 +295,15 @@ def _predictions_and_reasons(
         time_scalar=measured.time_scalar,
         memory_scalar=measured.memory_scalar,
         score=score_of(best),
-        totals=totals(solution.problem, best.layout, predicted, counts, saved.saved_bytes, reference=reference),
+        totals=totals(
+            solution.problem,
+            best.layout,
+            predicted,
+            counts,
+            saved.saved_bytes,
+            reference=reference,
+            validation_s=validation_s(solution.problem, best),
+        ),
     )
     table, searched = candidates.candidates(solution, best, fewer), solution.summary()
     without, limit = tuple(choice.comparisons(solution, best)), limits.limit(solution, best)

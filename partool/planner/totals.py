@@ -41,9 +41,31 @@ def reference_pass(problem: Problem, best: Priced, counts: DataCounts) -> Refere
     if not (problem.job.backward and training.objective.keeps_reference):
         return None
     rows = training.steps * training.global_batch
-    rows = min(rows, counts.rows or rows) + training.validation.samples * data.validates
+    rows = min(rows, counts.rows or rows) + training.validation.samples * data.validations
     step_s = sum(time_terms(forward_only(best.job), best.layout).values())
     return ReferencePass(step_s * rows / training.global_batch, _SUM_BYTES * counts.documents or None)
+
+
+def validation_s(problem: Problem, best: Priced) -> float | None:
+    """Return the seconds of one validation of all sets with as many sequences as a validation has at most.
+
+    None where a training validates nothing. A set's last micro-batches are filled up; an average of the weights that
+    is validated beside the weights takes as long as they do. Each new token of the prompts takes a pass over all of
+    them, which goes through the stages of a pipeline one after the other.
+    """
+    training, data, mesh = problem.spec.training, problem.spec.data, best.layout.mesh
+    if not (problem.job.backward and data.validates):
+        return None
+    step_s = sum(time_terms(forward_only(best.job), best.layout).values())
+    together = best.layout.micro_batch * mesh.dp
+    rows = ceil(training.validation.samples / together) * together * data.validations
+    both = training.ema is not None and training.ema.validation == "both"
+    of_sets = step_s * rows / training.global_batch * (1 + both)
+    prompts, stages = training.validation.prompts, mesh.pp
+    rounds = ceil(len(prompts) / together)
+    in_flight = training.global_batch / together + stages - 1  # what a step's time is of, in passes of one stage
+    of_prompts = training.validation.new_tokens * step_s * (rounds + stages - 1) / in_flight if prompts else 0.0
+    return of_sets + of_prompts
 
 
 def with_reference_pass(time: TimePrediction, reference: ReferencePass | None, world_size: int) -> TimePrediction:
@@ -62,6 +84,7 @@ def totals(
     saved_bytes: int,
     *,
     reference: ReferencePass | None = None,
+    validation_s: float | None = None,
 ) -> Totals:
     """Return the figures of a layout's whole training, or of another job.
 
@@ -99,6 +122,7 @@ def totals(
         epochs=_epochs(counts, spec),
         reference_s=None if reference is None else reference.s,
         reference_bytes=None if reference is None else reference.file_bytes,
+        validation_s=validation_s,
         checkpoint_bytes=written,
         price_per_device_hour=spec.hardware.price_per_device_hour,
     )

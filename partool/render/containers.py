@@ -63,8 +63,7 @@ def _plans(job: Job) -> list[Plan]:
 
 
 def _read_paths(plan: Plan) -> list[str]:
-    sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
-    folders = [_folder(source) for source in sources]
+    folders = [_folder(source) for source in plan.data.every_source]
     folders += [path for path in (plan.data.tokenizer, plan.weights.path) if path is not None]
     files = [secret.file for secret in plan.launch.secrets.values() if secret.file is not None]
     if plan.launch.slurm.container == "pyxis" and plan.launch.slurm.setup:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.report.history import VALIDATION, Axis, Floats, History, Series, thin
+from partool.report.history import SET, VALIDATION, Axis, Floats, History, Series, thin
 from partool.report.html_svg import log_ticks, tick_label, ticks
 from partool.spec.numbers import GIB
 
@@ -80,7 +80,11 @@ class DrawnLine:
 
 def charts_of(history: History) -> list[Chart]:
     """Return the charts that have something to show."""
-    return [chart for chart in CHARTS if any(name in history.curves for name, _ in chart.curves)]
+    curves = tuple((f"{VALIDATION}{name}{SET}loss", name) for name in history.sets)
+    of_sets = Chart("validation_sets", "validation loss", curves, ".4f", logarithmic=True)
+    first, *others = CHARTS
+    charts = (first, of_sets, *others)
+    return [chart for chart in charts if any(name in history.curves for name, _ in chart.curves)]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from partool.plan.event_data import SampleText
 from partool.plan.event_log import Event, event_log, read_events
-from partool.report.history import VALIDATION, Attempt, EventMark, Floats, History, MarkKind, Series
+from partool.report.history import SET, VALIDATION, Attempt, EventMark, Floats, History, MarkKind, Series
 
 FIGURES = ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "step_time_s")
 """Figures of a step that become curves, beside those of pairs of answers."""
@@ -69,6 +70,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._steps, self._validations = _Table(), _Table()
+        self._samples: dict[int, tuple[SampleText, ...]] = {}
         self._not_finite: set[int] = set()
         self._attempts: list[Attempt] = []
         self._marks: dict[tuple[MarkKind, int] | int, tuple[MarkKind, int, float, str]] = {}
@@ -88,7 +90,11 @@ class _Reader:
             case "step":
                 self._take_step(data)
             case "validation":
-                self._validations.put(data["step"], {"time_s": self._now_s, **_row(data, ("loss",))})
+                self._validations.put(data["step"], {"time_s": self._now_s, **_validated(data)})
+                samples = tuple(SampleText.model_validate(each) for each in data.get("samples") or ())
+                self._samples.pop(data["step"], None)
+                if samples:
+                    self._samples[data["step"]] = samples
             case "checkpoint" | "nonfinite":
                 said = "checkpoint" if kind == "checkpoint" else "gradient not finite"
                 self._mark(kind, data["step"], f"{said} at step {data['step']}")
@@ -116,7 +122,8 @@ class _Reader:
         self._close_attempt()
         tokens = self._tokens()
         curves = self._curves_of(self._steps, (*FIGURES, *PAIRS), "", tokens)
-        curves |= self._curves_of(self._validations, ("loss", *PAIRS), VALIDATION, tokens)
+        of_sets = [name for name in self._validations.columns if SET in name]
+        curves |= self._curves_of(self._validations, ("loss", *PAIRS, *of_sets), VALIDATION, tokens)
         marks = [
             EventMark(kind, step, float(self._tokens_at(tokens, step)), time_s, text)
             for kind, step, time_s, text in self._marks.values()
@@ -128,6 +135,7 @@ class _Reader:
             step=self._step,
             tokens=float(self._tokens_at(tokens, self._step)),
             not_finite=len(self._not_finite),
+            samples=dict(sorted(self._samples.items())),
             end=self._end,
         )
 
@@ -188,6 +196,14 @@ class _Reader:
             x = steps[at]
             curves[prefix + name] = Series(prefix + name, x, self._tokens_at(tokens, x), time_s[at], values[at])
         return curves
+
+
+def _validated(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a validation; those of a named set have its name before a slash."""
+    figures = _row(data, ("loss",))
+    for name, of_set in (data.get("sets") or {}).items():
+        figures |= {f"{name}{SET}{figure}": value for figure, value in _row(of_set, ("loss", "perplexity")).items()}
+    return figures
 
 
 def _row(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:

@@ -13,7 +13,8 @@ from rich.text import Text
 from partool.layout.parameters import count, parameters
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
-from partool.report.history import VALIDATION, History
+from partool.report.curves import PAIRS
+from partool.report.history import SET, VALIDATION, History
 from partool.report.plan_rows import Row, data_name, division, hours_text, job_rows, machines
 from partool.report.units import amount, counted
 from partool.spec.numbers import duration
@@ -75,6 +76,24 @@ def _losses(history: History) -> Iterator[Row]:
     if (last := history.last(_LOSS)) and (least := history.least(_LOSS)):
         best = "the best" if last == least else f"best {least[1]:.4f} at step {least[0]:,}"
         yield "Validation", f"{last[1]:.4f} at step {last[0]:,}, {best}"
+    for name in history.sets:
+        yield f"- {name}", _set_text(history, name)
+
+
+def _set_text(history: History, name: str) -> str:
+    """Return the latest figures of a named set, and where its loss was the best."""
+    prefix = f"{VALIDATION}{name}{SET}"
+    last, least, perplexity = (
+        history.last(f"{prefix}loss"),
+        history.least(f"{prefix}loss"),
+        history.last(f"{prefix}perplexity"),
+    )
+    if last is None or least is None:
+        return "not yet"
+    text = f"{last[1]:.4f} at step {last[0]:,}"
+    if perplexity is not None and perplexity[0] == last[0]:
+        text += f", perplexity {perplexity[1]:,.4g}"
+    return text + (", the best" if last == least else f", best {least[1]:.4f} at step {least[0]:,}")
 
 
 def state_text(history: History, status: RunStatus | None) -> str:
@@ -128,8 +147,16 @@ def headline_data(plan: Plan, history: History) -> dict[str, object]:
             for mark in history.marks
             if mark.kind in ("warning", "error", "signal")
         ][-_EVENTS:],
+        "validation_sets": {name: _set_data(history, name) for name in history.sets},
         "curves": {name: curve.summary() for name, curve in history.curves.items()},
     }
+
+
+def _set_data(history: History, name: str) -> dict[str, object]:
+    """Return the latest figures of a named set as data, each with its step."""
+    prefix = f"{VALIDATION}{name}{SET}"
+    latest = {figure: history.last(f"{prefix}{figure}") for figure in ("loss", "perplexity", *PAIRS)}
+    return {figure: {"step": at[0], "value": at[1]} for figure, at in latest.items() if at is not None}
 
 
 def render_headline(head: Headline, console: Console) -> None:

@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.plan.event_data import SampleText
+
 Axis = Literal["steps", "tokens", "time"]
 """What a curve runs over: steps, tokens trained on so far, or seconds of the attempts so far."""
 Floats = NDArray[np.float64]
@@ -21,6 +23,8 @@ MARK_WORDS: dict[MarkKind, str] = {
 """Words for each kind of mark, in the order in which they are drawn: later kinds lie on top."""
 VALIDATION = "validation_"
 """Prefix of the names of curves of validations."""
+SET = "/"
+"""What separates the name of a named set for validation from its figure, as in ``validation_code/loss``."""
 _WARM_UP = 2
 """Steps at the begin of an attempt whose times are not typical."""
 
@@ -92,6 +96,8 @@ class History:
     """Tokens trained on up to that step."""
     not_finite: int
     """Number of steps whose loss is not finite."""
+    samples: Mapping[int, tuple[SampleText, ...]]
+    """Step → the prompts that were continued at its validation, with the texts."""
     end: tuple[int, str] | None
     """Exit code and reason of the last attempt; None while it runs, and if it was killed."""
 
@@ -104,6 +110,15 @@ class History:
     def device_hours(self) -> float:
         """Ranks times hours, over all attempts."""
         return sum(attempt.ranks * attempt.wall_s for attempt in self.attempts) / 3600
+
+    @property
+    def sets(self) -> list[str]:
+        """Names of the named sets for validation whose loss was finite once, in order."""
+        return sorted(
+            name.removeprefix(VALIDATION).removesuffix(f"{SET}loss")
+            for name in self.curves
+            if name.startswith(VALIDATION) and name.endswith(f"{SET}loss")
+        )
 
     def last(self, name: str) -> tuple[int, float] | None:
         """Return (step, value) of a figure at, or the latest before, the step that ended last; None without one."""

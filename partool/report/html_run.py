@@ -32,6 +32,7 @@ from partool.report.run import (
     stale_terms,
     term_rows,
 )
+from partool.report.samples import sample_rows
 
 _FULL = 2
 """Tokens of an expert, as multiples of the mean expert's, from which on its colour is full."""
@@ -65,7 +66,8 @@ def render_run_html(
         head=head.rows,
         events=event_texts(head.history),
         curves=curves_view(head.history),
-        result=str(result) if result is not None else "",
+        samples=sample_rows(head.history),
+        result="; ".join(result.lines()) if result is not None else "",
         no_terms=no_terms(status),
         stale_terms=stale_terms(status),
         slow_words=slow_words(summary),

@@ -78,6 +78,8 @@ def job_rows(plan: Plan) -> Iterator[Row]:
     else:
         yield job.title.capitalize(), f"{plan.at_most}{' × '.join(sizes)} = {amount(tokens)} tokens"
         yield "Data", _data(plan, totals)
+    if plan.data.validation_sets or plan.training.validation.prompts:
+        yield "Validation", _validation(plan, totals)
     if not job.backward:
         yield "Stop", stop_text(plan)
         return
@@ -174,6 +176,8 @@ def _data(plan: Plan, totals: Totals | None) -> str:
         kind = "" if plan.data.is_text else f"{KINDS[plan.data.records]}s, "
         return f"{name}: {kind}number of tokens unknown ({totals.data_unknown})"
     if not JOBS[plan.job].backward:
+        if plan.data.validation_sets:
+            return f"{amount(totals.data_tokens)} tokens of {counted(plan.data.validations, 'set')}, each once"
         part = f"{100 * plan.data.validation:.3g}% of them held out" if plan.data.validation else "all"
         if totals.trained_tokens < totals.data_tokens:
             return f"{name}: {amount(totals.trained_tokens)} of {amount(totals.data_tokens)} tokens, evenly spaced"
@@ -190,6 +194,22 @@ def _data(plan: Plan, totals: Totals | None) -> str:
     if totals.epochs is None:
         return f"{text}; epochs unknown (pack: false trains on one document per sequence)"
     return f"{text}; {totals.epochs:.3g} epochs"
+
+
+def _validation(plan: Plan, totals: Totals | None) -> str:
+    """Return what is validated beside the data without a name, how often, and how long that takes."""
+    validation = plan.training.validation
+    listed = [f"{name} ({KINDS.get(part.records, 'text')}s)" for name, part in plan.data.named.items()]
+    text = f"sets {', '.join(listed)}" if listed else "the data held out"
+    if not JOBS[plan.job].backward:
+        return text
+    text += f"; at most {counted(validation.samples, 'sequence')} of each"
+    if validation.prompts:
+        text += f", {counted(len(validation.prompts), 'prompt')} continued by up to {validation.new_tokens} tokens"
+    text += f" every {counted(validation.every, 'step')}" if validation.every else " at the end"
+    if totals is not None and totals.validation_s is not None:
+        text += f", about {seconds(totals.validation_s)} each time, which no step's time has"
+    return text
 
 
 def _reference(plan: Plan, totals: Totals | None) -> str:

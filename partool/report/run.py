@@ -19,6 +19,7 @@ from partool.report.executed import Comparison
 from partool.report.experts import ExpertLoad, render_expert_loads
 from partool.report.headline import Headline, render_headline
 from partool.report.pairs import PairReport, render_pairs
+from partool.report.samples import render_samples
 from partool.report.terminal_curves import render_history
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
@@ -136,9 +137,10 @@ def render_run(
     console.print(Text(title, "bold"))
     render_headline(head, console)
     if result is not None:
-        console.print(Text(str(result)))
+        console.print(Text("\n".join(result.lines())))
     console.print()
     render_history(head.history, console)
+    render_samples(head.history, console)
     if summary is None:
         console.print(Text(f"No terms: {no_terms(status)}."))
     else:

@@ -88,7 +88,8 @@ def picture(chart: Chart, lines: Sequence[DrawnLine], unit: AxisUnit, size: tupl
     plotext.plotsize(width, height)
     for part in ("canvas_color", "axes_color", "ticks_color"):
         getattr(plotext, part)("default")
-    plotext.title(_title(chart, lines, unit))
+    title = _title(chart, lines, unit)  # plotext leaves a title out that is wider than its picture
+    plotext.title(title if len(title) <= width else f"{title[: width - 1]}…")
     for number, line in enumerate(lines):
         xs, ys = line.x.tolist(), [_at(y, value) for value in line.y.tolist()]
         draw = plotext.scatter if line.dotted else plotext.plot

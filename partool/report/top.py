@@ -62,7 +62,11 @@ class RunView:
             after = f", resumed after step {data['resumed_from']}" if data.get("resumed_from") else ""
             self._notes["start"] = f"attempt {data.get('attempt')}, {data.get('world_size')} ranks{after}"
         elif kind == "validation":
-            self._notes["validation"] = f"validation loss {figure(data.get('loss'), '.4f')} at step {data['step']}"
+            of_sets = "".join(
+                f", {name} {figure(each.get('loss'), '.4f')}" for name, each in (data.get("sets") or {}).items()
+            )
+            loss = figure(data.get("loss"), ".4f")
+            self._notes["validation"] = f"validation loss {loss} at step {data['step']}{of_sets}"
         elif kind == "checkpoint":
             self._notes["checkpoint"] = f"checkpoint at step {data['step']}"
         elif kind == "end":

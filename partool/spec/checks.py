@@ -14,6 +14,7 @@ from partool.spec.model import LayerPattern, Moe
 from partool.spec.numbers import duration_s
 from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
+from partool.spec.prompt_checks import check_prompts
 from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 from partool.spec.telemetry_checks import check_trackers
@@ -416,6 +417,7 @@ CHECKS: tuple[Check, ...] = (
     _validation,
     check_judged,
     check_evaluation,
+    check_prompts,
     _sharding,
     check_pipeline,
     check_sequence,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from partool.spec._base import Section
+from partool.spec._base import Section, shorthand
 from partool.spec.numbers import Epochs, Factor
-from partool.spec.patterns import FilePath
+from partool.spec.patterns import FilePath, SetName
 
 DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "megatron"]
 RecordKind = Literal["text", "chat", "instruct", "preference"]
@@ -29,6 +29,27 @@ class MixedSource(Section):
     source would be repeated."""
     epochs: Epochs | None = None
     """Passes over this source in one epoch of the mixture, such as 0.5 or 3; default without weights: 1."""
+
+
+class ValidationSet(Section):
+    """Data for validation alone, whose figures have the set's name; a bare value is the source."""
+
+    source: Files
+    """Files, globs, folders, or ``python-stdlib``."""
+    format: DataFormat = "auto"
+    """Format of the files, as in ``data.format``; auto follows the file's ending."""
+    records: RecordKind | Literal["auto"] = "auto"
+    """What a record holds, as in ``data.records``; auto: what the keys of the set's own first records say."""
+    text_field: str | None = None
+    """Key of the text; default: ``data.text_field``."""
+    keys: dict[_Key, _Key] | None = None
+    """Keys of the records; default: ``data.keys``."""
+    roles: dict[_Key, _Key] | None = None
+    """Roles by the names that the records give them; default: ``data.roles``."""
+    loss: Trained | None = None
+    """Messages whose tokens count; default: ``data.loss``."""
+    attend: Literal["auto", "sequence", "document"] = "auto"
+    """Earlier tokens that a token attends to; auto: as ``data.attend``, and if that is auto by the set's records."""
 
 
 class DataSpec(Section):
@@ -73,6 +94,9 @@ class DataSpec(Section):
     """Share of documents held out for validation."""
     validation_source: Files = []
     """Files for validation, in place of a share of the documents."""
+    validation_sets: dict[SetName, Annotated[ValidationSet, BeforeValidator(shorthand("source", str, list))]] = {}
+    """Further data for validation by name, such as ``{code: code.jsonl}``, each with figures of its own:
+    ``code/loss``."""
     cache: FilePath | None = None
     """Folder for the token cache; default: the user's cache folder."""
 
@@ -89,19 +113,59 @@ class DataSpec(Section):
     @property
     def held_out(self) -> DataSpec | None:
         """The section of files that are for validation alone; None without such files."""
-        if not self.validation_source:
-            return None
-        return self.model_copy(update={"source": self.validation_source, "mix": [], "validation_source": []})
+        return self._alone({"source": self.validation_source}) if self.validation_source else None
+
+    @property
+    def named(self) -> dict[str, DataSpec]:
+        """The section of each named set for validation, in the order of the names.
+
+        Where the training's tokens attend to all of their sequence, a document that is to be attended to by itself has
+        a sequence of its own.
+        """
+        sections = {}
+        for name, each in sorted(self.validation_sets.items()):
+            update = {
+                field: value for field in ValidationSet.model_fields if (value := getattr(each, field)) is not None
+            }
+            update["pack"] = self.pack and (each.attend != "document" or self.separates)
+            sections[name] = self._alone(update)
+        return sections
+
+    def _alone(self, update: dict[str, Any]) -> DataSpec:
+        """Return the section of data for validation alone, which differs from this one in ``update``."""
+        nothing: dict[str, Any] = {"mix": [], "validation": 0.0, "validation_source": [], "validation_sets": {}}
+        return self.model_copy(update=nothing | update)
 
     @property
     def every_part(self) -> list[DataSpec]:
-        """The sections of all sources: those that are trained on, then that of files for validation alone."""
-        return [*self.parts, *([] if self.held_out is None else [self.held_out])]
+        """The sections of all sources: those that are trained on, that of files for validation, and the named sets."""
+        return [*self.parts, *([] if self.held_out is None else [self.held_out]), *self.named.values()]
+
+    @property
+    def every_source(self) -> list[str]:
+        """Every source that is read, as the section names it."""
+        sources = [part.source for part in self.every_part]
+        return [name for each in sources for name in ([each] if isinstance(each, str) else each)]
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether data without a name are for validation: a share, or files."""
+        return bool(self.validation or self.validation_source)
+
+    @property
+    def validations(self) -> int:
+        """Number of the sets of data for validation, of which one has no name."""
+        return self.holds_out + len(self.validation_sets)
 
     @property
     def validates(self) -> bool:
         """Whether some data are for validation."""
-        return bool(self.validation or self.validation_source)
+        return self.validations > 0
+
+    @property
+    def separates(self) -> bool:
+        """Whether a sequence holds several documents and tokens attend only to tokens of their document."""
+        return self.is_preference or (self.pack and self.attend == "document")
 
     @property
     def is_preference(self) -> bool:

@@ -13,6 +13,7 @@ Better = Literal["min", "max"]
 Metric = Annotated[str, Field(min_length=1, max_length=200)]
 BETTER: dict[str, Better] = {
     "loss": "min",
+    "perplexity": "min",
     "weights_loss": "min",
     "chosen": "max",
     "rejected": "min",
@@ -24,7 +25,7 @@ BETTER: dict[str, Better] = {
     "kl": "min",
 }
 """Figure → whether its lowest or its highest value is the best. Figures after ``weights_loss`` are means over pairs of
-answers."""
+answers; those of a named set have its name before a slash."""
 
 _LOW = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter")
 """Metrics of tasks whose lowest value is the best; of all others it is the highest."""
@@ -35,8 +36,9 @@ class Judgement(Section):
 
     metric: Metric = "loss"
     """Figure of a validation: ``loss``, or of pairs of answers also ``accuracy``, ``margin``, ``chosen``, ``rejected``,
-    ``logps_chosen``, ``logps_rejected``, ``kl`` (dpo) and ``log_odds`` (orpo); with ``evaluation.tasks`` also
-    TASK/METRIC, such as ``arc_easy/acc_norm``."""
+    ``logps_chosen``, ``logps_rejected``, ``kl`` (dpo) and ``log_odds`` (orpo). ``NAME/loss`` and ``NAME/perplexity``
+    are those of the set of that name in ``data.validation_sets``; with ``evaluation.tasks`` also TASK/METRIC, such as
+    ``arc_easy/acc_norm``."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether low or high values are better; auto: by the figure, so that a loss is to be low and an accuracy high."""
 
@@ -45,9 +47,9 @@ class Judgement(Section):
         """Which values are better."""
         if self.mode != "auto":
             return self.mode
-        _, of_task, name = self.metric.rpartition("/")
-        of_others: Better = "max" if of_task and name not in _LOW else "min"
-        return BETTER.get(self.metric, of_others)
+        _, of_other, name = self.metric.rpartition("/")
+        of_others: Better = "max" if of_other and name not in _LOW else "min"
+        return BETTER.get(name, of_others)
 
 
 class BestSpec(Judgement):

@@ -36,10 +36,13 @@ def _choices(spec: Spec, names: tuple[str, ...]) -> str:
 
 
 def figures(spec: Spec) -> tuple[str, ...]:
-    """Return the figures of the spec's validations."""
+    """Return the figures of the spec's validations, those of named sets last."""
     ema, objective = spec.training.ema, spec.training.objective
     both = ("weights_loss",) if ema is not None and ema.validation == "both" else ()
-    return ("loss", *both, *objective.figures)
+    of_tokens = () if objective.prefers else ("perplexity",)
+    of_set = ("loss", *of_tokens, *both, *objective.figures)
+    named = (f"{name}/{figure}" for name in sorted(spec.data.validation_sets) for figure in of_set)
+    return ("loss", *both, *objective.figures, *named)
 
 
 def _lacking(spec: Spec) -> tuple[str, str] | None:

@@ -57,6 +57,12 @@ OptionOrNothing = Annotated[
 OptionName = Annotated[
     str, _text(r"^[a-z][a-z0-9-]*$", "the long name of an sbatch option without its dashes, such as mail-type", 64)
 ]
+SetName = Annotated[
+    str,
+    _text(
+        r"^[A-Za-z0-9][A-Za-z0-9_-]*$", "letters, digits, hyphens and underscores, beginning with a letter or digit", 64
+    ),
+]
 FilePath = Annotated[str, _text(r"^[^\x00-\x1f\x7f]+$", "a path without control characters", 4096)]
 Label = Annotated[
     str,

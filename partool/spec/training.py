@@ -35,13 +35,34 @@ from partool.strategies.optimizers import OPTIMIZERS
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
 
+MOST_NEW_TOKENS = 64
+"""Most tokens that a validation continues a prompt by: each takes a forward pass."""
+
+
+class PromptMessage(Section):
+    """A message of a prompt, which the chat template renders."""
+
+    role: Annotated[str, Field(min_length=1)]
+    """Who says it, such as ``system`` or ``user``."""
+    content: str
+    """What is said."""
+
+
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[PromptMessage], Field(min_length=1)]
+
+
 class Validation(Section):
-    """Loss on held-out data."""
+    """Loss on held-out data, and texts by the model."""
 
     every: StepsOrNone = 0
     """Steps between validations; 0 validates only at the end."""
     samples: Sequences = 64
-    """Sequences per validation, over all ranks."""
+    """Sequences per validation of each set, over all ranks."""
+    prompts: Annotated[list[Prompt], Field(max_length=64)] = []
+    """Texts, or lists of messages, that the model continues at each validation: always by the likeliest token."""
+    new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] = 32
+    """Most tokens that a prompt is continued by; a token that ends a text or an answer ends it earlier. Each takes a
+    forward pass over full sequences."""
 
 
 class AdversarialSpec(Section):
@@ -102,6 +123,11 @@ class TrainingSpec(Section):
     """Steps between two lines of the log."""
     max_nonfinite_steps: Steps = 10
     """Consecutive steps with a non-finite gradient that are skipped before the run stops."""
+
+    @property
+    def sees_positions(self) -> bool:
+        """Whether single positions are looked at: those of pairs of answers, or of prompts that are continued."""
+        return self.objective.prefers or bool(self.validation.prompts)
 
     @property
     def counts_later(self) -> bool:

@@ -79,6 +79,11 @@ class Prepared:
     frozen_copy: Prepared | None = None
     """The model whose log-probabilities the objective compares, if it is a second one in memory."""
 
+    @property
+    def model_passes(self) -> Passes:
+        """The passes of the model itself, where :attr:`passes` come after those of a reference."""
+        return self.passes.trained if isinstance(self.passes, ReferencePasses) else self.passes
+
     @classmethod
     def sharded(
         cls,

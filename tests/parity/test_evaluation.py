@@ -171,6 +171,6 @@ def test_fewer_steps_take_sequences_at_even_spaces(ran: tuple[Jobs, dict[str, Pl
     jobs, plans = ran
     assert (result(jobs, "few")["steps"], result(jobs, "few")["tokens"]) == (2, 24 * LENGTH)
     with open_data(plans["few"], dp_rank=0, dp_size=1, barrier=lambda: None) as data:
-        rows = [row for step in range(2) for micro in data.evaluation(step) for row in micro.tokens_BS.tolist()]
+        rows = [row for step in range(2) for micro in data.evaluation("", step) for row in micro.tokens_BS.tolist()]
         count = data._train.count
         assert rows == [data._train.row(place * count // 24)[:-1].tolist() for place in range(24)]

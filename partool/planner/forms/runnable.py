@@ -44,6 +44,8 @@ class Task:
     """True if the objective compares pairs of answers."""
     averages: bool = False
     """True if a moving average of the weights is kept."""
+    continues: bool = False
+    """True if validations continue prompts."""
 
 
 def of_engine(engine: str) -> tuple[Gap, ...]:
@@ -57,7 +59,8 @@ def task(problem: Problem) -> Task:
     hf = problem.described is not None
     precision, optimizer = spec.training.precision, spec.optimizer.name
     prefers, averages = spec.training.objective.prefers, spec.training.ema is not None
-    return Task(problem.model, problem.devices, precision, bool(problem.frozen), hf, optimizer, prefers, averages)
+    continues, frozen = bool(spec.training.validation.prompts), bool(problem.frozen)
+    return Task(problem.model, problem.devices, precision, frozen, hf, optimizer, prefers, averages, continues)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
@@ -71,6 +74,7 @@ def task_of(plan: Plan, devices: Devices) -> Task:
         plan.optimizer.name,
         plan.training.objective.prefers,
         plan.training.ema is not None,
+        bool(plan.training.validation.prompts),
     )
 
 
@@ -83,6 +87,8 @@ def of_task(asked: Task) -> Iterator[str]:
         yield "frozen parameters"
     if asked.prefers:
         yield "preferences"
+    if asked.continues:
+        yield "continued prompts"
     if asked.averages:
         yield "moving average"
         if OPTIMIZERS[asked.optimizer].whole_steps:
@@ -226,7 +232,9 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     if asked.precision == "fp8":
         yield from _of_fp8(asked, layout)
     if asked.prefers:
-        yield from _of_preferences(layout)
+        yield from _of_positions(layout, "preferences")
+    if asked.continues:
+        yield from _of_positions(layout, "continued prompts")
     if asked.model.moe is not None and not asked.hf:
         yield from _of_experts(asked, layout)
 
@@ -252,12 +260,12 @@ def _of_experts(asked: Task, layout: Layout) -> Iterator[str]:
         yield "experts in fp8"
 
 
-def _of_preferences(layout: Layout) -> Iterator[str]:
-    """Yield aspects that combine pairs of answers with other features of a layout."""
+def _of_positions(layout: Layout, what: str) -> Iterator[str]:
+    """Yield aspects that combine what looks at single positions with other features of a layout."""
     if layout.tensor.inner > 1:
-        yield "preferences on tensor ranks in two dimensions"
+        yield f"{what} on tensor ranks in two dimensions"
     if layout.pipeline.stages > 1 and layout.pipeline.schedule in MOVING_WEIGHTS:
-        yield "preferences with weights that travel"
+        yield f"{what} with weights that travel"
 
 
 def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:

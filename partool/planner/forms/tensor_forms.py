@@ -67,7 +67,7 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
 def inner_sizes(problem: Problem, ranks: int) -> tuple[int, ...]:
     """Return the values of d2 above 1 that the model can use; they do not depend on rates of links."""
     training = problem.spec.training
-    if problem.spec.parallel.tensor.patterns or training.adversarial.epsilon or training.objective.prefers:
+    if problem.spec.parallel.tensor.patterns or training.adversarial.epsilon or training.sees_positions:
         return ()
     return tuple(inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None)
 

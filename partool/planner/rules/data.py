@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,13 +17,15 @@ from partool.plan.records import DataError
 from partool.plan.token_cache import TOKENISED
 from partool.plan.tokenizer_folder import vocab_of
 from partool.planner.rules.data_sample import sample
-from partool.planner.rules.data_template import check_template
+from partool.planner.rules.data_template import check_templates, lacks_template
 from partool.planner.rules.launching import trains_here
 from partool.spec.data import DataSpec, Files, RecordKind
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import mounted
+from partool.spec.prompt_checks import check_prompt_tokens
 from partool.spec.spec import Spec
 
+Place = tuple[str | int, ...]
 BYTES_VOCAB = 256
 _LOOKED_AT = 1000
 """Maximum number of files per source whose kind is checked, so that planning stays fast on large folders."""
@@ -48,34 +50,66 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> ResolvedData
     wherever training runs, unless such a mount puts other files at their path.
     """
     data = _absolute(spec.data, base_dir)
-    findings: list[Diagnostic] = []
-    kinds: dict[RecordKind, str] = {}
-    recorded: list[int | None] = []
-    for place, name, path in _sources(spec.data, data):
-        recorded.append(_recorded_vocab(data.format, path))
+    look = _look(_sources(spec.data, data), data, spec, launch)
+    recorded, findings = look.recorded, [*look.findings, *_mixed(look.kinds, ("data", "source"))]
+    data = data.model_copy(update=look.resolved(data.records, data.attend, packed=data.pack))
+    for name, written in spec.data.validation_sets.items():
+        place: Place = ("data", "validation_sets", name, "source")
+        part, each = data.named[name], data.validation_sets[name]
+        look = _look(_named(place, written.source, each.source), part, spec, launch)
+        recorded += look.recorded
+        findings += [*look.findings, *_mixed(look.kinds, place)]
+        asked = spec.data.attend if each.attend == "auto" else each.attend
+        each = each.model_copy(update=look.resolved(each.records, asked, packed=data.pack))
+        data = data.model_copy(update={"validation_sets": data.validation_sets | {name: each}})
+    prompts = spec.training.validation.prompts
+    reads_text = None in recorded or (bool(prompts) and data.tokenizer != "bytes")
+    vocab, wrong = _vocab(spec, launch, base_dir) if reads_text else (None, [])
+    vocab = max([vocab or 0, *(number or 0 for number in recorded)]) or None
+    findings += wrong
+    rendered = any(not isinstance(prompt, str) for prompt in prompts)
+    findings += check_templates(data, lies(spec, launch, data.tokenizer), rendered=rendered)
+    template = data.template is not None or not lacks_template(Path(data.tokenizer))
+    findings += check_prompt_tokens(spec.training, data, of_tokens=None not in recorded, template=template)
+    return ResolvedData(data, vocab, findings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a look into the files of a section shows."""
+
+    kinds: dict[RecordKind, str]
+    """Each kind of records, and the first source that holds it."""
+    recorded: list[int | None]
+    """Of each source, the largest vocabulary recorded for its token files; None for text."""
+    findings: list[Diagnostic]
+
+    def resolved(self, records: str, attend: str, *, packed: bool) -> dict[str, str]:
+        """Return what the records hold and what a token attends to, of which either may be ``auto``."""
+        records = next(iter(self.kinds), "text") if records == "auto" else records
+        if attend == "auto":
+            apart = records == "preference" or (records != "text" and packed)
+            attend = "document" if apart else "sequence"
+        return {"records": records, "attend": attend}
+
+
+def _look(sources: Iterable[tuple[Place, str, str]], data: DataSpec, spec: Spec, launch: LaunchSpec) -> _Look:
+    """Look into the sources of a section with absolute paths."""
+    look = _Look({}, [], [])
+    for place, name, path in sources:
+        look.recorded.append(_recorded_vocab(data.format, path))
         severity, where = lies(spec, launch, path)
         if name == PYTHON_STDLIB:
-            kinds.setdefault("text", name)
+            look.kinds.setdefault("text", name)
         elif not _exists(path):
             what, help = (path, _missing_help(name)) if "://" not in name else (name, _REMOTE)
-            findings.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
+            message = f"there are no files at {what}{where}"
+            look.findings.append(Diagnostic("PT601", message, severity, place, help=help))
         else:
             kind, wrong = _sampled(path, data, of_what_is_here(spec, launch, path), place)
-            findings += wrong
-            kinds.setdefault(kind, name)
-    findings += _mixed(kinds)
-    records = next(iter(kinds), "text") if data.records == "auto" else data.records
-    attend = data.attend
-    if attend == "auto":
-        apart = records == "preference" or (records != "text" and data.pack)
-        attend = "document" if apart else "sequence"
-    data = data.model_copy(update={"records": records, "attend": attend})
-    vocab, wrong = _vocab(spec, launch, base_dir) if None in recorded else (None, [])
-    vocab = max([vocab or 0, *(number or 0 for number in recorded)]) or None
-    return ResolvedData(data, vocab, [*findings, *wrong, *check_template(data, lies(spec, launch, data.tokenizer))])
-
-
-Place = tuple[str | int, ...]
+            look.findings.extend(wrong)
+            look.kinds.setdefault(kind, name)
+    return look
 
 
 def _sources(written: DataSpec, data: DataSpec) -> Iterator[tuple[Place, str, str]]:
@@ -86,12 +120,17 @@ def _sources(written: DataSpec, data: DataSpec) -> Iterator[tuple[Place, str, st
     ]
     for number, (each, resolved) in enumerate(zip(written.mix, data.mix, strict=True)):
         lists.append((("data", "mix", number, "source"), each.source, resolved.source))
-    for place, names, paths in lists:
-        if isinstance(names, str) and isinstance(paths, str):
-            yield place, names, paths
-            continue
-        for index, (name, path) in enumerate(zip(names, paths, strict=True)):
-            yield (*place, index), name, path
+    for each_list in lists:
+        yield from _named(*each_list)
+
+
+def _named(place: Place, names: Files, paths: Files) -> Iterator[tuple[Place, str, str]]:
+    """Yield the place in the spec, the name as written and the absolute path of each source of one field."""
+    if isinstance(names, str) and isinstance(paths, str):
+        yield place, names, paths
+        return
+    for index, (name, path) in enumerate(zip(names, paths, strict=True)):
+        yield (*place, index), name, path
 
 
 def _absolute(data: DataSpec, base_dir: Path) -> DataSpec:
@@ -105,6 +144,9 @@ def _absolute(data: DataSpec, base_dir: Path) -> DataSpec:
         "source": paths(data.source),
         "mix": [each.model_copy(update={"source": paths(each.source)}) for each in data.mix],
         "validation_source": paths(data.validation_source),
+        "validation_sets": {
+            name: each.model_copy(update={"source": paths(each.source)}) for name, each in data.validation_sets.items()
+        },
         "tokenizer": data.tokenizer if data.tokenizer == "bytes" else path(data.tokenizer),
         "template": path(data.template) if data.template else None,
         "cache": path(data.cache) if data.cache else None,
@@ -112,13 +154,13 @@ def _absolute(data: DataSpec, base_dir: Path) -> DataSpec:
     return data.model_copy(update=update)
 
 
-def _mixed(kinds: dict[RecordKind, str]) -> Iterator[Diagnostic]:
+def _mixed(kinds: dict[RecordKind, str], place: Place) -> Iterator[Diagnostic]:
     """Yield a finding if sources hold records of different kinds."""
     if len(kinds) > 1:
         (first, one), (second, other) = list(kinds.items())[:2]
         message = f"{one} holds {first} data and {other} {second} data; one run trains on one kind"
         help = f"train on them one after the other, or set data.records: {first} if {other} holds the same"
-        yield Diagnostic("PT665", message, path=("data", "source"), help=help)
+        yield Diagnostic("PT665", message, path=place, help=help)
 
 
 _REMOTE = "data are read from files: copy them to a disk of the nodes, or mount the bucket there"

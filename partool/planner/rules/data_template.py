@@ -14,6 +14,19 @@ from partool.spec.data import DataSpec
 _HELP = "data.template names a file with a Jinja template, which a message's tokens are rendered by"
 
 
+def check_templates(data: DataSpec, place: tuple[Severity, str], *, rendered: bool) -> list[Diagnostic]:
+    """Return the findings of :func:`check_template` about the data and each named set for validation, each once.
+
+    ``rendered`` says that there are messages beside the data, which need the template.
+    """
+    samples = [part for part in data.named.values() if not part.is_text]
+    main = data.model_copy(update={"template": None}) if (samples or rendered) and data.is_text else data
+    findings: list[Diagnostic] = []
+    for part in (main, *samples):
+        findings += [each for each in check_template(part, place) if each not in findings]
+    return findings
+
+
 def check_template(data: DataSpec, place: tuple[Severity, str]) -> Iterator[Diagnostic]:
     """Yield a finding if the records need a tokenizer's folder, or conversations a template that is not there.
 
@@ -34,7 +47,7 @@ def check_template(data: DataSpec, place: tuple[Severity, str]) -> Iterator[Diag
     if data.template and not os.path.isfile(data.template):
         message = f"there is no template {data.template}{where}"
         yield Diagnostic("PT606", message, severity, ("data", "template"), help=_HELP)
-    elif not data.template and data.records == "chat" and _lacks_template(Path(data.tokenizer)):
+    elif not data.template and data.records == "chat" and lacks_template(Path(data.tokenizer)):
         message = f"{data.tokenizer} has no chat template"
         yield Diagnostic("PT606", message, path=("data", "tokenizer"), help=_HELP)
 
@@ -53,7 +66,7 @@ def _special_tokens(data: DataSpec) -> Iterator[Diagnostic]:
             yield Diagnostic("PT632", message, path=(*path, index), help=f"write {token.strip()!r}")
 
 
-def _lacks_template(folder: Path) -> bool:
+def lacks_template(folder: Path) -> bool:
     """Return True if a folder that exists on this machine has no chat template."""
     try:
         return folder.is_dir() and not templates_of(folder)

@@ -18,6 +18,12 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     spec = problem.spec
     objective = spec.training.objective
     yield from _data(problem)
+    if spec.training.validation.prompts:
+        for conflicts, what, instead in _without_positions(spec):
+            if conflicts:
+                path = ("training", "validation", "prompts")
+                help = f"use {instead}, or drop prompts"
+                yield Diagnostic("PT427", f"prompts are not continued with {what}", path=path, help=help)
     read = READS[objective.kind] if objective.form == "sigmoid" else ("beta", "form", "reference")
     for name in sorted(objective.model_fields_set - {"kind", *read}):
         of = f"form: {objective.form}" if name in READS[objective.kind] else f"objective: {objective.kind}"
@@ -46,6 +52,11 @@ def _data(problem: Problem) -> Iterator[Diagnostic]:
         if not spec.data.is_preference:
             help = "name records with a prompt, a chosen and a rejected answer, or drop objective"
         yield Diagnostic("PT295", message, path=_PATH, help=help)
+    for name, part in spec.data.named.items():
+        if part.is_preference != spec.data.is_preference:
+            message = f"the set {name} holds {part.records} records, and the training's data {records} records"
+            help = "pairs of answers are validated where the training is on pairs, all other records elsewhere"
+            yield Diagnostic("PT295", message, path=("data", "validation_sets", name), help=help)
     if spec.data.is_preference and spec.data.attend == "sequence":
         message = "attend: sequence lets a rejected answer see the chosen one, which shares its sequence"
         yield Diagnostic("PT295", message, path=("data", "attend"), help="drop attend")
@@ -68,15 +79,22 @@ def _reference(spec: Spec) -> Iterator[Diagnostic]:
 
 def _excluded(spec: Spec) -> tuple[tuple[bool, str, str], ...]:
     """Return what pairs of answers cannot have: whether the spec has it, in words, and what to write instead."""
-    parallel, training = spec.parallel, spec.training
-    shape, schedule = parallel.tensor.shape, parallel.pipeline.schedule
+    training = spec.training
     return (
-        (schedule in MOVING_WEIGHTS, f"schedule: {schedule}", "schedule: 1f1b"),
-        (shape != "auto" and shape[1] > 1, "two-dimensional tensor parallelism", "a tensor.shape of [ranks, 1]"),
+        *_without_positions(spec),
         (bool(training.z_loss), "z_loss, which is no part of a log-probability", "z_loss: 0"),
         (bool(training.adversarial.epsilon), "perturbed embeddings", "adversarial: {epsilon: 0}"),
         (spec.optimizer.name.startswith("zero_one"), f"optimizer: {spec.optimizer.name}", "optimizer: adamw"),
         (spec.engine != "partool", f"engine: {spec.engine}", "engine: partool"),
+    )
+
+
+def _without_positions(spec: Spec) -> tuple[tuple[bool, str, str], ...]:
+    """Return the layouts in which single positions are not looked at, as :func:`_excluded` does."""
+    shape, schedule = spec.parallel.tensor.shape, spec.parallel.pipeline.schedule
+    return (
+        (schedule in MOVING_WEIGHTS, f"schedule: {schedule}", "schedule: 1f1b"),
+        (shape != "auto" and shape[1] > 1, "two-dimensional tensor parallelism", "a tensor.shape of [ranks, 1]"),
     )
 
 

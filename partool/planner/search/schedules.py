@@ -81,7 +81,7 @@ def _excluded(problem: Problem, name: str) -> bool:
         return False
     if problem.described is not None or problem.mlp_tile or problem.loss_tile or problem.one_bit:
         return True
-    if problem.spec.training.objective.prefers:
+    if problem.spec.training.sees_positions:
         return True
     # Of the schedules that move weights, weipipe takes as long as the other two and sends less than either.
     alike = parallel.pipeline.schedule == "auto" and name != "weipipe"

@@ -123,8 +123,7 @@ def _paths(job: Job) -> Iterator[Diagnostic]:
 
 def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
     """Yield (field of the spec, path, True if ranks write to the path)."""
-    sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
-    for source in sources:
+    for source in plan.data.every_source:
         yield ("data", "source"), source, False
     for place, table in enumerate(plan.kernels.tuned):
         yield ("kernels", "tuned", place), table, False

@@ -150,6 +150,26 @@ class Encoder:
         """Return the text of tokens, special tokens included."""
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
 
+    def prompt(self, prompt: str | Conversation, *, begins: bool) -> list[int]:
+        """Return the tokens of what the model is to continue.
+
+        A conversation ends where the assistant begins. With ``begins`` a text starts as a prompt with a completion
+        does. Raises ConfigurationError PT606 or PT607 as :meth:`encode` does.
+        """
+        text = prompt if isinstance(prompt, str) else self.template.render(prompt, add_generation_prompt=True).text
+        ids = [int(token) for token in self._fast.encode(text, add_special_tokens=False).ids]
+        prefix = self._prefix() if begins and isinstance(prompt, str) else []
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+    def ends(self) -> frozenset[int]:
+        """Return the tokens that end a text or an answer, as far as the folder and the template tell."""
+        eos = self._fast.token_to_id(self._named.get("eos_token", ""))
+        try:
+            turn = None if self._template is None else self.turn_end()
+        except ConfigurationError:  # a template that refuses the question may take the prompts
+            turn = None
+        return frozenset(token for token in (eos, turn) if token is not None)
+
     def _trained_texts(self, conversations: Sequence[Conversation]) -> list[TrainedText]:
         """Return the rendered conversations; raises one ConfigurationError that names all that cannot be used."""
         texts: list[TrainedText] = []

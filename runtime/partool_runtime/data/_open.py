@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from partool.plan.token_files import HEADER_BYTES, read_index
 from partool.plan.types import Plan
 from partool.spec.data import DataSpec
 from partool_runtime.data._order import Epochs, Mixture, SampleOrder
-from partool_runtime.data._split import DataDivision, Joined, Samples, split
+from partool_runtime.data._split import DataDivision, Joined, OneDocument, Samples, split, validation_samples
 from partool_runtime.data.batches import Batches, SampleDeal
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.tokens.cache import TokenCache
@@ -69,12 +69,19 @@ def open_data(
     data, training = plan.data, plan.training
     parts = data.every_part
     opened, vocab = _open_shards(plan, parts, barrier, builder)
-    divisions = [
-        split(Corpus(shards, plan.model.vocab), training.sequence_length, part)
-        for part, shards in zip(parts, opened, strict=True)
-    ]
+    corpora = [Corpus(shards, plan.model.vocab) for shards in opened]
+    length, unnamed = training.sequence_length, len(parts) - len(data.named)
+    divisions = [split(corpus, length, part) for part, corpus in zip(parts[:unnamed], corpora, strict=False)]
+    sets = {
+        name: validation_samples(corpus, length, part, name)
+        for (name, part), corpus in zip(data.named.items(), corpora[unnamed:], strict=True)
+    }
+    notes = [note for shards in opened for shard in shards if (note := _left_out(shard))]
+    notes += [note for division in divisions for note in division.notes]
+    notes += [f"{note} (set {name})" for name, division in sets.items() for note in division.notes]
+    notes += [f"PT606: {note}" for shards in opened for shard in shards for note in shard.notes]
     counts = [sum(len(shard.documents) - 1 for shard in shards) for shards in opened]
-    train, validation, order = _joined(divisions, counts, plan)
+    train, validation, order = _joined(divisions, counts[:unnamed], plan)
     deal = SampleDeal(
         global_batch=training.global_batch,
         micro_batch=plan.layout.micro_batch,
@@ -84,23 +91,36 @@ def open_data(
         seed=training.seed,
         steps=training.steps,
         validation_samples=training.validation.samples,
-        documents=_apart(data),
+        documents=data.separates,
         pairs=data.is_preference and plan.training.objective.prefers,
         pinned=plan.devices.backend != "cpu",
     )
-    notes = [note for shards in opened for shard in shards if (note := _left_out(shard))]
-    notes += [note for division in divisions for note in division.notes]
-    notes += [f"PT606: {note}" for shards in opened for shard in shards for note in shard.notes]
     return Batches(
         train,
         validation,
         deal,
         vocab=vocab,
-        fingerprint=_fingerprint(plan, opened),
+        sets=_named(sets, counts[:unnamed], counts[unnamed:], data),
+        fingerprint=_fingerprint(plan, opened[:unnamed]),
+        sets_fingerprint=_sets_fingerprint(data, opened[unnamed:]),
         notes=tuple(notes),
         order=order,
         documents=sum(counts),
     )
+
+
+def _named(
+    divisions: Mapping[str, DataDivision], before: Sequence[int], documents: Sequence[int], data: DataSpec
+) -> dict[str, Samples]:
+    """Return the samples of each named set, whose documents are numbered after the others, set after set."""
+    named, first = dict[str, Samples](), sum(before)
+    for (name, division), count in zip(divisions.items(), documents, strict=True):
+        samples: Samples = Joined([division.validation], [first])
+        # Sets that attend apart where the run does not have a document per sequence (DataSpec.named).
+        apart = data.named[name].separates
+        named[name] = samples if apart or not data.separates else OneDocument(samples)
+        first += count
+    return named
 
 
 def _joined(
@@ -228,14 +248,18 @@ def _fingerprint(plan: Plan, parts: list[list[Shard]]) -> str:
     order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
     if not data.is_text:
         order += [data.records, data.truncate]
-    if _apart(data):
+    if data.separates:
         order.append(data.attend)
     return hashlib.sha256(json.dumps([content, order]).encode()).hexdigest()
 
 
-def _apart(data: DataSpec) -> bool:
-    """Return True if a sequence holds several documents and tokens attend only to tokens of their document."""
-    return data.is_preference or (data.pack and data.attend == "document")
+def _sets_fingerprint(data: DataSpec, parts: list[list[Shard]]) -> str:
+    """Return a hash of the named sets' tokens and of all that decides their order; empty without such sets."""
+    if not data.validation_sets:
+        return ""
+    how = [[name, part.pack, part.records, part.truncate, part.attend] for name, part in data.named.items()]
+    content = [[_content(shard) for shard in shards] for shards in parts]
+    return hashlib.sha256(json.dumps([how, content]).encode()).hexdigest()
 
 
 def _content(shard: Shard) -> list[int]:

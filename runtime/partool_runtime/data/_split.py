@@ -195,6 +195,30 @@ class Joined:
         return int(np.searchsorted(self._ends, index, side="right"))
 
 
+class OneDocument:
+    """Samples whose tokens attend to all of their sequence, where other samples of the run number their documents."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.count, self.tokens, self.masks = samples.count, samples.tokens, samples.masks
+
+    def row(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        return self._samples.row(index)
+
+    def documents(self, index: int) -> I64:
+        """Return the same number for all tokens."""
+        return np.zeros(len(self._samples.row(index)), dtype=np.int64)
+
+    def loss(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        return self._samples.loss(index)
+
+    def numbers(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        return self._samples.numbers(index)
+
+
 @dataclass(frozen=True, slots=True)
 class DataDivision:
     """The samples of training and of validation, and notes about documents that are in neither as they are."""
@@ -232,6 +256,30 @@ def split(corpus: Corpus, sequence_length: int, data: DataSpec) -> DataDivision:
             "raise data.validation, or set it to 0",
         )
     return division
+
+
+def validation_samples(corpus: Corpus, sequence_length: int, data: DataSpec, name: str) -> DataDivision:
+    """Return the samples of the named set whose section is ``data``; none are for training.
+
+    Each document is in one sample at least: the last sample of packed texts is filled up. Raises ConfigurationError
+    PT604 if there is no sample.
+    """
+    if data.pack and data.is_text:
+        edges = np.array([0], dtype=np.int64), np.array([corpus.tokens], dtype=np.int64)
+        division = DataDivision(_nothing(corpus), Packed(corpus, *edges, sequence_length, pad_last=True))
+    else:
+        arranged = _split_documents(corpus, sequence_length, data)
+        division = DataDivision(_nothing(corpus), arranged.train, arranged.notes)
+    if division.validation.count == 0:
+        message = f"too little data: the set {name} has {corpus.tokens} tokens, and needs a document of at least 2"
+        help = "; ".join(division.notes) or f"add data, or drop data.validation_sets.{name}"
+        raise ConfigurationError("PT604", message, help)
+    return division
+
+
+def _nothing(corpus: Corpus) -> Samples:
+    nowhere = np.empty(0, dtype=np.int64)
+    return Packed(corpus, nowhere, nowhere, 1, pad_last=False)
 
 
 def _fewer_tokens_help(tokens: int, pack: bool) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -115,17 +115,24 @@ class Batches:
         notes: tuple[str, ...] = (),
         order: SampleOrder | None = None,
         documents: int = 0,
+        sets: Mapping[str, Samples] = MappingProxyType({}),
+        sets_fingerprint: str = "",
     ) -> None:
         self.documents = documents
         """Number of documents of the corpus."""
         self._train = train
         self._order = order or Epochs(train.count, deal.seed)
         self._validation = validation
+        self._sets = sets
+        self.sets = tuple(sets)
+        """Names of the named sets for validation, in order."""
         self._deal = deal
         self.vocab = vocab
         """Number of tokens in the tokenizer's vocabulary."""
         self.fingerprint = fingerprint
         """SHA-256 of everything that decides the samples of a step; equal on every rank and for any number of ranks."""
+        self.full_fingerprint = fingerprint + sets_fingerprint
+        """The same, and of everything that decides the samples of the named sets."""
         self.notes = notes
         """Notes for the run's log."""
         self.train_tokens = train.tokens
@@ -154,14 +161,15 @@ class Batches:
         first = step * deal.global_batch + deal.dp_rank * mine
         return self._order.ids(first, mine)
 
-    def validation(self) -> Iterator[MicroBatch]:
+    def validation(self, name: str = "") -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of held-out data, with the same samples at every call.
 
-        All ranks together use ``validation_samples`` evenly spaced samples, or all samples if there are fewer. Every
-        rank gets the same number of micro-batches; missing samples are replaced by rows of ignored labels, so a
-        micro-batch may have only ignored labels.
+        ``name`` is that of a named set; empty: the data without a name. All ranks together use ``validation_samples``
+        evenly spaced samples, or all samples if there are fewer. Every rank gets the same number of micro-batches;
+        missing samples are replaced by rows of ignored labels, so a micro-batch may have only ignored labels.
         """
-        yield from self._dealt(self._validation, self._validation_ids())
+        samples = self._sets[name] if name else self._validation
+        yield from self._dealt(samples, self._validation_ids(samples))
 
     @property
     def _trained_ids(self) -> I64:
@@ -172,8 +180,8 @@ class Batches:
             return np.arange(available)
         return np.unique(self._order.ids(0, taken))
 
-    def _validation_ids(self) -> list[int]:
-        available = self._validation.count
+    def _validation_ids(self, samples: Samples) -> list[int]:
+        available = samples.count
         wanted = min(self._deal.validation_samples, available)
         return [place * available // wanted for place in range(wanted)]
 
@@ -181,7 +189,8 @@ class Batches:
     def read_documents(self) -> I64:
         """Numbers in the corpus of the documents that the steps and the validations of all ranks read."""
         trained = [self._train.numbers(int(number)) for number in self._trained_ids]
-        held_out = [self._validation.numbers(number) for number in self._validation_ids()]
+        every = (self._validation, *self._sets.values())
+        held_out = [samples.numbers(number) for samples in every for number in self._validation_ids(samples)]
         return np.concatenate([np.empty(0, np.int64), *trained, *held_out])
 
     def reference_pass(self) -> Iterator[MicroBatch]:
@@ -190,7 +199,8 @@ class Batches:
         Every rank gets the same number of micro-batches, as in :meth:`validation`.
         """
         yield from self._dealt(self._train, self._trained_ids)
-        yield from self.validation()
+        for name in ("", *self._sets):
+            yield from self.validation(name)
 
     def _dealt(self, samples: Samples, ids: Sequence[int] | I64) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of some samples, with empty rows after the last."""
@@ -205,28 +215,34 @@ class Batches:
         self._reference = sums
 
     @property
-    def evaluated_sequences(self) -> int:
-        """Number of sequences that :meth:`evaluation` goes through, each once: at most those of the run's steps."""
-        return min(self._deal.steps * self._deal.global_batch, self._evaluated.count)
+    def evaluated(self) -> dict[str, int]:
+        """Number of sequences of each set that :meth:`evaluation` goes through, each once, by the set's name.
 
-    def evaluation(self, step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of step ``step`` (from 0) of one pass through the held-out data.
-
-        If none are held out, all data are taken. If there are more samples than the steps take, evenly spaced ones are
-        taken. After the last sample there are rows of ignored labels.
+        The data without a name come first, under an empty name. Of each set, at most as many as the run's steps take.
         """
-        deal, available, wanted = self._deal, self._evaluated.count, self.evaluated_sequences
+        most = self._deal.steps * self._deal.global_batch
+        return {name: min(most, samples.count) for name, samples in self._evaluated.items()}
+
+    def evaluation(self, name: str, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of step ``step`` (from 0) of one pass through a set of :attr:`evaluated`.
+
+        If there are more samples than the steps take, evenly spaced ones are taken. After the last sample there are
+        rows of ignored labels.
+        """
+        deal, samples, wanted = self._deal, self._evaluated[name], self.evaluated[name]
         mine = deal.global_batch // deal.dp_size
         first = step * deal.global_batch + deal.dp_rank * mine
-        ids = [place * available // wanted if place < wanted else None for place in range(first, first + mine)]
+        ids = [place * samples.count // wanted if place < wanted else None for place in range(first, first + mine)]
         return [
-            self._micro_batch(self._evaluated, ids[start : start + deal.micro_batch])
+            self._micro_batch(samples, ids[start : start + deal.micro_batch])
             for start in range(0, mine, deal.micro_batch)
         ]
 
     @property
-    def _evaluated(self) -> Samples:
-        return self._validation if self._validation.count else self._train
+    def _evaluated(self) -> dict[str, Samples]:
+        """The held-out samples by their set's name; if none are held out, all of the training's."""
+        unnamed = self._validation if self._validation.count else self._train
+        return {**({} if self._sets and unnamed is self._train else {"": unnamed}), **self._sets}
 
     def close(self) -> None:
         """Stop prefetching; further calls do nothing."""

@@ -63,6 +63,7 @@ class PreferenceLoss:
         def loss(*args: Any, **how: Any) -> torch.Tensor:
             return self._of_tokens(before(*args, **how, reduction="none"))
 
+        loss.__wrapped__ = before  # type: ignore[attr-defined]
         return loss
 
     def record(self) -> None:

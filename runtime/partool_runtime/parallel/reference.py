@@ -36,6 +36,11 @@ class ReferencePasses:
         self._passes, self._preferences = passes, preferences
         self._reference, self._recorder, self._within = reference, recorder, within
 
+    @property
+    def trained(self) -> Passes:
+        """The passes of the trained model."""
+        return self._passes
+
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See ``Passes``."""
         with timer("forward"):

@@ -7,12 +7,12 @@ import statistics
 import time
 import traceback as tracebacks
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from partool_runtime.telemetry._closing import close_run
 from partool_runtime.telemetry._collectives import EXCHANGES, BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
 from partool_runtime.telemetry._events import EventWriter
-from partool_runtime.telemetry._figures import TrainingFigures, preference_pairs
+from partool_runtime.telemetry._figures import TrainingFigures
 from partool_runtime.telemetry._lasting import LastingDisplay
 from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
 from partool_runtime.telemetry._pipeline import BUBBLE, PipelineSteps, Ran
@@ -35,6 +35,7 @@ from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._slow import LEAST_AT_END, LEAST_STEPS, SlowWatch
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
 from partool_runtime.telemetry._trackers import Trackers
+from partool_runtime.telemetry._validation import ContinuedPrompt, SetFigures, messages, named_events
 from partool_runtime.telemetry.profile import snapshot_of_failure
 from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, RowJson, median_terms, mfu
 
@@ -221,28 +222,28 @@ class Recorder:
         preferences: Mapping[str, float] | None = None,
         *,
         weights_loss: float | None = None,
+        sets: Mapping[str, SetFigures] = MappingProxyType({}),
+        samples: Sequence[ContinuedPrompt] = (),
     ) -> None:
         """Record a validation that has just ended; the step after it is excluded from the medians.
 
         ``preferences`` are the means over pairs of answers, ``weights_loss`` the loss of the weights themselves where
-        ``loss`` is that of their average.
+        ``loss`` is that of their average, ``sets`` the figures of named sets, ``samples`` the prompts with
+        what the model adds.
 
         The time of a validation between two steps belongs to neither step; inside a step it counts as part of the step.
         """
         self._steady = False
         if not self._spans.begun:
             self._start = self._clock.mark()
-        of_pairs = {} if preferences is None else {"preferences": dict(preferences)}
-        of_weights = {} if weights_loss is None else {"weights_loss": weights_loss}
-        self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens, **of_weights, **of_pairs})
+        total = SetFigures(loss, tokens, preferences, weights_loss)
+        named = {"sets": named_events(sets)} if sets else {}
+        texts = {"samples": [each.event() for each in samples]} if samples else {}
+        self._events.write("validation", {"step": step, **total.event(), **named, **texts})
         if self._display is not None:
             self._display.validation(step, loss)
-            if weights_loss is not None:
-                self._display.message(f"validation loss of the weights themselves {weights_loss:.4f}")
-            if preferences is not None:
-                self._display.message(
-                    f"validation {'  '.join(f'{name} {value}' for name, value in preference_pairs(preferences))}"
-                )
+            for message in messages(total, sets):
+                self._display.message(message)
 
     def early_stop(self, step: int, reason: str) -> None:
         """Record that validations end the run after ``step`` steps, and show why."""

@@ -33,18 +33,22 @@ def answer(request: dict[str, Any]) -> Iterator[Event]:
     """
     data = DataSpec.model_validate(request["data"])
     shown: list[tuple[ConversationSource, Arrangement]] = []
+    names = list(data.named)
     for number, part in enumerate(data.every_part):
         trains = number < len(data.parts)
+        place = number - len(data.every_part) + len(names)
+        name = names[place] if place >= 0 else ""
         for files in stretches(files_of(part)):
             if files[0].format not in TOKENISED:
-                yield {"event": "in place", "files": len(files)}
+                yield {"event": "in place", "files": len(files), "set": name}
                 continue
             cache = TokenCache(cache_of(files, part), source_of(files, part))
             with cache.lock(wait=True):
                 cache.ensure()
             shard = cache.open()
             folder = str(cache.folder)
-            yield {"event": "cache", "folder": folder, "files": len(files), "trains": trains, **_counts(shard)}
+            about = {"folder": folder, "files": len(files), "trains": trains, "set": name}
+            yield {"event": "cache", **about, **_counts(shard)}
             if request["action"] == "show" and trains:
                 arranged = _arranged(shard, part, request["sequence_length"])
                 shown.append((ConversationSource(files, part), arranged))

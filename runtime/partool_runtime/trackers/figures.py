@@ -32,11 +32,20 @@ def row_of(event: Event) -> FigureRow | None:
         figures = _given({title: data.get(name) for name, title in _STEP.items()})
         return FigureRow(data["step"], event["t"], figures | _preferences("preferences", data))
     if kind == "validation":
-        figures = _given({f"validation/{name}": data.get(name) for name in ("loss", "weights_loss")})
-        return FigureRow(data["step"], event["t"], figures | _preferences("validation/preferences", data))
+        figures = _validated("validation", data)
+        for name, of_set in (data.get("sets") or {}).items():
+            figures |= _validated(f"validation/{name}", of_set)
+        texts = tuple((each["prompt"], each["text"]) for each in data.get("samples") or ())
+        return FigureRow(data["step"], event["t"], figures, texts)
     if kind == "evaluation":
         return FigureRow(data["step"], event["t"], _given(data.get("tasks") or {}))
     return None
+
+
+def _validated(prefix: str, data: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a set of data for validation."""
+    figures = _given({f"{prefix}/{name}": data.get(name) for name in ("loss", "perplexity", "weights_loss")})
+    return figures | _preferences(f"{prefix}/preferences", data)
 
 
 def _preferences(prefix: str, data: Mapping[str, Any]) -> dict[str, float]:

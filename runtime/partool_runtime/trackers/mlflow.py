@@ -63,10 +63,15 @@ class MlflowTracker:
         """Do nothing: of a repeated step MLflow takes the value with the later time."""
 
     def log(self, rows: Sequence[FigureRow]) -> None:
-        """Send the figures in batches."""
+        """Send the figures in batches, and the texts of a step as an artifact."""
         metrics = list(self._metrics(rows))
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_METRICS])
+
+        for row in rows:
+            if row.texts:
+                content = "\n\n".join(f"# {prompt}\n{text}" for prompt, text in row.texts)
+                self._client.log_text(self._run_id, content + "\n", f"samples/step-{row.step:08d}.txt")
 
     def _metrics(self, rows: Sequence[FigureRow]) -> Iterator[Any]:
         for row in rows:

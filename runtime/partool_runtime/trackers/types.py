@@ -59,6 +59,8 @@ class FigureRow:
     at: float
     """Unix time in seconds."""
     figures: Mapping[str, float]
+    texts: tuple[tuple[str, str], ...] = ()
+    """Prompts, each with what the model adds to it."""
     number: int = 0
     """Rows before this one in the run's event log, over all attempts; a row that is repeated keeps its number."""
 

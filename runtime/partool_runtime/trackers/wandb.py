@@ -25,6 +25,7 @@ class WandbTracker:
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, x_disable_stats=True, x_save_requirements=False
         )
+        self._table: Any = wandb.Table
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", run.project),
             dir=os.environ.get("WANDB_DIR", str(run.run_dir)),
@@ -45,9 +46,14 @@ class WandbTracker:
         """Do nothing: each row has its step."""
 
     def log(self, rows: Sequence[FigureRow]) -> None:
-        """Send a row of history per step."""
+        """Send a row of history per step, with prompts and texts as a table."""
         for row in rows:
-            self._run.log({STEP: row.step, "_timestamp": row.at, **row.figures}, step=row.number)
+            texts = (
+                {"samples": self._table(["prompt", "text"], data=[list(pair) for pair in row.texts])}
+                if row.texts
+                else {}
+            )
+            self._run.log({STEP: row.step, "_timestamp": row.at, **row.figures, **texts}, step=row.number)
 
     def close(self, exit_code: int) -> None:
         """End this attempt; W&B shows the exit code."""

@@ -6,12 +6,14 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from _histories import BEGAN, end, parsed, run_folder, start, steps, validation, write_log
 from _telemetry import small_plan
 from planned import plan_of
+from rich.console import Console
 from test_report_html import Page
 
 from partool.cli.main import run
@@ -19,9 +21,10 @@ from partool.plan.record import DamagedRecordError
 from partool.plan.run import RunStatus
 from partool.report.charts import charts_of
 from partool.report.curves import history_of, read_history
-from partool.report.headline import headline
+from partool.report.headline import _losses, headline
 from partool.report.history import thin
 from partool.report.html_run import render_run_html
+from partool.report.samples import render_samples, sample_data, sample_rows
 from partool.report.terminal_curves import NO_PLOTEXT
 
 SPEC = """\
@@ -107,6 +110,44 @@ def test_thinning_keeps_spikes_and_ends() -> None:
     assert {0, 1234, 7777, 10_006} <= set(places.tolist())
     assert (np.diff(places) > 0).all()
     assert thin(values[:101], 101).tolist() == list(range(101))
+
+
+def test_named_sets_have_curves_and_rows_of_their_own() -> None:
+    rows = [start(), *steps(1, 4)]
+    for step, loss in ((2, 3.0), (4, 2.5)):
+        kind, at, data = validation(step, 9.0, BEGAN + 2 * step)
+        code = {"loss": loss, "perplexity": 20.0, "tokens": 5}
+        rows.append(
+            (kind, at, data | {"sets": {"code": code, "pairs": {"loss": None, "preferences": {"accuracy": 0.5}}}})
+        )
+    history = history_of(parsed(rows))
+    assert history.curves["validation_code/loss"].values.tolist() == [3.0, 2.5]
+    assert history.last("validation_pairs/accuracy") == (4, 0.5)
+    assert history.sets == ["code"], "a loss that was never finite is not shown"
+    first, second, *_ = charts_of(history)
+    assert (first.name, second.curves) == ("loss", (("validation_code/loss", "code"),))
+    assert dict(_losses(history))["- code"] == "2.5000 at step 4, perplexity 20, the best"
+
+
+def test_of_a_repeated_validation_the_later_samples_count() -> None:
+    def row(step: int, at: float, *texts: str) -> Any:
+        kind, at, data = validation(step, 1.0, at)
+        samples = [{"prompt": "p", "text": text, "tokens": 2, "ended": False} for text in texts]
+        return kind, at, data | ({"samples": samples} if samples else {})
+
+    rows = [
+        start(),
+        row(2, BEGAN + 1, "a", "b"),
+        row(4, BEGAN + 2, "c"),
+        start(2, 2, BEGAN + 9),
+        row(4, BEGAN + 9, "d"),
+    ]
+    history = history_of(parsed(rows))
+    assert [(one["step"], one["text"]) for one in sample_data(history)] == [(2, "a"), (2, "b"), (4, "d")]
+    assert [step for step, _ in sample_rows(history)] == [4, 2]
+    console = Console(record=True, width=80)
+    render_samples(history, console)
+    assert console.export_text() == "prompts continued at step 4\n  p d …\n\n"
 
 
 def test_figures_of_pairs_become_curves() -> None:

@@ -21,10 +21,12 @@ from partool.spec.training import CheckpointSpec
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.jobs.train import loop, saving, trainer
 from partool_runtime.jobs.train.keeping import ValidationVerdict
+from partool_runtime.jobs.train.validating import Validator
 from partool_runtime.model import Decoder
 from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import SMALLEST_SCALE, LossScaler
+from partool_runtime.pulse import SILENT
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import profile
 from partool_runtime.telemetry.profile import StepProfiler
@@ -91,7 +93,7 @@ class Fakes:
     def run(self, first: int) -> tuple[int, str]:
         plan: Any = SimpleNamespace(
             training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2), ema=None),
-            data=SimpleNamespace(validates=True),
+            data=SimpleNamespace(validates=True, holds_out=True),
             weights=SimpleNamespace(source="init"),
             model=CONFIG,
         )
@@ -110,8 +112,10 @@ class Fakes:
             judge=lambda step, figures: self.verdicts.get(step, ValidationVerdict(False, "")),
         )
         stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
-        data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
-        return loop.TrainingLoop(plan, stepper, data, saver, recorder, self.stop, self.profiler).steps(first)
+        data: Any = SimpleNamespace(step=lambda step: [], validation=lambda name: iter([1, 2, 3]), sets=())
+        validator = Validator(plan, stepper, data, self.stop, SILENT)
+        parts = (plan, stepper, data, saver, recorder, self.stop, self.profiler, validator)
+        return loop.TrainingLoop(*parts).steps(first)
 
     def event(self, kind: str, **data: Any) -> None:
         self.log.append(f"profile {data['first']} {data['last']}" if kind == "profile" else kind)
@@ -171,7 +175,7 @@ def test_a_fresh_model_that_learns_nothing_is_told_of(change: dict[str, Any], wa
     recorder: Any = SimpleNamespace(step=lambda *args: None, warning=said.append)
     saver: Any = SimpleNamespace(finished_write=lambda: None)
     unused: Any = SimpleNamespace(preferences=None)
-    loop.TrainingLoop(plan, unused, unused, saver, recorder, StopRequest(), NO_PROFILE)._record(
+    loop.TrainingLoop(plan, unused, unused, saver, recorder, StopRequest(), NO_PROFILE, unused)._record(
         found["first"] + 1, result
     )
     assert bool(said) == warned

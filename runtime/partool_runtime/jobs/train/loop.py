@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from partool.plan.types import Plan
 from partool_runtime.data import Batches
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper, StepResult
-from partool_runtime.jobs.train.tasks import TrainingTasks
+from partool_runtime.jobs.train.validating import Validator
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.pulse import SILENT, Pulse
@@ -34,9 +33,8 @@ class TrainingLoop:
     recorder: Recorder
     stop: StopRequest
     profiler: StepProfiler
+    validator: Validator
     pulse: Pulse = SILENT
-    tasks: TrainingTasks | None = None
-    """Tasks that run with validations."""
     reports_loads: bool = False
     """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
 
@@ -95,56 +93,32 @@ class TrainingLoop:
         return self.stop.heard(stops, steps_done), self.saver.due(steps_done, rest[FLAGS:])
 
     def _validate(self, steps_done: int) -> str | None:
-        """Report and judge the loss on held-out data; a checkpoint follows a validation that is one of the best.
+        """Report and judge a validation; a checkpoint follows one that is one of the best.
 
         Return why the run ends with it, empty if it goes on; None on all ranks if a stop request ended the validation.
         """
-        shown = self.plan.training.ema.validation if self.plan.training.ema is not None else "weights"
         with self.pulse.during("validating"):
-            validated = self._figures(steps_done, averaged=shown != "weights")
-            weights = self._figures(steps_done, averaged=False) if validated and shown == "both" else None
-            tasks = self._of_tasks(steps_done, averaged=shown != "weights") if validated else None
-        if validated is None or (shown == "both" and weights is None) or tasks is None:
+            validated = self.validator.figures(steps_done)
+        if validated is None:
             self.recorder.event("signal", name=self.stop.reason)
             return None
-        loss, tokens, pairs = validated
-        weights_loss = None if weights is None else weights[0]
-        self.recorder.validation(steps_done, loss, tokens, pairs, weights_loss=weights_loss)
-        more = {} if weights_loss is None else {"weights_loss": weights_loss}
-        verdict = self.saver.judge(steps_done, {"loss": loss, **more, **(pairs or {}), **tasks})
+        total = validated.total
+        self.recorder.validation(
+            steps_done,
+            total.loss,
+            total.tokens,
+            total.preferences,
+            weights_loss=total.weights_loss,
+            sets=validated.sets,
+            samples=validated.samples,
+        )
+        verdict = self.saver.judge(steps_done, validated.judged())
         ended = verdict.ended if steps_done < self.plan.training.steps else ""
         if verdict.best or ended:
             self._save(steps_done, wait=bool(ended))
         if ended:
             self.recorder.early_stop(steps_done, ended)
         return ended
-
-    def _figures(self, steps_done: int, *, averaged: bool) -> tuple[float, int, dict[str, float] | None] | None:
-        """Return the mean loss on held-out data, the number of labels, and means over pairs of answers, if any.
-
-        ``averaged`` computes them with the average of the weights. None if a stop request ended it.
-        """
-        stopping = self._stopping(steps_done)
-        result = self.stepper.validate(self.data.validation(), stopping, averaged=averaged)
-        preferences = self.stepper.preferences
-        pairs = None if preferences is None else preferences.figures(trains=False)
-        return None if result is None else (*result, pairs)
-
-    def _of_tasks(self, steps_done: int, *, averaged: bool) -> dict[str, float] | None:
-        """Return the figures of the tasks, if they are due; None if a stop request ended them."""
-        if self.tasks is None:
-            return {}
-        stopping = self._stopping(steps_done)
-        return self.tasks.figures(steps_done, self.stepper.optimizer, stopping, averaged=averaged)
-
-    def _stopping(self, steps_done: int) -> Callable[[], bool]:
-        """Return a function that beats, and says on all ranks whether to stop."""
-
-        def stopping() -> bool:
-            self.pulse.beat()
-            return self.stop.agree(steps_done)
-
-        return stopping
 
     def _record(self, steps_done: int, result: StepResult) -> None:
         recorder, preferences = self.recorder, self.stepper.preferences

@@ -79,7 +79,7 @@ def _key(plan: Plan, data: Batches) -> str:
     files = sorted(folder.rglob("*")) if folder is not None and folder.is_dir() else [folder] if folder else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     model, source = (part.model_dump(mode="json") for part in (plan.model, weights))
-    parts = (data.fingerprint, model, source, stats, plan.training.seed, plan.training.precision)
+    parts = (data.full_fingerprint, model, source, stats, plan.training.seed, plan.training.precision)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

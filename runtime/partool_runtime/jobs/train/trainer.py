@@ -17,9 +17,11 @@ from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.jobs.process import configure_process, watch_compiler
 from partool_runtime.jobs.train.loop import TrainingLoop, report_write, reports_loads
 from partool_runtime.jobs.train.reference import give_reference
+from partool_runtime.jobs.train.sampling import PromptSampler
 from partool_runtime.jobs.train.saving import Saver
 from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.jobs.train.tasks import TrainingTasks
+from partool_runtime.jobs.train.validating import Validator
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
@@ -55,6 +57,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         pulse.enter("preparing")
         watch_compiler(plan, pulse)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
+        sampler = PromptSampler.of(plan, ranks, prepared)
         tasks = TrainingTasks(plan, run_dir, ranks, scoring=prepared.scoring, recorder=recorder, pulse=pulse)
         stepper, saver, first = _open(
             plan, run_dir, ranks, recorder, prepared=prepared, data=data, resume=resume, pulse=pulse
@@ -67,9 +70,9 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest, pulse: Pul
         pulse.enter("training")
         planned, warn = plan.telemetry.profile, recorder.warning
         profiler = StepProfiler(run_dir, ranks.rank, ranks.device, planned=planned, warn=warn)
-        loop = TrainingLoop(
-            plan, stepper, data, saver, recorder, stop, profiler, pulse, tasks, reports_loads(plan, ranks)
-        )
+        validator = Validator(plan, stepper, data, stop, pulse, sampler, tasks)
+        reports = reports_loads(plan, ranks)
+        loop = TrainingLoop(plan, stepper, data, saver, recorder, stop, profiler, validator, pulse, reports)
         with closing(profiler), closing(tasks):
             steps_done, early = loop.steps(first)
         data.close()

@@ -7,6 +7,7 @@ attention modules get the rank's numbers of heads. No other code of a model depe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -99,7 +100,7 @@ class _Hooks:
         head = self._model.head_module
         if head is not None and self._rows[self._original(f"{self._model.head_name}.weight")].style == "vocabulary":
             first = first_row(self._model.placements, self._original(f"{self._model.head_name}.weight"))
-            self._model.loss = partial(_loss, first, self._team)
+            self._model.loss = HeadVocabularyLoss(self._team, first)
 
     def _original(self, name: str) -> str:
         return self._originals.get(name, name)
@@ -275,10 +276,18 @@ def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor)
     return reduce_from_tp(rows_BSH * inside_BS.unsqueeze(-1), team)
 
 
-def _loss(
-    first: int, team: Team, hidden: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any
-) -> torch.Tensor:
-    return vocabulary_loss(hidden, head.weight, labels_BS, first=first, team=team, bias_V=head.bias, **how)
+@dataclass(frozen=True, slots=True)
+class HeadVocabularyLoss:
+    """Loss of a head module of which each rank holds the rows of some tokens of the vocabulary."""
+
+    team: Team
+    first: int
+    """Index of the first vocabulary token that this rank holds."""
+
+    def __call__(self, hidden: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any) -> torch.Tensor:
+        """Return :func:`partool_runtime.parallel.tensor.vocabulary.vocabulary_loss`."""
+        bias_V = head.bias
+        return vocabulary_loss(hidden, head.weight, labels_BS, first=self.first, team=self.team, bias_V=bias_V, **how)
 
 
 def _summed_outputs(

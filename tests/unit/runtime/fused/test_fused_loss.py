@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from partool_runtime.hf.building import build_causal
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.sizes import model_fields
 from partool_runtime.losses import set_loss
-from partool_runtime.parallel.tensor.hf import _loss
+from partool_runtime.parallel.tensor.hf import HeadVocabularyLoss
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tiling import tile_loss
 from partool_runtime.weights import materialise
@@ -113,7 +112,7 @@ def test_models_of_transformers_that_share_the_vocabulary(several: bool, alone: 
     theirs, ours = (model_of("phi", tmp_path) for _ in range(2))
     wanted = formula(theirs)
     wanted.backward()
-    ours.loss = partial(_loss, 0, alone)
+    ours.loss = HeadVocabularyLoss(alone, 0)
     put(ours, Fusing(("loss",), ours.config, several=several))
     set_loss(ours, z_loss=Z_LOSS)
     total = ours(*batch())

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from partool.plan.event_log import last_events
+from partool_runtime.trackers.figures import row_of
 from partool_runtime.trackers.follow import LogPlace, bookmark, follow, last_exit_code, shows_more
 from partool_runtime.trackers.orders import END_S, Orders
 from partool_runtime.trackers.types import FigureRow
@@ -104,9 +106,16 @@ def test_log_steps_and_validations_are_handed_over_in_order(tmp_path: Path) -> N
     assert shows_more(log, 0)
     events(log, ("warning", {"message": "PT558"}))
     assert not shows_more(log, place.offset)
-    events(log, ("validation", {"step": 3, "loss": 1.0}))
+    sets = {"code": {"loss": 1.5, "perplexity": 4.0, "preferences": {"margin": 2.0}}, "none": {"loss": None}}
+    samples = [{"prompt": "a", "text": "b", "tokens": 1, "ended": True}]
+    events(log, ("validation", {"step": 3, "loss": 1.0, "sets": sets, "samples": samples}))
     follow(notes, log, place, AfterLooks(1), poll_s=0.0)
     assert notes.numbers == [0, 1, 2, 3]
+    of_code = {"loss": 1.5, "perplexity": 4.0, "preferences/margin": 2.0}
+    assert notes.noted[-1] == (
+        3, {"validation/loss": 1.0, **{f"validation/code/{name}": value for name, value in of_code.items()}}
+    )  # fmt: skip
+    assert row_of(last_events(log)[-1]).texts == (("a", "b"),)  # type: ignore[union-attr]
 
 
 def test_a_bookmark_is_kept_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
