@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from partool.plan.event_data import SampleText
+from partool.plan.terminal import visible
 from partool.report.history import History
 
 _LONGEST = 400
@@ -37,6 +38,8 @@ def sample_data(history: History) -> list[dict[str, Any]]:
 
 
 def _short(text: str) -> str:
+    """Return a text in one line: what a model writes may hold any character, also those that steer a terminal."""
+    text = visible(text.replace("\n", "\\n"))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 

@@ -140,14 +140,14 @@ def test_of_a_repeated_validation_the_later_samples_count() -> None:
         row(2, BEGAN + 1, "a", "b"),
         row(4, BEGAN + 2, "c"),
         start(2, 2, BEGAN + 9),
-        row(4, BEGAN + 9, "d"),
+        row(4, BEGAN + 9, "d\n\x1b[31m"),
     ]
     history = history_of(parsed(rows))
-    assert [(one["step"], one["text"]) for one in sample_data(history)] == [(2, "a"), (2, "b"), (4, "d")]
+    assert [(one["step"], one["text"]) for one in sample_data(history)] == [(2, "a"), (2, "b"), (4, "d\n\x1b[31m")]
     assert [step for step, _ in sample_rows(history)] == [4, 2]
     console = Console(record=True, width=80)
     render_samples(history, console)
-    assert console.export_text() == "prompts continued at step 4\n  p d …\n\n"
+    assert console.export_text() == "prompts continued at step 4\n  p d\\n�[31m …\n\n"
 
 
 def test_figures_of_pairs_become_curves() -> None:
