@@ -14,7 +14,7 @@ from partool.cost.traffic.node_first import NodeExchange
 from partool.cost.traffic.node_visits import nodes_of_token
 from partool.spec.model import Moe
 
-DRAWS = 20_000
+DRAWS = 4_000
 
 
 def visited(moe: Moe, ranks: int, inside: int, parts: int = 1) -> float:
