@@ -24,7 +24,7 @@ from partool_runtime.model.moe import Beside, MixtureOfExperts
 from partool_runtime.model.routing import Choices
 from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.parallel.expert.dispatch import choices_of_parts
-from partool_runtime.parallel.expert.node_routes import NodeTeam, Numbers, Routes, Way, find_routes
+from partool_runtime.parallel.expert.node_routes import NodeTeam, Numbers, Routes, RowCounts, find_routes
 from partool_runtime.torch_internals.collectives import finished, start_exchange
 
 
@@ -41,7 +41,7 @@ class NodeFirst:
         team = self.team
         choices = choices_of_parts(choices, layer.number, team.ranks, team.parts)
         routes, numbers = find_routes(team, choices.experts, layer.number * team.parts)
-        flight = _Flight(team, numbers)
+        flight = _NodeFlight(team, numbers)
         travelling: torch.Tensor = _Crossed.apply(x_TH, flight, *routes)  # type: ignore[no-untyped-call]
         other = None if beside is None else beside()
         rows_LH: torch.Tensor = _Spread.apply(travelling, flight, *routes)  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class NodeFirst:
         return out_TH, other
 
 
-class _Flight:
+class _NodeFlight:
     """One layer's exchange: its numbers of rows, and gradients in flight between two functions of a backward pass."""
 
     def __init__(self, team: NodeTeam, numbers: Numbers) -> None:
@@ -80,12 +80,12 @@ class _Flight:
         way, rows = _back(self.numbers.spreading), unpermute(x_LH, routes.local)
         return finished(start_exchange(rows, way.sent, way.received, self.team.node), EXPERT)
 
-    def _start(self, x_RH: torch.Tensor, way: Way) -> torch.Tensor:
+    def _start(self, x_RH: torch.Tensor, way: RowCounts) -> torch.Tensor:
         return start_exchange(x_RH.contiguous(), way.sent, way.received, self.team.rail)
 
 
-def _back(way: Way) -> Way:
-    return Way(way.received, way.sent)
+def _back(way: RowCounts) -> RowCounts:
+    return RowCounts(way.received, way.sent)
 
 
 def _sum_of_rows(rows_RH: torch.Tensor, routing: Routing, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,7 +120,7 @@ class _Crossed(torch.autograd.Function):
     """Start of the crossing of one row per token and node; backward passes end the return of their gradients."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_TH: torch.Tensor, flight: _Flight, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x_TH: torch.Tensor, flight: _NodeFlight, *tensors: torch.Tensor) -> torch.Tensor:
         routes = Routes(*tensors)
         ctx.flight = flight  # type: ignore[attr-defined]
         ctx.save_for_backward(*routes)
@@ -139,7 +139,7 @@ class _Spread(torch.autograd.Function):
     """End of the crossing and spread inside the node; backward passes begin the return of the gradients."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_AH: torch.Tensor, flight: _Flight, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x_AH: torch.Tensor, flight: _NodeFlight, *tensors: torch.Tensor) -> torch.Tensor:
         routes = Routes(*tensors)
         ctx.flight, ctx.shape = flight, x_AH.shape  # type: ignore[attr-defined]
         ctx.save_for_backward(*routes)
@@ -170,7 +170,7 @@ class _Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x_LH: torch.Tensor, weights_TK: torch.Tensor, flight: _Flight, *tensors: torch.Tensor
+        ctx: FunctionCtx, x_LH: torch.Tensor, weights_TK: torch.Tensor, flight: _NodeFlight, *tensors: torch.Tensor
     ) -> torch.Tensor:
         routes = Routes(*tensors)
         returned_RH = finished(flight.choices_back(flight.gather(x_LH, routes), routes), EXPERT)
@@ -201,7 +201,7 @@ class _ReturnedSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x_LH: torch.Tensor, weights_TK: torch.Tensor, flight: _Flight, *tensors: torch.Tensor
+        ctx: FunctionCtx, x_LH: torch.Tensor, weights_TK: torch.Tensor, flight: _NodeFlight, *tensors: torch.Tensor
     ) -> torch.Tensor:
         routes = Routes(*tensors)
         crossing = flight.cross(_row_weights(weights_TK, routes))

@@ -57,7 +57,7 @@ class NodeTeam:
         nodes, inside = self.nodes, self.inside
         ends = [nodes, 2 * nodes, 3 * nodes, 4 * nodes, 4 * nodes + inside]
         parts = [counts[start:stop] for start, stop in zip([0, *ends], [*ends, None], strict=True)]
-        return Numbers(Way(parts[0], parts[1]), Way(parts[3], parts[2]), Way(parts[4], parts[5]))
+        return Numbers(RowCounts(parts[0], parts[1]), RowCounts(parts[3], parts[2]), RowCounts(parts[4], parts[5]))
 
     def _balanced(self, choices: int, experts: int, chosen: int) -> list[int]:
         """Return the numbers if every expert got as many rows, and tokens chose their experts at random."""
@@ -94,7 +94,7 @@ def _missing(experts: int, of_node: int, chosen: int) -> float:
     return missing
 
 
-class Way(NamedTuple):
+class RowCounts(NamedTuple):
     """Numbers of rows that this rank sends to each rank of a group, and receives from each."""
 
     sent: list[int]
@@ -104,11 +104,11 @@ class Way(NamedTuple):
 class Numbers(NamedTuple):
     """Numbers of rows that travel."""
 
-    crossing: Way
+    crossing: RowCounts
     """Along the rail: one row per token and node."""
-    returning: Way
+    returning: RowCounts
     """Along the rail, on the way back: one row per choice."""
-    spreading: Way
+    spreading: RowCounts
     """Inside the node: one row per choice."""
 
 
@@ -192,18 +192,18 @@ def _announced(team: NodeTeam, counts_G: torch.Tensor, counts_E: torch.Tensor) -
     """
     inside, nodes = team.inside, team.nodes
     sent_GX = torch.cat([counts_G[:, None], counts_E.view(nodes, -1)], dim=1)
-    received_GX = _exchanged(sent_GX, Way([1] * nodes, [1] * nodes), team.rail)
+    received_GX = _exchanged(sent_GX, RowCounts([1] * nodes, [1] * nodes), team.rail)
     spread_PGe = received_GX[:, 1:].reshape(nodes, inside, -1).transpose(0, 1).contiguous()
-    arriving_PGe = _exchanged(spread_PGe, Way([1] * inside, [1] * inside), team.node)
+    arriving_PGe = _exchanged(spread_PGe, RowCounts([1] * inside, [1] * inside), team.node)
     each = (counts_G, received_GX[:, 0], sent_GX[:, 1:].sum(dim=1), received_GX[:, 1:].sum(dim=1))
     return torch.cat([*each, spread_PGe.sum(dim=(1, 2)), arriving_PGe.sum(dim=(1, 2))]), arriving_PGe
 
 
-def _exchanged(x: torch.Tensor, way: Way, group_name: str) -> torch.Tensor:
+def _exchanged(x: torch.Tensor, way: RowCounts, group_name: str) -> torch.Tensor:
     return finished(start_exchange(x.contiguous(), way.sent, way.received, group_name), EXPERT)
 
 
-def _lists_exchanged(lists_RK: torch.Tensor, way: Way, experts: int, rail: str) -> torch.Tensor:
+def _lists_exchanged(lists_RK: torch.Tensor, way: RowCounts, experts: int, rail: str) -> torch.Tensor:
     """Exchange the choices of rows as integers of two bytes, or of four in nodes of more experts than two can say."""
     small = torch.int16 if experts < 2**15 else torch.int32
     # Gloo and NCCL send no integers of two bytes, but they send bytes.
