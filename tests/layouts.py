@@ -24,7 +24,7 @@ _PLACES = {
     "speculate": "offload.speculate", "gradients": "offload.gradients", "moments": "offload.moments",
     "bucket_mib": "offload.bucket_mib", "undo_gib": "offload.undo_gib", "threads": "offload.threads",
     "dir": "offload.dir", "buffers": "offload.buffers", "pinned_gib": "offload.pinned_gib",
-    "expert": "expert", "expert_tensor": "expert_tensor",
+    "expert": "expert", "expert_tensor": "expert_tensor", "expert_exchange": "expert_exchange",
     "recompute": "recompute", "compile": "compile", "micro_batch": "micro_batch",
 }  # fmt: skip
 

@@ -55,6 +55,9 @@ HALVED_RING = tuple(index for index in RING if index in HALVED)
 ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
 """Indices of schedules whose last stage holds one micro-batch at a time."""
 
+EXCHANGES = ("direct", "node_first", "node_first_summed")
+"""Ways of tokens to their experts; ``Layouts.expert_exchange`` is an index into them."""
+DIRECT, NODE_FIRST, NODE_FIRST_SUMMED = range(len(EXCHANGES))
 OVERLAPS = ("none", "backward", "symmetric")
 """Ways to overlap tensor parallelism's collectives; ``Layouts.tensor_overlap`` is an index into them."""
 
@@ -90,6 +93,8 @@ class Layouts:
     """Number of ranks among which experts are divided; ``ep * etp`` divides ``shards * cp * tp``."""
     etp: Column = 1
     """Number of ranks that hold parts of the same experts; 1 where ``ep`` is 1."""
+    expert_exchange: Column = 0
+    """Index in :data:`EXCHANGES`; 0 where ``ep`` is 1."""
     zero: Column = 0
     micro_batch: Column = 1
     accumulation: Column = 1

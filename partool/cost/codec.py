@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import EXCHANGES, INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.layout.sequence import Order
 from partool.plan.layout import (
     DataLayout,
@@ -17,7 +17,7 @@ from partool.plan.layout import (
     TensorLayout,
     TilesLayout,
 )
-from partool.spec.parallel import Inside, Recompute, Style, TensorOverlap, TensorPattern, ZeroStage
+from partool.spec.parallel import ExpertExchange, Inside, Recompute, Style, TensorOverlap, TensorPattern, ZeroStage
 from partool.spec.training import Fused
 from partool.strategies.schedules import WITH_WAVES
 
@@ -58,6 +58,7 @@ def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
         tp=tensor.degree,
         ep=layout.expert,
         etp=layout.expert_tensor,
+        expert_exchange=EXCHANGES.index(layout.expert_exchange),
         zero=data.zero,
         micro_batch=layout.micro_batch,
         accumulation=layout.derived.accumulation,
@@ -125,6 +126,7 @@ def decode(row: Layouts, rest: LayoutLists) -> Layout:
         tiles=TilesLayout(mlp=int(row.mlp_tile_tokens), loss=int(row.loss_tile_tokens)),
         expert=int(row.ep),
         expert_tensor=int(row.etp),
+        expert_exchange=cast("ExpertExchange", EXCHANGES[int(row.expert_exchange)]),
         offload=rest.offload.model_copy(update=_offload_fields(row, rest.offload)),
         recompute=rest.recompute,
         compile=compile,

@@ -224,6 +224,19 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {expert: 1}"),
     ),
     Rule(
+        "PT438",
+        "Tokens cannot cross to each node once",
+        "With expert_exchange: node_first a token crosses once to each node, to the rank that has the sender's place "
+        "there, and spreads from this rank. So the expert × expert_tensor ranks are all ranks of two nodes or more, or "
+        "of two racks whose devices the fast link joins, and each of these has several ranks.",
+        "model: mixtral-8x7b\nhardware: {accelerator: h100-sxm, nodes: 2, per_node: 8}\n"
+        + _DATA
+        + "parallel: {expert: 8, expert_exchange: node_first}\n",
+        "model: mixtral-8x7b\nhardware: {accelerator: h100-sxm, nodes: 4, per_node: 4}\n"
+        + _DATA
+        + "parallel: {expert: 8, expert_exchange: node_first}\n",
+    ),
+    Rule(
         "PT267",
         "The parallel degrees do not divide the devices",
         "Tensor, pipeline and sequence degrees multiply to the ranks of one copy of the model; copies must use all "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first, in the order of the fields of :class:`partool.plan.layout.Mesh`."""
@@ -14,6 +14,14 @@ class RowRange(NamedTuple):
 
     start: int
     stop: int
+
+
+def fill_nodes(ranks: Any, per_node: int) -> Any:
+    """Return whether groups of neighbouring ``ranks``, a number or a column, are all ranks of two nodes or more.
+
+    Each node has ``per_node`` ranks, and more than one.
+    """
+    return (per_node > 1) & (ranks > per_node) & (ranks % per_node == 0)
 
 
 def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:

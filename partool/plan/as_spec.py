@@ -53,12 +53,16 @@ def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, object]:
         "sequence": _sequence(layout),
         "tiles": {"mlp": layout.tiles.mlp, "loss": layout.tiles.loss},
         "expert": layout.expert,
-        **({"expert_tensor": layout.expert_tensor} if layout.expert > 1 else {}),
+        **(_expert(layout) if layout.expert > 1 else {}),
         "offload": _offload(layout, asked.offload),
         "recompute": layout.recompute[0] if len(set(layout.recompute)) == 1 else list(layout.recompute),
         "compile": layout.compile,
         "micro_batch": layout.micro_batch,
     }
+
+
+def _expert(layout: Layout) -> dict[str, object]:
+    return {"expert_tensor": layout.expert_tensor, "expert_exchange": layout.expert_exchange}
 
 
 def _data(layout: Layout) -> dict[str, Any]:

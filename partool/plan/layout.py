@@ -35,6 +35,7 @@ from partool.spec.numbers import (
 )
 from partool.spec.parallel import (
     Compile,
+    ExpertExchange,
     Gather,
     Host,
     Inside,
@@ -261,6 +262,8 @@ class Layout(Record):
     expert_tensor: TensorRanks = 1
     """Number of neighbouring ranks that hold parts of the inner widths of the same experts; 1 where ``expert`` is 1, as
     tensor ranks then cut experts like dense networks."""
+    expert_exchange: ExpertExchange = "direct"
+    """How tokens travel to the ranks of their experts; ``direct`` where ``expert`` is 1."""
     offload: OffloadLayout = OffloadLayout()
     recompute: tuple[Recompute, ...]
     """Recomputation policy of each layer."""

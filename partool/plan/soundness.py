@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.layout.mesh import all_have_rows
+from partool.layout.mesh import all_have_rows, fill_nodes
 from partool.layout.parameters import parameters
 from partool.layout.tensor import Partition, by_name
 from partool.plan.layout import Layout
@@ -21,11 +21,16 @@ def model_contradiction(model: ModelConfig, sequence_length: int) -> str:
     return ""
 
 
-def experts_contradiction(model: ModelConfig, layout: Layout) -> str:
-    """Return why ranks cannot share the model's experts as the layout says, in words; empty if they can."""
+def experts_contradiction(model: ModelConfig, layout: Layout, per_node: int) -> str:
+    """Return why ranks cannot share the model's experts as the layout says, in words; empty if they can.
+
+    ``per_node`` is the number of ranks that the fast link joins.
+    """
     experts = 0 if model.moe is None else model.moe.experts
     if layout.expert == 1:
         parts = layout.expert_tensor
+        if layout.expert_exchange != "direct":
+            return f"layout.expert_exchange is {layout.expert_exchange} with expert: 1, and must be direct"
         return "" if parts == 1 else f"layout.expert_tensor is {parts} with expert: 1, and must be 1"
     if not experts or experts % layout.expert:
         return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
@@ -38,7 +43,11 @@ def experts_contradiction(model: ModelConfig, layout: Layout) -> str:
     name = f"layout.expert is {layout.expert}"
     if layout.expert_tensor > 1:
         name += f" × expert_tensor {layout.expert_tensor}"
-    return "" if sharers % ranks == 0 else f"{name}, of {sharers} ranks with one state"
+    if sharers % ranks:
+        return f"{name}, of {sharers} ranks with one state"
+    if layout.expert_exchange == "direct" or fill_nodes(ranks, per_node):
+        return ""
+    return f"layout.expert_exchange is {layout.expert_exchange}, and {ranks} ranks do not fill nodes of {per_node}"
 
 
 def partition_contradiction(model: ModelConfig, layout: Layout, partition: Sequence[Partition]) -> str:

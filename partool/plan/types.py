@@ -411,7 +411,7 @@ class Plan(Record):
         return (
             schedule_contradiction(self.layout)
             or model_contradiction(self.model, self.training.sequence_length)
-            or experts_contradiction(self.model, self.layout)
+            or experts_contradiction(self.model, self.layout, self.devices.joined)
             or (partition_contradiction(self.model, self.layout, self.partition) if self.own_decoder else "")
         )
 

@@ -233,7 +233,7 @@ class Problem:
     @property
     def domain(self) -> int:
         """Number of ranks that the fast link (such as NVLink) connects with each other."""
-        return self.devices.domain or self.devices.per_node
+        return self.devices.joined
 
     @cached_property
     def offload(self) -> Offload:

@@ -49,7 +49,7 @@ def sizes(plan: Plan) -> tuple[int, ...]:
 def axis_rows(plan: Plan) -> list[AxisRow]:
     """Return the axes of the mesh, outermost first, with the links that their groups use."""
     dims, rows = sizes(plan), []
-    per_node = plan.devices.domain or plan.devices.per_node
+    per_node = plan.devices.joined
     for index, (axis, size) in enumerate(zip(AXES, dims, strict=True)):
         stride = math.prod(dims[index + 1 :])
         inside = ranks_on_a_node(axis, dims, per_node)

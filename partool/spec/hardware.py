@@ -181,6 +181,11 @@ class Devices(Section):
     threads_per_rank: CoresOrNone = 0
     """Intra-op threads of torch per rank; 0 leaves the number to torch."""
 
+    @property
+    def joined(self) -> int:
+        """Number of ranks that the fast link joins."""
+        return self.domain or self.per_node
+
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize devices without a slice, or without figures that few have, as before these fields existed."""

@@ -36,6 +36,7 @@ Inside = Literal["teams", "rings"]
 Host = Literal["none", "cpu"]
 Tier = Literal["none", "cpu", "nvme"]
 Gather = Literal["coalesced", "sequential"]
+ExpertExchange = Literal["direct", "node_first", "node_first_summed"]
 TensorOverlap = Literal["none", "backward", "symmetric"]
 Style = Literal["column", "column_gathered", "row", "vocabulary", "replicated"]
 """Ways to cut a parameter; see :mod:`partool.layout.tensor`."""
@@ -193,6 +194,10 @@ class ParallelSpec(Section):
     expert_tensor: TensorRanks | Auto = "auto"
     """Neighbouring ranks that hold parts of the inner width of the same experts, so that ``expert`` × ``expert_tensor``
     ranks share a layer's experts. With ``expert: 1`` they are the tensor ranks."""
+    expert_exchange: ExpertExchange | Auto = "auto"
+    """direct: a token travels once to each of its experts; node_first: once to each node with some of them, where it
+    spreads over the faster links, and their results return one by one; node_first_summed: each node sums them before
+    they return."""
     offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
     """Section, or one word: none (nothing leaves the device), cpu or nvme (the optimizer does), or auto."""
     recompute: Recompute | Auto | Annotated[list[Recompute], Runs(str, "|".join(get_args(Recompute)))] = "auto"

@@ -12,7 +12,7 @@ from partool.strategies.sequence import METHODS
 _OWN = (
     "tensor in two dimensions", "tensor with fused collectives", "tiles of networks", "tiles of the loss",
     "schedule file", "sequential gathers", "other prefetch", "persistent parameters", "leaves",
-    "offload of activations",
+    "offload of activations", "node-first exchange of experts",
 )  # fmt: skip
 """Aspects of layouts that only partool's runtime has."""
 _HOST = ("offload", "offload of parameters", "offload to disks", "offload of parameters to disks")

@@ -96,4 +96,4 @@ class Workload:
     @cached_property
     def domain(self) -> int:
         """Number of ranks connected by the fast link."""
-        return self.devices.domain or self.devices.per_node
+        return self.devices.joined

@@ -67,6 +67,10 @@ class Ranks:
     expert: MeshAxis | None = None
     """The ranks that share the experts of a layer, of which neighbours hold parts of the same experts; None if each
     rank, or team of tensor ranks, has all experts."""
+    expert_rail: MeshAxis | None = None
+    """Those of ``expert`` with this rank's place in their nodes; None unless tokens cross to each node once."""
+    expert_node: MeshAxis | None = None
+    """Those of ``expert`` in this rank's node; None unless tokens cross to each node once."""
     expert_replicate: MeshAxis | None = None
     """The copies of the training state of this rank's experts."""
     expert_shard: MeshAxis | None = None
@@ -134,6 +138,9 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     # Sequence and tensor ranks share experts as well (parallel folding, arXiv 2504.14960), neighbours first.
     of_experts = (mesh.pp, copies, sharers * mesh.tp // expert, expert)
     expert_axes = [_axis(of_experts, axis) if expert > 1 else None for axis in (1, 2, 3)]
+    inside = plan.devices.joined
+    of_nodes = (*of_experts[:3], expert // inside, inside)
+    node_axes = [None if plan.layout.expert_exchange == "direct" else _axis(of_nodes, axis) for axis in (3, 4)]
     flat = (mesh.pp, mesh.dp, mesh.cp, mesh.tp // inner, inner)
     return Ranks(
         rank=dist.get_rank(),
@@ -150,6 +157,8 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
         expert_replicate=expert_axes[0],
         expert_shard=expert_axes[1],
         expert=expert_axes[2],
+        expert_rail=node_axes[0],
+        expert_node=node_axes[1],
         replica=_together((mesh.pp, copies, sharers * mesh.tp)),
         exchanges=Exchanges.of(plan),
         groups=Groups(in_order=device.type == "cuda"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ import torch.distributed as dist
 from _ranks import joined
 from torch import nn
 
+from partool.cost.traffic.node_first import LevelBytes, NodeExchange
 from partool.spec.model import ModelConfig, Moe
-from partool_runtime.model.moe import MixtureOfExperts
+from partool_runtime.groups import Groups
+from partool_runtime.model.moe import Dispatch, MixtureOfExperts
 from partool_runtime.model.routing import Choices
-from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.comm import EXPERT, CommCounter
 from partool_runtime.parallel.expert import dispatch
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows
+from partool_runtime.parallel.expert.node_first import NodeFirst
+from partool_runtime.parallel.expert.node_routes import NodeTeam
 
 EXPERTS, HIDDEN = 8, 6
 TOKENS: dict[str, tuple[int, ...]] = {
@@ -29,10 +34,16 @@ TOKENS: dict[str, tuple[int, ...]] = {
     "some experts never": (6, 6, 6, 6),
     "some choices dropped": (5, 3, 7, 4),
     "all choices of a rank dropped": (5, 3, 7, 4),
+    "every pair of experts": (28, 28, 28, 28),
 }
 """Number of tokens of each of four ranks, by case."""
 
 
+EVERY_PAIR = NodeExchange(
+    tokens=28, choices=2, experts=EXPERTS, nodes=2, inside=2, visited=2 * (1 - 6 / 28), row_bytes=8 * HIDDEN,
+    weight_bytes=8, summed=False,
+)  # fmt: skip
+"""What a rank exchanges if its tokens choose each pair of experts once: of 28 pairs, 6 have none of a node's four."""
 ORDER = [
     "start", "wait",  # the numbers of rows
     "start", "shared", "wait",  # the rows
@@ -89,6 +100,8 @@ def forced(name: str, tokens: int, rank: int, choices: Choices) -> Choices:
     elif name == "some experts never":
         experts = experts % 3
         experts[:, 1] = (experts[:, 0] + 1) % 3
+    elif name == "every pair of experts":
+        experts = torch.tensor(list(combinations(range(EXPERTS), 2)))
     elif name == "some choices dropped":
         experts[::2, 1] = -1
     elif name == "all choices of a rank dropped" and rank == 2:
@@ -118,33 +131,60 @@ def run(made: MixtureOfExperts, name: str, x_TH: torch.Tensor, rank_of_T: list[i
 
 def main() -> None:
     joined()
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    each = EXPERTS // ranks
+    levels = levels_of(Groups())
     for name, tokens in TOKENS.items():
-        torch.manual_seed(3)
-        whole_TH = torch.randn(sum(tokens), HIDDEN, dtype=torch.float64)
-        first = sum(tokens[:rank])
-        alone, mine = layer(), layer()
-        x_TH, share_TH = (x.clone().requires_grad_() for x in (whole_TH, whole_TH[first : first + tokens[rank]]))
-        wanted = run(alone, name, x_TH, [at for at, count in enumerate(tokens) for _ in range(count)])
-        for _, stacked in mine.experts.stacked():
-            rows = len(stacked.weight) // ranks
-            stacked.weight = nn.Parameter(stacked.weight.detach()[rank * rows : (rank + 1) * rows].clone())
         team = ExpertTeam(group.group_name, rank, tokens, read_rows)
-        mine.dispatch = team
-        with CommCounter() as counter, noted(mine) as order:
-            got = run(mine, name, share_TH, [rank] * tokens[rank])
-        assert order == ORDER, f"{name}: {order}"
-        close = partial(
-            torch.testing.assert_close, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-        )
-        close(got, wanted[first : first + tokens[rank]])
-        close(share_TH.grad, _grad(x_TH)[first : first + tokens[rank]])
-        _compare_weights(alone, mine, rank, ranks, close)
+        direct = check(name, tokens, team, ORDER)
+        for summed in (False, True):
+            node_team = NodeTeam(*levels, rank, 2, tokens, read_rows, summed=summed)
+            expected = EVERY_PAIR._replace(summed=summed).sent(1, 1, 1) if name == "every pair of experts" else None
+            values = check(f"{name}, node first", tokens, NodeFirst(node_team), None, expected)
+            for other, value in zip(direct, values, strict=True):
+                assert summed or torch.equal(other, value), f"{name}: bits differ from one exchange of all ranks"
+
+
+def levels_of(groups: Groups) -> tuple[str, str]:
+    """Return the names of the groups of four ranks in nodes of two: of the ranks of a place, and of a node."""
+    opened = [groups.of(parts, EXPERT) for parts in ([(0, 2), (1, 3)], [(0, 1), (2, 3)])]
+    rail, node = (group.group_name for group in opened if group is not None)
+    return rail, node
+
+
+def check(
+    name: str, tokens: tuple[int, ...], dispatch: Dispatch, order: list[str] | None, sent: LevelBytes | None = None
+) -> list[torch.Tensor]:
+    """Compare a layer on four ranks with one process; return this rank's results and gradients."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    case = name.removesuffix(", node first")
+    whole_TH = torch.randn(sum(tokens), HIDDEN, dtype=torch.float64)
+    first = sum(tokens[:rank])
+    alone, mine = layer(), layer()
+    x_TH, share_TH = (x.clone().requires_grad_() for x in (whole_TH, whole_TH[first : first + tokens[rank]]))
+    wanted = run(alone, case, x_TH, [at for at, count in enumerate(tokens) for _ in range(count)])
+    for _, stacked in mine.experts.stacked():
+        rows = len(stacked.weight) // ranks
+        stacked.weight = nn.Parameter(stacked.weight.detach()[rank * rows : (rank + 1) * rows].clone())
+    mine.dispatch = dispatch
+    with CommCounter() as counter, noted(mine) as seen:
+        got = run(mine, case, share_TH, [rank] * tokens[rank])
+    close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    close(got, wanted[first : first + tokens[rank]])
+    close(share_TH.grad, _grad(x_TH)[first : first + tokens[rank]])
+    _compare_weights(alone, mine, rank, ranks, close)
+    if order is not None:
+        assert seen == order, f"{name}: {seen}"
         calls = counter.snapshot()["all_to_all"].calls
         assert calls == 5, f"{name}: {calls} exchanges: numbers, rows, results, and both gradients"
-        assert mine.experts.up.weight.shape[0] == each * 5
+    if sent is not None:
+        levels = ((rank ^ 1, sent.inside), (rank ^ 2, sent.between))
+        for other, wanted_bytes in levels:
+            counted = counter.snapshot(among=(rank, other), described=EXPERT, exactly=True)["all_to_all"].sent_bytes
+            assert counted == wanted_bytes, f"{name}: {counted} bytes, planned {wanted_bytes}"
+    assert mine.experts.up.weight.shape[0] == EXPERTS // ranks * 5
+    return [got, _grad(share_TH), *(_grad(parameter) for parameter in mine.parameters())]
 
 
 def _compare_weights(alone: MixtureOfExperts, mine: MixtureOfExperts, rank: int, ranks: int, close: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import HALVES, LATENT, ONE, QUARTERS, STEPS, tensor_plan
+from layouts import laid
 from often import chosen, often
 from test_checkpoint import stored_values
 from test_tensor_trainer import assert_equal, assert_same_state
@@ -55,6 +57,16 @@ LONG = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD, "spread twice": SP
 NORMS = {"sequence_norms": True}
 RING = {"sequence_method": "ring", "sequence_order": "zigzag"}
 Cases = dict[str, tuple[Plan, str]]
+NODE_FIRST = {"node_first": "a token once per node", "node_first_summed": "sums of nodes"}
+
+
+def on_nodes(plan: Plan, exchange: str) -> Plan:
+    """Return a plan whose ranks are on nodes of two, between which tokens travel as ``exchange`` says."""
+    world = plan.layout.mesh.world_size
+    devices = plan.devices.model_copy(update={"per_node": 2, "nodes": world // 2})
+    return plan.model_copy(update={"devices": devices, "layout": laid(plan.layout, expert_exchange=exchange)})
+
+
 """Plans by name, each with the run of one process that it must equal."""
 
 
@@ -85,6 +97,17 @@ def core_cases(text: Path) -> Cases:
             "deepseek",
         ),
         "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=spread, micro_batches=1), "spread"),
+        "a token once per node": (
+            on_nodes(make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="selective", **RING), "node_first"),
+            "limited",
+        ),
+        "sums of nodes": (
+            on_nodes(
+                make(Mesh(dp_shard=2, tp=2), expert_tensor=2, settings={"zero": 3}, recompute="full", **NORMS),
+                "node_first_summed",
+            ),
+            "short",
+        ),
     }
 
 
@@ -144,6 +167,16 @@ def further_cases(text: Path) -> Cases:
     return found
 
 
+def node_cases(text: Path) -> Cases:
+    """Return the combinations whose expert ranks fill nodes of two, with both exchanges that send by node."""
+    return {
+        f"{title}, {name}": (on_nodes(plan, exchange), reference)
+        for name, (plan, reference) in further_cases(text).items()
+        if plan.layout.expert_ranks == 4
+        for exchange, title in NODE_FIRST.items()
+    }
+
+
 @cache
 def balanced_cases(text: Path) -> dict[str, Plan]:
     """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
@@ -187,6 +220,7 @@ OFTEN = (
     "limited",
     "spread",
     "balanced widths",
+    *NODE_FIRST.values(),
 )
 """Cases that run each time."""
 
@@ -271,9 +305,10 @@ def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs,
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [further_cases, node_cases])
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path, make: Callable[[Path], Cases]) -> None:
     write_text(tmp_path / "text")
-    cases = further_cases(tmp_path / "text")
+    cases = make(tmp_path / "text")
     jobs = launch(pools, tmp_path, cases, LONG)
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)

@@ -6,10 +6,11 @@ import numpy as np
 
 from partool.catalog.silicon.experts import Sizes
 from partool.cost import collective, tensor_shares
-from partool.cost.case import Column, Layouts
+from partool.cost.case import NODE_FIRST_SUMMED, Column, Layouts
 from partool.cost.silicon import experts
 from partool.cost.time.gemm import matmul_s
 from partool.cost.traffic.messages import tokens
+from partool.cost.traffic.node_visits import nodes_of_token
 from partool.work.base import Workload
 
 _GROUPED_SHARE = 0.85
@@ -54,7 +55,11 @@ def experts_s(job: Workload, layouts: Layouts, rows: Column) -> tuple[Column, Co
 
 
 def exchange_s(job: Workload, layouts: Layouts) -> Column:
-    """Return the seconds to send tokens to experts and back; each token goes to all parts of ``top_k`` experts."""
+    """Return the seconds to send tokens to experts and back; each token goes to all parts of ``top_k`` experts.
+
+    Where tokens cross to each node once, both levels follow one another on each way. The backward pass sends as much as
+    the forward pass, in the other order.
+    """
     if job.model.moe is None:
         return 0.0
     rows = tokens(job, layouts) / layouts.tp
@@ -63,4 +68,23 @@ def exchange_s(job: Workload, layouts: Layouts) -> Column:
     token_bytes = job.load * rows * job.model.hidden * job.compute_bytes
     if job.stack.sends_once:
         return collective.token_exchange_s(job, token_bytes, ranks, visits)
-    return 2.0 * collective.all_to_all_s(job, visits * token_bytes, ranks)
+    direct = 2.0 * collective.all_to_all_s(job, visits * token_bytes, ranks)
+    if not np.any(np.asarray(layouts.expert_exchange) > 0):
+        return direct
+    return np.where(np.asarray(layouts.expert_exchange) > 0, _node_first_s(job, layouts, token_bytes, visits), direct)
+
+
+def _node_first_s(job: Workload, layouts: Layouts, token_bytes: Column, visits: Column) -> Column:
+    """Return the seconds of an exchange by which tokens cross to each node once.
+
+    A rail is a group of one rank per node, whose members send one another all but the rows of their nodes.
+    """
+    moe, nodes = job.model.moe, np.maximum(layouts.expert_ranks // job.domain, 1)
+    assert moe is not None, "a dense model"
+    rail = collective.RankGroup(nodes, 1, 1)
+    crossing_bytes = token_bytes * nodes_of_token(moe, layouts, job.domain)
+    summed = np.asarray(layouts.expert_exchange) == NODE_FIRST_SUMMED
+    back_bytes = np.where(summed, crossing_bytes, visits * token_bytes)
+    inside_s = collective.all_to_all_s(job, visits * token_bytes, collective.group(job, job.domain, 1))
+    across_s = (collective.all_to_all_s(job, sent_bytes, rail) for sent_bytes in (crossing_bytes, back_bytes))
+    return sum(across_s) + 2.0 * inside_s

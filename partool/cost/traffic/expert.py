@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from partool.cost.codec import encode
 from partool.cost.time.pipeline import stages_of_ranks
+from partool.cost.traffic.node_first import LevelBytes, NodeExchange
+from partool.cost.traffic.node_visits import nodes_of_token
 from partool.layout.mesh import shard_rows
 from partool.layout.sequence import shares
 from partool.layout.sequence import tokens as tokens_of
@@ -25,7 +28,8 @@ def expert_bytes(job: Workload, layout: Layout) -> int:
 
 def _of_stages(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
-    each = [_of_layer(job, layout, layout.recompute[layer]) for layer in layers if job.model.is_moe_layer(layer)]
+    of_layer = _of_layer if layout.expert_exchange == "direct" else _by_node
+    each = [of_layer(job, layout, layout.recompute[layer]) for layer in layers if job.model.is_moe_layer(layer)]
     return layout.derived.accumulation * sum(each)
 
 
@@ -44,6 +48,34 @@ def _of_layer(job: Workload, layout: Layout, policy: str) -> int:
     passes = 3 if policy == "full" else 1 + job.backward
     numbers = max(passes - 1, 1) * _COUNT_BYTES * moe.experts * parts * (ranks - 1) // ranks
     return round(2 * passes * kept * rows) * job.model.hidden * job.compute_bytes + numbers
+
+
+def _by_node(job: Workload, layout: Layout, policy: str) -> int:
+    return round(sum(level_bytes(job, layout, policy)))
+
+
+def level_bytes(job: Workload, layout: Layout, policy: str) -> LevelBytes:
+    """Return the bytes of one layer and micro-batch inside nodes and between them, if tokens cross to each node once.
+
+    Experts are drawn at random (:mod:`partool.cost.traffic.node_visits`); each part of an expert gets the rows of the
+    whole. A fully recomputed layer makes its forward exchanges twice.
+    """
+    moe, inside = job.model.moe, job.domain
+    assert moe is not None, "a dense model"
+    exchange = NodeExchange(
+        tokens=layout.micro_batch * most_tokens(job.model, layout, job.sequence_length),
+        choices=moe.top_k * layout.expert_tensor,
+        experts=moe.experts * layout.expert_tensor,
+        nodes=layout.expert_ranks // inside,
+        inside=inside,
+        visited=float(nodes_of_token(moe, encode(layout), inside)),
+        row_bytes=job.model.hidden * job.compute_bytes,
+        weight_bytes=max(4, job.compute_bytes),
+        summed=layout.expert_exchange == "node_first_summed",
+        kept=min(1.0, moe.capacity) if moe.capacity else 1.0,
+    )
+    forward = 1 + (policy == "full" and job.backward)
+    return exchange.sent(forward, int(job.backward), forward)
 
 
 def most_tokens(model: ModelConfig, layout: Layout, sequence_length: int) -> int:

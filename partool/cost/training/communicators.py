@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import SCHEDULES, Column, Layouts, Mask, among
+from partool.cost.case import DIRECT, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool.schedule import connected
@@ -73,7 +73,7 @@ def communicators(job: TrainingWork, layouts: Layouts) -> Communicators:
         (undivided, layouts.cp),
     ]
     tied = _ends_apart(job, layouts) & (layouts.pp > 1) & (world > 2) if job.model.tied_embeddings else False
-    opened += [(tied, 2), (layouts.ep > 1, layouts.expert_ranks), (world > 1, world)]
+    opened += [(tied, 2), (world > 1, world), *_of_exchange(job, layouts)]
     keys = job.model.heads if job.model.mla else job.model.kv_heads
     opened.append((_some_keys(job, layouts), layouts.tp // layouts.tensor_inner // keys))
     return _counted(opened, np.where(ring, 4, _wires(job, layouts)))
@@ -114,6 +114,14 @@ def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
     if moe.capacity is not None or (moe.aux_loss and moe.aux_scope != "global_batch"):
         yield cp * counting_ranks, stride
     yield layouts.dp * cp * counting_ranks, stride
+
+
+def _of_exchange(job: TrainingWork, layouts: Layouts) -> Iterator[Opened]:
+    """Yield the groups in which tokens travel: of all ranks that share experts, or of rails and of nodes."""
+    by_node = np.asarray(layouts.expert_exchange) != DIRECT
+    yield (layouts.ep > 1) & ~by_node, layouts.expert_ranks
+    yield by_node, layouts.expert_ranks // job.domain
+    yield by_node, job.domain
 
 
 def _some_keys(job: TrainingWork, layouts: Layouts) -> Mask:

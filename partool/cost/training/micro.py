@@ -140,9 +140,9 @@ class _PricedMicros:
 
 
 _CASE = (
-    "compiled", "cp", "tp", "ep", "etp", "micro_batch", "recompute", "recompute_share", "sequence_method",
-    "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens",
-    "tensor_inner", "sequence_norms", "tensor_overlap", "tensor_chunks",
+    "compiled", "cp", "tp", "ep", "etp", "expert_exchange", "micro_batch", "recompute", "recompute_share",
+    "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens",
+    "loss_tile_tokens", "tensor_inner", "sequence_norms", "tensor_overlap", "tensor_chunks",
 )  # fmt: skip
 """Names of the columns of layouts that affect the cost of a micro-batch, besides those of the pipeline."""
 

@@ -116,7 +116,7 @@ def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
 
 def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
     parallel = problem.spec.parallel
-    for name in ("recompute", "micro_batch", "expert", "expert_tensor"):
+    for name in ("recompute", "micro_batch", "expert", "expert_tensor", "expert_exchange"):
         if getattr(parallel, name) != "auto":
             yield f"parallel.{name}", problem.with_parallel(**{name: "auto"})
     for section, name in (

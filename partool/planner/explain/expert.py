@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+from partool.cost.case import EXCHANGES
 from partool.cost.training.predict import time_terms
+from partool.layout.mesh import fill_nodes
 from partool.planner.search.price import Priced
-from partool.work.stacks import sending_once
 
 _TERM = "expert_parallel"
 
@@ -15,9 +15,7 @@ _TERM = "expert_parallel"
 def expert_reasons(best: Priced) -> Iterator[str]:
     """Yield the sentences on a layout whose ranks share experts; none for other layouts.
 
-    The runtime sends a token once to each of its experts. In exchanges in two levels each node gets one copy, which
-    travels on over the links inside of the node (DeepSeek-V3, arXiv 2412.19437, section 3.2.2); their number of copies
-    is that of tokens whose experts are drawn at random.
+    Where ranks of several nodes share experts, the exchanges of the other kinds are priced beside the layout's.
     """
     layout, job = best.layout, best.job
     if layout.expert == 1 or job.model.moe is None:
@@ -38,10 +36,22 @@ def expert_reasons(best: Priced) -> Iterator[str]:
         yield f"Each token is sent to all {parts} parts of its experts, {parts} times the bytes of whole experts."
     if domains == 1 or job.stack.sends_once:
         return
-    levels = time_terms(replace(job, stack=sending_once(job.stack)), layout)
-    once_s, step_s = levels.get(_TERM, 0.0), sum(levels.values())
+    if not fill_nodes(ranks, job.domain):
+        yield f"Between {several} a token travels once per expert: these ranks do not fill {several}, as others need."
+        return
+    times = {name: time_terms(job, layout.changed({"expert_exchange": name})).get(_TERM, 0.0) for name in EXCHANGES}
+    chosen, other = layout.expert_exchange, "node_first" if layout.expert_exchange == "direct" else "direct"
+    words = {
+        "direct": f"a token travels once per expert between {several}",
+        "node_first": f"a token crosses once to each {one} of its experts, and their results return one by one",
+        "node_first_summed": f"a token crosses once to each {one} of its experts, which returns one sum",
+    }
     yield (
-        f"Between {several} a token travels once per expert. Sent once per {one} and forwarded inside of it, which the "
-        f"runtime does not do, tokens would take {once_s:.3g} s instead of {waits_s:.3g} s, and the step "
-        f"{1.0 - step_s / best.step_time_s:.1%} less."
+        f"expert_exchange: {chosen}: {words[chosen]}. Tokens take {times[chosen]:.3g} s of the step, with {other} "
+        f"{times[other]:.3g} s."
     )
+    if chosen != "node_first_summed":
+        yield (
+            f"With expert_exchange: node_first_summed, whose sums round in another order, they would take "
+            f"{times['node_first_summed']:.3g} s."
+        )

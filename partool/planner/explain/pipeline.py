@@ -193,7 +193,7 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
         micro_batch=layout.micro_batch,
         tensor=tensor,
         expert=layout.expert,
-        **({"expert_tensor": layout.expert_tensor} if layout.expert > 1 else {}),
+        **({name: getattr(layout, name) for name in ("expert_tensor", "expert_exchange") if layout.expert > 1}),
     )
     space = build(other)
     groups = space.groups

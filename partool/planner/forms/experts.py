@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import Column
+from partool.cost.case import DIRECT, EXCHANGES, NODE_FIRST, Column, Layouts
+from partool.cost.time.experts import exchange_s
 from partool.diagnostics.record import Diagnostic
-from partool.layout.mesh import all_have_rows
+from partool.layout.mesh import all_have_rows, fill_nodes
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem, divisors, nearest
 
 Form = tuple[int, int]
@@ -39,7 +42,33 @@ def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
             every_form += [(expert, n) for n in divisors(moe.ffn_hidden) if n == 1 or expert * n <= problem.domain]
         else:
             every_form.append((expert, 1))
-    return [form for form in every_form if ranks % prod(form) == 0]
+    asked = parallel.expert_exchange
+    by_node = asked not in ("auto", "direct")
+    return [
+        form
+        for form in every_form
+        if ranks % prod(form) == 0 and (not by_node or fill_nodes(prod(form), problem.domain))
+    ]
+
+
+def exchange_of(problem: Problem, groups: Layouts) -> Any:
+    """Return, for each group, how tokens travel to their experts, as an index of :data:`EXCHANGES`.
+
+    The spec sets the exchange. For ``auto``, tokens cross to each node once where this is faster: the links inside of
+    nodes are. Their results then return one by one, so that values do not depend on the machines.
+    """
+    asked = problem.spec.parallel.expert_exchange
+    able = (np.asarray(groups.ep) > 1) & fill_nodes(np.asarray(groups.expert_ranks), problem.domain)
+    if asked != "auto":
+        return np.where(able, EXCHANGES.index(asked), DIRECT)
+    if problem.engine.stack is not None or not np.any(able):
+        return np.where(able, DIRECT, DIRECT)
+    job = cost_job(problem)
+    direct_s, first_s = (
+        exchange_s(job, groups.with_columns(expert_exchange=np.where(able, index, DIRECT)))
+        for index in (DIRECT, NODE_FIRST)
+    )
+    return np.where(able & (first_s < direct_s), NODE_FIRST, DIRECT)
 
 
 def experts_on_tensor_ranks(problem: Problem, tensor: int) -> bool:
@@ -62,6 +91,33 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     if broken_rule is not None:
         name, message, help = broken_rule
         yield Diagnostic("PT266", message, path=("parallel", name), help=help)
+        return
+    for message, help in _of_exchange(problem):
+        yield Diagnostic("PT438", message, path=("parallel", "expert_exchange"), help=help)
+
+
+def _of_exchange(problem: Problem) -> Iterator[tuple[str, str]]:
+    """Yield a message and help if the spec wants an exchange that the ranks cannot make."""
+    parallel, domain = problem.spec.parallel, problem.domain
+    asked, help = parallel.expert_exchange, "use direct, or auto"
+    if asked in ("auto", "direct"):
+        return
+    one = "node" if domain == problem.devices.per_node else "rack"
+    if problem.model.moe is None or parallel.expert == 1:
+        yield f"expert_exchange: {asked}, but no ranks share experts", help
+        return
+    if domain == 1:
+        yield f"expert_exchange: {asked} spreads tokens inside of {one}s, and each has one device", help
+        return
+    sharers, words = _sharers(problem)
+    parts = 1 if parallel.expert_tensor == "auto" else parallel.expert_tensor
+    legal = [n for n in _legal(problem, sharers) if fill_nodes(n * parts, domain) and sharers % (n * parts) == 0]
+    if legal and (parallel.expert == "auto" or parallel.expert in legal):
+        return
+    if legal:
+        help = f"use expert: {nearest(int(parallel.expert), legal)}, or expert_exchange: direct"
+    ranks = "any number of expert ranks" if parallel.expert == "auto" else f"{parallel.expert * parts} expert ranks"
+    yield f"{asked} needs expert ranks that fill two {one}s of {domain} or more; {ranks} of {words} do not", help
 
 
 Finding = tuple[str, str, str]

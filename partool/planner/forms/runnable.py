@@ -153,6 +153,7 @@ _OF_COLUMNS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
     ("tensor ranks that share sequences", lambda rows: (rows.cp > 1) & (rows.tp > 1)),
     ("expert", lambda rows: rows.ep > 1),
     ("parts of experts", lambda rows: rows.etp > 1),
+    ("node-first exchange of experts", lambda rows: rows.expert_exchange > 0),
     ("tiles of networks", lambda rows: rows.mlp_tile_tokens > 0),
     ("tiles of the loss", lambda rows: rows.loss_tile_tokens > 0),
     ("offload", lambda rows: rows.gpu_fraction < 1),

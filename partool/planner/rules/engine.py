@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import EXCHANGES, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.diagnostics.record import Diagnostic
 from partool.planner.forms.runnable import of_columns
 from partool.planner.problem import Problem
@@ -19,8 +19,8 @@ from partool.strategies.jobs import JOBS
 _PATHS = {
     "zero": "data.zero", "recompute": "recompute", "schedule": "pipeline.schedule", "sequence": "sequence.method",
     "hybrid": "data.shard", "tensor": "tensor", "norms": "tensor.sequence_norms", "expert": "expert",
-    "parts": "expert_tensor", "tiles": "tiles", "offload": "offload", "sequential": "data.gather",
-    "other": "data.prefetch", "persistent": "data.persistent", "leaves": "data.leaves",
+    "parts": "expert_tensor", "node-first": "expert_exchange", "tiles": "tiles", "offload": "offload",
+    "sequential": "data.gather", "other": "data.prefetch", "persistent": "data.persistent", "leaves": "data.leaves",
 }  # fmt: skip
 """First word of an aspect of layouts → field of ``parallel`` that asks for it."""
 
@@ -98,7 +98,8 @@ def _row(problem: Problem) -> Layouts:
     pinned: dict[str, Any] = {
         "pp": degrees.get("pipeline.stages", 1), "cp": degrees.get("sequence.degree", 1),
         "tp": degrees.get("tensor", 1), "ep": asked.expert, "etp": asked.expert_tensor, "zero": asked.data.zero,
-        "replicas": replicas, "recompute": _index(RECOMPUTE, asked.recompute),
+        "expert_exchange": _index(EXCHANGES, asked.expert_exchange), "replicas": replicas,
+        "recompute": _index(RECOMPUTE, asked.recompute),
         "schedule": _index(SCHEDULES, asked.pipeline.schedule if problem.lists is None else "file"),
         "sequence_method": _index(SEQUENCE_METHODS, asked.sequence.method),
         "gpu_fraction": 0.0 if moved else 1.0, "offload_parameters": int(offload.parameters in ("cpu", "nvme")),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import RING, Layouts
-from partool.planner.forms.experts import Form, experts_on_tensor_ranks
+from partool.planner.forms.experts import Form, exchange_of, experts_on_tensor_ranks
 from partool.planner.forms.experts import forms as expert_forms
 from partool.planner.forms.experts import shared as can_share
 from partool.planner.forms.runnable import able, nothing_runs, within
@@ -139,14 +139,15 @@ class _Builder:
         )
 
     def _following(self, groups: Layouts, size: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of groups that follow from the others: tiles, overlap and pieces of tensor ranks."""
-        names = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
+        """Return the columns of groups that follow from the others: tiles, exchanges, overlap of tensor ranks."""
+        names = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens", "expert_exchange")
         columns: dict[str, NDArray[Any]] = {name: np.zeros(size, dtype=np.int32) for name in names}
         for start in range(0, size, _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             rows = wide(groups.take(part))
             networks, losses = tile_sizes(self.problem, rows)
-            values = overlap_of(self.problem, rows), pieces_of(self.problem, rows), networks, losses
+            tensor = overlap_of(self.problem, rows), pieces_of(self.problem, rows)
+            values = (*tensor, networks, losses, exchange_of(self.problem, rows))
             for name, value in zip(names, values, strict=True):
                 columns[name][part] = value
         return columns

@@ -41,15 +41,10 @@ def absent_host(tensors: Tensors) -> HostParts:
     )
 
 
-def _balanced_rows(totals: torch.Tensor, choices: Sequence[int], place: int) -> list[int]:
+def _balanced_rows(totals: torch.Tensor, balanced: Callable[[], list[int]]) -> list[int]:
     """Return the rows that ranks would exchange if every expert got the same number of them; see :data:`Read`."""
     del totals
-    ranks = len(choices)
-
-    def part(of: int, to: int) -> int:
-        return choices[of] * (to + 1) // ranks - choices[of] * to // ranks
-
-    return [*(part(place, to) for to in range(ranks)), *(part(of, place) for of in range(ranks))]
+    return balanced()
 
 
 class _NoMemory(HostMemory):

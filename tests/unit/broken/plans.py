@@ -55,6 +55,10 @@ EDITS: list[tuple[str, dict[str, Any], str]] = [
         "layout.offload.optimizer": "nvme", "layout.offload.gpu_fraction": 0.0,
     }, "names no dir for files"),
     ("parts of experts without expert parallelism", {"layout.expert_tensor": 2}, "expert_tensor is 2 with expert: 1"),
+    (
+        "tokens by node without expert parallelism",
+        {"layout.expert_exchange": "node_first"}, "expert_exchange is node_first with expert: 1",
+    ),
     ("experts of a model that has none", {"layout.expert": 2}, "the model has no experts"),
     (
         "a plan that cannot run, made runnable by hand",

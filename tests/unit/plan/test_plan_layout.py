@@ -14,14 +14,14 @@ from layouts import laid, new_layout
 from planned import plan_of
 from pydantic import BaseModel
 
-from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES
+from partool.cost.case import EXCHANGES, INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES
 from partool.cost.codec import decode, encode, lists_of
 from partool.layout.sequence import Order
 from partool.plan.as_spec import own_yaml
 from partool.plan.layout import Layout, Mesh, OffloadLayout
 from partool.planner import PlanResult, make_plan
 from partool.spec import load_text
-from partool.spec.parallel import Inside, ParallelSpec, Recompute, ScheduleFile, TensorOverlap, Tier
+from partool.spec.parallel import ExpertExchange, Inside, ParallelSpec, Recompute, ScheduleFile, TensorOverlap, Tier
 from partool.strategies import schedules, sequence
 
 RESOLVED_ONLY = {"derived", "sequence.order", "pipeline.waves", "pipeline.in_flight", "pipeline.schedule"}
@@ -93,7 +93,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         "mlp_tile_tokens": draw(st.integers(0, 9)), "loss_tile_tokens": draw(st.integers(0, 9)),
         "offload_optimizer": optimizer, "offload_parameters": draw(TIERS),
         "offload_activations": draw(st.sampled_from(("none", "cpu"))), "expert": draw(st.integers(1, 9)),
-        "expert_tensor": draw(st.integers(1, 9)),
+        "expert_tensor": draw(st.integers(1, 9)), "expert_exchange": draw(st.sampled_from(EXCHANGES)),
         "in_flight": draw(st.integers(0, 9)), "schedule": schedule, "chunks": chunks, "mesh": mesh,
         "gpu_fraction": 1.0 if optimizer == "none" else draw(st.floats(0.0, 0.99)),
         "speculate": draw(st.sampled_from((False, True, "undo"))), "undo_gib": draw(st.floats(0.0, 9.0)),
@@ -169,6 +169,7 @@ def test_records_agree_with_what_layouts_name() -> None:
     assert set(get_args(Order)) == set(ORDERS)
     assert set(get_args(Inside)) == set(INSIDES)
     assert set(get_args(TensorOverlap)) == set(OVERLAPS)
+    assert get_args(ExpertExchange) == EXCHANGES
     assert get_args(Recompute) == RECOMPUTE, "columns hold places in this order, mildest first"
     assert set(SCHEDULES) == {*schedules.SCHEDULES, "file"}
     assert ScheduleFile.model_fields.keys() == {"file"}

@@ -12,13 +12,14 @@ SPEC = """\
 model: mixtral-8x7b
 hardware: {accelerator: h100-sxm, nodes: 4, per_node: PER_NODE}
 data: python-stdlib
-training: {sequence_length: 4096, global_batch: 64, steps: 100}
+training: {sequence_length: 4096, global_batch: 96, steps: 100}
 parallel: {data: {zero: 2}, tensor: 1, pipeline: 1, sequence: 1, expert: 8, micro_batch: 1}
 """
 
 
-def reasons(per_node: int, length: int = 4096) -> str:
-    spec = SPEC.replace("PER_NODE", str(per_node)).replace("sequence_length: 4096", f"sequence_length: {length}")
+def reasons(per_node: int, length: int = 4096, exchange: str = "auto") -> str:
+    spec = SPEC.replace("PER_NODE", str(per_node)).replace("expert: 8", f"expert: 8, expert_exchange: {exchange}")
+    spec = spec.replace("sequence_length: 4096", f"sequence_length: {length}")
     return "\n".join(plan_of(spec, folder=Path("specs")).reasons)
 
 
@@ -28,18 +29,30 @@ def test_experts_inside_a_node_are_said_to_be() -> None:
     assert "travels once per expert" not in found
 
 
-def once(length: int) -> float:
-    """Return the seconds of tokens sent once per node relative to those sent once per expert, as told."""
-    found = reasons(4, length)
-    assert "Experts over 8 ranks, over 2 nodes" in found
-    said = re.search(r"would take ([0-9.e-]+) s instead of ([0-9.e-]+) s, and the step ([0-9.]+)% less", found)
-    assert said is not None
-    assert 0 < float(said[3]) < 50
-    return float(said[1]) / float(said[2])
+def seconds(length: int, exchange: str = "auto") -> dict[str, float]:
+    """Return the seconds of tokens that reasons tell, by exchange; the first is that of the layout."""
+    text = " ".join(reasons(4, length, exchange).split())
+    assert "Experts over 8 ranks, over 2 nodes" in text
+    chosen = re.search(r"expert_exchange: (\w+): .*? Tokens take ([0-9.e-]+) s of the step, with (\w+) (\S+) s", text)
+    assert chosen is not None
+    prices = {chosen[1]: float(chosen[2]), chosen[3]: float(chosen[4])}
+    summed = re.search(r"node_first_summed, whose sums .*? would take ([0-9.e-]+) s", text)
+    return prices | ({} if summed is None else {"node_first_summed": float(summed[1])})
 
 
-def test_both_ways_between_nodes_are_priced() -> None:
-    # Two experts drawn at random of two nodes are on 1.5 nodes in the mean. Kernels that send a token once reach 0.73
-    # of an adapter's rate between two nodes, an all-to-all reaches 0.85, and starts sooner.
-    assert once(32768) == pytest.approx(0.75 * 0.85 / 0.73, rel=0.01)
-    assert once(32768) < once(4096) < 1.0
+def test_exchanges_between_nodes_are_priced() -> None:
+    # Two of eight experts are on both of two nodes with probability 4/7: 11/7 nodes have one of them, half of these the
+    # other one, where today's exchange sends one row of two. Results return in as many rows as there, unless summed.
+    direct = seconds(32768)
+    assert next(iter(direct)) == "direct"
+    by_node = seconds(32768, "node_first")
+    assert by_node["direct"] == direct["direct"]
+    assert by_node["node_first"] == direct["node_first"]
+    between = 11 / 14
+    inside_s = by_node["node_first"] - direct["direct"] * (1 + between) / 2
+    assert inside_s > 0
+    assert direct["node_first_summed"] == pytest.approx(direct["direct"] * between + inside_s, rel=0.02)
+
+
+def test_ranks_that_fill_no_nodes_have_one_exchange() -> None:
+    assert "these ranks do not fill nodes" in " ".join(reasons(6).split())

@@ -81,6 +81,9 @@ CASES = {
     "two tied stages": Case("tensor: 2, sequence: 1, pipeline: 2, data: {zero: 1}", tied=True),
     "experts": Case(f"expert: 2, data: {{zero: 2}}, {ALONE}", more=EXPERTS),
     "experts of all": Case(f"expert: 8, data: {{zero: 1}}, {ALONE}", nodes=2, more=EXPERTS),
+    "tokens once per node": Case(
+        f"expert: 8, expert_exchange: node_first, data: {{zero: 1}}, {ALONE}", nodes=2, more=EXPERTS
+    ),
     "experts in every widths": Case("tensor: 2, sequence: 1, pipeline: 1, data: {zero: 1}", nodes=2, more=EXPERTS),
     "experts of tensor ranks": Case(
         "expert: 4, tensor: 2, sequence: 1, pipeline: 2, data: {zero: 1}", nodes=4, more=EXPERTS
@@ -150,7 +153,7 @@ def most(plan: Plan) -> tuple[int, int, int]:
 
 OFTEN = (
     "hybrid shards", "key heads of several ranks", "two dimensions", "two tied stages", "experts of tensor ranks only",
-    "all axes", "schedule weipipe",
+    "tokens once per node", "all axes", "schedule weipipe",
 )  # fmt: skip
 """Layouts that run each time. "All axes" has tensor ranks with shards and a ring; the users' schedules have chunks."""
 

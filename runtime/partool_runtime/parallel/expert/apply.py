@@ -17,9 +17,11 @@ from partool.layout.tensor import Range
 from partool.plan.types import Plan
 from partool_runtime.mesh import MeshAxis, Ranks
 from partool_runtime.model import Block, Decoder, DecoderParts
-from partool_runtime.model.moe import MixtureOfExperts
+from partool_runtime.model.moe import Dispatch, MixtureOfExperts
 from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read
+from partool_runtime.parallel.expert.node_first import NodeFirst
+from partool_runtime.parallel.expert.node_routes import NodeTeam
 from partool_runtime.parallel.expert.tokens import TokenShares
 from partool_runtime.parallel.tensor.apply import layer_sharding, make_team
 from partool_runtime.parallel.tensor.ops import Team, copy_to_tp, reduce_from_tp, start_tokens, tokens
@@ -43,15 +45,29 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
         _divide(layers.values(), team, expert is not None)
     if expert is None:
         return
-    group = ranks.groups.of(expert.parts, EXPERT)
-    assert group is not None, "one rank has no group"
     token_places = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
     tokens_of = tuple(len(token_places[rank % len(token_places)]) for rank in expert.mine)
     parts = plan.layout.expert_tensor
-    exchange = ExpertTeam(group.group_name, expert.place, tokens_of, read, parts)
+    exchange = _exchange(plan, ranks, expert, tokens_of, read)
     for number, layer in layers.items():
         _place(model, f"layers.{number}.moe", layer, expert, parts)
         layer.dispatch = exchange
+
+
+def _exchange(plan: Plan, ranks: Ranks, expert: MeshAxis, tokens: tuple[int, ...], read: Read) -> Dispatch:
+    """Return the exchange that the plan names; a collective of all ranks, which open its groups."""
+    parts, exchange = plan.layout.expert_tensor, plan.layout.expert_exchange
+    rail, node = ranks.expert_rail, ranks.expert_node
+    if rail is None or node is None:
+        return ExpertTeam(_group_name(ranks, expert), expert.place, tokens, read, parts)
+    names = _group_name(ranks, rail), _group_name(ranks, node)
+    return NodeFirst(NodeTeam(*names, expert.place, node.size, tokens, read, parts, exchange == "node_first_summed"))
+
+
+def _group_name(ranks: Ranks, axis: MeshAxis) -> str:
+    group = ranks.groups.of(axis.parts, EXPERT)
+    assert group is not None, "one rank has no group"
+    return str(group.group_name)
 
 
 def _divide(layers: Iterable[MixtureOfExperts], team: Team, exchanged: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,26 @@ from partool_runtime.model.routing import Choices
 from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.torch_internals.collectives import finished, start_exchange
 
-Read = Callable[[torch.Tensor, Sequence[int], int], list[int]]
-"""Function that returns the numbers of rows in a tensor: to each rank, then from each. It is also given how many
-choices the tokens of each rank make, and the place of this rank."""
+Read = Callable[[torch.Tensor, Callable[[], list[int]]], list[int]]
+"""Function that returns the numbers of rows in a tensor. The function that it is given computes what the numbers would
+be if every expert got the same number of rows."""
 
 
-def read_rows(totals: torch.Tensor, choices: Sequence[int], place: int) -> list[int]:
+def read_rows(totals: torch.Tensor, balanced: Callable[[], list[int]]) -> list[int]:
     """Read the numbers of rows from the device, for which the host waits; see :data:`Read`."""
-    del choices, place
+    del balanced
     row_counts: list[int] = totals.tolist()
     return row_counts
+
+
+def balanced_choices(tokens: Sequence[int], choices: int, place: int) -> list[list[int]]:
+    """Return how many choices each rank's tokens make of each rank's experts, if all experts get the same number.
+
+    ``tokens`` are the ranks' tokens of a sequence, and ``choices`` those that the tokens of the rank at ``place`` make.
+    """
+    ranks, mine = len(tokens), max(tokens[place], 1)
+    of_ranks = [choices * each // mine for each in tokens]
+    return [[each * (to + 1) // ranks - each * to // ranks for to in range(ranks)] for each in of_ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +66,12 @@ class ExpertTeam:
 
     def rows(self, totals: torch.Tensor, choices: int) -> _Rows:
         """Return the numbers of rows to and from each rank, of which ``totals`` is on the device."""
-        mine = max(self.tokens[self.place], 1)
-        row_counts = self.read(totals, [choices * tokens // mine for tokens in self.tokens], self.place)
+        row_counts = self.read(totals, partial(self._balanced, choices))
         return _Rows(row_counts[: self.ranks], row_counts[self.ranks :], self.group_name)
+
+    def _balanced(self, choices: int) -> list[int]:
+        parts = balanced_choices(self.tokens, choices, self.place)
+        return [*parts[self.place], *(of_rank[self.place] for of_rank in parts)]
 
     def __call__(
         self, layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
@@ -84,7 +98,8 @@ def routed(
     layer: MixtureOfExperts, team: ExpertTeam, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Dispatch tokens to experts on several ranks; ``beside`` runs while rows travel."""
-    choices, number = _of_parts(choices, layer.number, team), layer.number * team.parts
+    choices = choices_of_parts(choices, layer.number, team.ranks, team.parts)
+    number = layer.number * team.parts
     routing = route(choices.experts, number)
     here = number // team.ranks
     sent_E = routing.counts
@@ -103,19 +118,19 @@ def routed(
     return unpermute(returned_RH, routing, choices.weights), other
 
 
-def _of_parts(choices: Choices, number: int, team: ExpertTeam) -> Choices:
-    """Return the choices of experts' parts: each of ``number`` experts is chosen with all of its parts.
+def choices_of_parts(choices: Choices, number: int, ranks: int, parts: int) -> Choices:
+    """Return the choices of experts' parts: each of ``number`` experts is chosen with all of its ``parts``.
 
     Parts are numbered by rank, as experts are: first one part of each of a few experts, then the next part of these.
     """
-    if team.parts == 1:
+    if parts == 1:
         return choices
-    here = number * team.parts // team.ranks
+    here = number * parts // ranks
     experts_TK1 = choices.experts[..., None]
-    first_TK1 = experts_TK1 // here * team.parts * here + experts_TK1 % here
-    every_TKP = first_TK1 + here * torch.arange(team.parts, device=first_TK1.device)
+    first_TK1 = experts_TK1 // here * parts * here + experts_TK1 % here
+    every_TKP = first_TK1 + here * torch.arange(parts, device=first_TK1.device)
     parts_TKP = torch.where(experts_TK1 < 0, experts_TK1, every_TKP)
-    return Choices(parts_TKP.flatten(1), choices.weights.repeat_interleave(team.parts, dim=1))
+    return Choices(parts_TKP.flatten(1), choices.weights.repeat_interleave(parts, dim=1))
 
 
 def _by_expert(counts_E: torch.Tensor, here: int, rows: int) -> Routing:
