@@ -58,8 +58,8 @@ def _missed(draw: Draw, start: int, stop: int) -> float:
             if number < taken:
                 key = number + 1, among + inside
                 ways[key] = ways.get(key, 0) + count
-    whole = comb(groups, taken) * comb(taken * size, chosen)
+    drawn = comb(groups, taken) * comb(taken * size, chosen)
     missing = sum(
         count * comb(taken * size - among, chosen) for (number, among), count in ways.items() if number == taken
     )
-    return missing / whole
+    return missing / drawn

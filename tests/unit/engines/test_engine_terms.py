@@ -78,7 +78,7 @@ def leaves(section: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 FOLLOWS = {
     "data.shard", "data.gather", "data.prefetch", "data.persistent", "tensor.chunks", "sequence.order",
-    "pipeline.layers", "offload.gpu_fraction", "offload.dir",
+    "pipeline.layers", "offload.gpu_fraction", "offload.dir", "expert_exchange",
 }  # fmt: skip
 """Fields that have one value in every plan for the engines, or that follow from the others unless they are read."""
 

@@ -83,6 +83,12 @@ def of_preferences(piped: dict[str, Any]) -> list[Asked]:
     return [(replace(task, prefers=True), layout) for task, layout in layouts]
 
 
+def of_prompts(piped: dict[str, Any]) -> list[Asked]:
+    """Return tasks and layouts whose validations continue prompts."""
+    layouts = [needs(), needs(schedule="weipipe", **piped), needs(mesh=CUT, tensor_inner=2)]
+    return [(replace(task, continues=True), layout) for task, layout in layouts]
+
+
 def of_averages() -> list[Asked]:
     """Return tasks and layouts with a moving average of the weights."""
     layouts = [needs(), needs(offload_optimizer="cpu", gpu_fraction=0.5), needs(offload_parameters="cpu")]
@@ -130,7 +136,7 @@ def every_kind() -> list[Asked]:
         needs(model=MODEL.model_copy(update={"moe": MIXED}), mesh=SHARED, sequence_method="dsp"),
         needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
-        *of_adapters(piped), *of_preferences(piped), *of_averages(),
+        *of_adapters(piped), *of_preferences(piped), *of_prompts(piped), *of_averages(),
     ]  # fmt: skip
 
 

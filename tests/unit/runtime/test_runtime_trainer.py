@@ -319,7 +319,7 @@ def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) 
     def plan(tuned: tuple[str, ...] = ()) -> Any:
         return SimpleNamespace(
             kernels=SimpleNamespace(mode="auto", tuned=tuned),
-            devices=SimpleNamespace(threads_per_rank=3),
+            devices=SimpleNamespace(threads_per_rank=3, backend="cuda"),
             training=SimpleNamespace(seed=1, deterministic=True),
         )
 
