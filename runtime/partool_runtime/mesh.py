@@ -138,9 +138,7 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     # Sequence and tensor ranks share experts as well (parallel folding, arXiv 2504.14960), neighbours first.
     of_experts = (mesh.pp, copies, sharers * mesh.tp // expert, expert)
     expert_axes = [_axis(of_experts, axis) if expert > 1 else None for axis in (1, 2, 3)]
-    inside = plan.devices.joined
-    of_nodes = (*of_experts[:3], expert // inside, inside)
-    node_axes = [None if plan.layout.expert_exchange == "direct" else _axis(of_nodes, axis) for axis in (3, 4)]
+    rail, node = _node_axes(plan, of_experts)
     flat = (mesh.pp, mesh.dp, mesh.cp, mesh.tp // inner, inner)
     return Ranks(
         rank=dist.get_rank(),
@@ -157,12 +155,22 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
         expert_replicate=expert_axes[0],
         expert_shard=expert_axes[1],
         expert=expert_axes[2],
-        expert_rail=node_axes[0],
-        expert_node=node_axes[1],
+        expert_rail=rail,
+        expert_node=node,
         replica=_together((mesh.pp, copies, sharers * mesh.tp)),
         exchanges=Exchanges.of(plan),
         groups=Groups(in_order=device.type == "cuda"),
     )
+
+
+def _node_axes(plan: Plan, of_experts: tuple[int, int, int, int]) -> tuple[MeshAxis | None, MeshAxis | None]:
+    """Return the axes over the nodes of ranks that share experts, and inside a node; None where tokens go directly."""
+    if plan.layout.expert_exchange == "direct":
+        return None, None
+    *outer, expert = of_experts
+    inside = plan.devices.joined
+    of_nodes = (*outer, expert // inside, inside)
+    return _axis(of_nodes, 3), _axis(of_nodes, 4)
 
 
 def _axis(sizes: tuple[int, ...], axis: int) -> MeshAxis:
