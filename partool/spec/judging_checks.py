@@ -24,9 +24,15 @@ def check_judged(spec: Spec) -> Iterator[Diagnostic]:
         if lacking := _lacking(spec):
             message = f"{'.'.join(path)} follows validations, and {lacking[0]}"
             yield Diagnostic("PT409", message, path=path, help=lacking[1])
-        elif judged.metric not in (names := figures(spec)) and not (spec.evaluation.tasks and "/" in judged.metric):
+        elif judged.metric not in (names := figures(spec)) and not _of_a_task(spec, judged.metric):
             message = f"a validation of this training has no figure {judged.metric!r}"
             yield Diagnostic("PT410", message, path=(*path, "metric"), help=_choices(spec, names))
+
+
+def _of_a_task(spec: Spec, metric: str) -> bool:
+    """Return whether a figure may be TASK/METRIC; no task has a loss, which a set of another name has."""
+    _, slash, name = metric.rpartition("/")
+    return bool(spec.evaluation.tasks and slash) and name not in ("loss", "weights_loss")
 
 
 def _choices(spec: Spec, names: tuple[str, ...]) -> str:

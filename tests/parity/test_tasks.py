@@ -116,5 +116,6 @@ def test_rank_0_hears_what_the_tasks_ask(pools: Pools, tmp_path: Path) -> None:
     assert json.loads(line)["log_likelihood"] == metrics["first"].value
     (event,) = jobs.events("judged", "evaluation")
     assert event == {"step": 0, "tasks": {f"squares/{name}": metrics[name].value for name in ("sum", "first")}}
-    assert all("PT539" in jobs.ended("unknown", rank) for rank in range(2))
-    assert "cannot be loaded" in jobs.ended("unknown")
+    for rank in range(2):  # the agent shows what the rank says that ends first
+        assert "PT539" in jobs.ended("unknown", rank)
+        assert "cannot be loaded" in jobs.ended("unknown", rank)

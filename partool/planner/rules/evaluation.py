@@ -63,7 +63,7 @@ def sentences(problem: Problem) -> list[str]:
     spec = problem.spec
     if not spec.evaluation.tasks:
         return []
-    when = "" if not problem.job.backward else f" Tasks run with {_ordinal(spec.evaluation.every)} validation."
+    when = "" if not problem.job.backward else f" Tasks run with {_share(spec.evaluation.every)}."
     return [
         f"Tasks {', '.join(Path(task).stem if is_file(task) else task for task in spec.evaluation.tasks)}: how many "
         "requests they make is known once a run has loaded them, so their time is in no total. A step's forward time "
@@ -71,5 +71,5 @@ def sentences(problem: Problem) -> list[str]:
     ]
 
 
-def _ordinal(every: int) -> str:
-    return "each" if every == 1 else f"every {every}th"
+def _share(every: int) -> str:
+    return "each validation" if every == 1 else f"one validation in {every:,}, and with the last one"

@@ -21,11 +21,11 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.scoring import Scoring
 from partool_runtime.pulse import Pulse
-from partool_runtime.tasks.beside import LOG, TaskProcess
+from partool_runtime.tasks.beside import TaskProcess
 from partool_runtime.tasks.messages import I64, Scores, Windows, head_of, message
 
 _WAIT, _READY, _SCORE, _RESULT, _FAILED = range(5)
-"""What rank 0 tells the other ranks to do next; a failure comes with the number of its code."""
+"""What rank 0 tells the other ranks to do next."""
 _WAIT_S = 2.0
 """Seconds after which rank 0 tells the others that the tasks are still at work, so that no rank waits for too long."""
 _MULTIPLE = 64
@@ -37,6 +37,7 @@ class TaskOrder(NamedTuple):
 
     kind: int
     rows: int = 0
+    """Rows to score; of a failure, the bytes of its text."""
     tokens: int = 0
 
 
@@ -93,10 +94,8 @@ class TaskRunner:
             order, parts, error = self._next()
             order = self._shared(order)
             self._pulse.beat()
-            if error is not None:
-                raise error
             if order.kind == _FAILED:
-                raise ConfigurationError(f"PT{order.rows:03d}", "the tasks failed; rank 0 says how", f"see {LOG}")
+                raise self._failure(order, error)
             if stopping():
                 return None
             if order.kind == kind:
@@ -111,7 +110,7 @@ class TaskRunner:
         try:
             parts = self._process.heard(_WAIT_S)
         except ConfigurationError as error:
-            return TaskOrder(_FAILED, int(error.code.removeprefix("PT"))), [], error
+            return TaskOrder(_FAILED, len(_text_of(error))), [], error
         if parts is None:
             return TaskOrder(_WAIT), [], None
         kind = {"ready": _READY, "score": _SCORE, "result": _RESULT}[head_of(parts)["kind"]]
@@ -119,6 +118,11 @@ class TaskRunner:
             return TaskOrder(kind), parts, None
         windows = Windows.from_parts(parts)
         return TaskOrder(kind, len(windows.lengths_R2), len(windows.tokens)), parts, None
+
+    def _failure(self, order: TaskOrder, error: ConfigurationError | None) -> ConfigurationError:
+        """Return the failure that rank 0 has heard of on all ranks: whichever ends first says what is wrong."""
+        text = np.frombuffer(b"" if error is None else _text_of(error), np.uint8).astype(np.int64)
+        return ConfigurationError(*json.loads(bytes(self._of_first(text, order.rows).astype(np.uint8))))
 
     def _shared(self, order: TaskOrder) -> TaskOrder:
         return TaskOrder(*self._of_first(np.array(order, np.int64), 3).tolist())
@@ -147,6 +151,10 @@ class TaskRunner:
         if self._process is not None:
             self._process.send(Scores(sums_2R[0].numpy(), (sums_2R[1] == 0).numpy()).parts())
         return True
+
+
+def _text_of(error: ConfigurationError) -> bytes:
+    return json.dumps([error.code, error.message, error.help]).encode()
 
 
 def task_batches(plan: Plan, ranks: Ranks, windows: Windows) -> list[MicroBatch]:

@@ -78,6 +78,9 @@ def test_figures_of_sets_are_judged(folder: Path) -> None:
     (found,) = findings_of(SPEC + "checkpoint: {best: fact/loss}\n", folder=folder)
     assert (found.code, found.path) == ("PT410", ("checkpoint", "best", "metric"))
     assert found.help == "use loss, code/loss, code/perplexity, facts/loss, facts/perplexity"
+    tasks = SPEC + "evaluation: {tasks: [mine]}\n"
+    assert codes(tasks + "checkpoint: {best: mine/acc}\n", folder) == []
+    assert codes(tasks + "checkpoint: {best: fact/loss}\n", folder) == [("PT410", "checkpoint.best.metric")]
     assert (BestSpec(metric="code/loss").better, BestSpec(metric="pairs/accuracy").better) == ("min", "max")
 
 
