@@ -66,6 +66,11 @@ def judged_or_exit(
 
 
 def _of_folder(folder: Path, tasks: TasksOption, overrides: list[str]) -> Judged:
+    if not tasks.tasks and not any(each.startswith("data") for each in overrides):
+        message = (
+            "a folder of transformers' has no data: give --tasks, or --set data.source=FILES for the loss over them"
+        )
+        raise typer.BadParameter(message)
     specs = [spec_of_folder(folder, tasks, by_transformers=by) for by in (False, True)]
     return _planned(specs, Path.cwd(), overrides)
 

@@ -113,6 +113,10 @@ def _paths(plan: Plan) -> Iterator[tuple[str, str]]:
         (weights.get("path"), plan.weights.path),
         (model.get("hf"), plan.hf.path if plan.hf is not None else None),
         *((each.get("source"), part.source) for each, part in zip(data.get("mix", []), resolved.mix, strict=True)),
+        *(
+            (each.get("source"), resolved.validation_sets[name].source)
+            for name, each in data.get("validation_sets", {}).items()
+        ),
     ]
     for written, absolute in pairs:
         if isinstance(written, str) and isinstance(absolute, str):

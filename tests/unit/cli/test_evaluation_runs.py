@@ -82,6 +82,10 @@ def test_what_has_no_weights_is_not_evaluated(evaluated: Path, capsys: pytest.Ca
     assert (code, "PT428" in text) == (1, True)
     code, text = said(capsys, "eval", "tiny", "--limit", "3")
     assert (code, "give --tasks" in text) == (2, True)
+    (evaluated.parent / "model").mkdir()
+    (evaluated.parent / "model" / "config.json").write_text("{}")
+    code, text = said(capsys, "eval", str(evaluated.parent / "model"))
+    assert (code, "--set data.source=FILES" in text) == (2, True)
 
 
 def test_a_run_without_a_checkpoint_is_not_evaluated(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:

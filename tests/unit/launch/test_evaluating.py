@@ -84,3 +84,12 @@ def test_a_folder_of_transformers_has_a_spec(tmp_path: Path) -> None:
 def test_paths_start_here_where_none_is_relative(trained: Plan) -> None:
     spec = trained.spec | {"data": {"source": trained.data.source, "validation": 0.1}}
     assert base_dir_of(trained.model_copy(update={"spec": spec})) == Path.cwd()
+
+
+def test_paths_of_validation_sets_tell_where_they_start(tmp_path: Path) -> None:
+    for name in ("text", "facts"):
+        (tmp_path / f"{name}.txt").write_text("hello " * 3000)
+    spec = yaml.safe_load(TRAINED) | {
+        "data": {"source": str(tmp_path / "text.txt"), "validation_sets": {"facts": "facts.txt"}}
+    }
+    assert base_dir_of(planned(spec, tmp_path)) == tmp_path
