@@ -161,7 +161,28 @@ def _routed(job: Workload, layouts: Layouts, policy: int) -> Column:
         return row_bytes
     kept = moe.shared_experts > 0 or job.compute_bytes >= 4  # by shared experts, or by a router that needs no copy
     norm = 0.0 if kept else job.compute_bytes * hidden / tensor_shares.stream(job, layouts)
-    return row_bytes + router_per_token(job, layouts) - norm
+    return row_bytes + router_per_token(job, layouts) + _residual(job, layouts) - norm
+
+
+def _residual(job: Workload, layouts: Layouts) -> Column:
+    """Return the bytes per token that weighing routed against shared experts saves: both results, and a wide copy."""
+    moe = job.model.moe
+    assert moe is not None, "a dense model"
+    if not moe.residual:
+        return 0.0
+    copied_bytes = 4 * job.model.hidden if job.compute_bytes < 4 else 0
+    return weighed_per_token(job, layouts) + copied_bytes / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
+
+
+def weighed_per_token(job: Workload, layouts: Layouts) -> Column:
+    """Return the bytes per token of the results that residual experts weigh; tensor ranks have shares of routed ones.
+
+    They are freed before the experts' backward pass begins.
+    """
+    moe, result_bytes = job.model.moe, job.compute_bytes * job.model.hidden
+    if moe is None or not moe.residual:
+        return 0.0
+    return result_bytes + result_bytes / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
 
 
 def router_per_token(job: Workload, layouts: Layouts) -> Column:

@@ -8,7 +8,7 @@ import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts
-from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, router_per_token, widths
+from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, router_per_token, weighed_per_token, widths
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
@@ -56,9 +56,10 @@ def experts_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> Ba
         )
     )
     stream = small * sizes.hidden * tokens
-    reduction_bytes = stream - rows.sent - rows.kept
+    weighed = weighed_per_token(job, layouts) * tokens
+    reduction_bytes = stream - rows.sent - rows.kept - weighed
     after_experts_bytes = reduction_bytes - rows.arrived + _after_experts(job, layouts, rows, sizes, saved_bytes)
-    peak_bytes = stream - rows.sent + experts_bytes
+    peak_bytes = stream - rows.sent - weighed + experts_bytes
     # The experts' results in two orders, those of attention's last matrix, and the norm's of their sum.
     results = np.where(parallel, 2.0 * rows.arrived - rows.sent, 0.0) + 2.0 * stream
     peak_bytes = np.where(parallel, peak_bytes, np.maximum(peak_bytes, after_experts_bytes + rows.matrices))

@@ -233,6 +233,7 @@ EXPERTS = {
     "of one rank": {"parallel__expert": 1},
     "shared by all, accumulated": {"parallel__expert": 16, "training__global_batch": 64},
     "with shared experts": {"model__moe": {"shared_experts": 1}, "parallel__recompute": "none"},
+    "residual experts": {"model__moe": {"shared_experts": 1, "residual": True}, "parallel__recompute": "none"},
     "wide": {"model__moe": {"experts": 8, "ffn_hidden": 2048}},
     "of torch's operators": {"kernels__mode": "torch"},
     "many choices": {"model__moe": {"experts": 64, "top_k": 6}},
