@@ -12,6 +12,7 @@ from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, rou
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
+from partool.cost.traffic.node_visits import nodes_of_token
 from partool.work.base import Workload
 from partool.work.traced import TracedKind, coefficients
 
@@ -60,10 +61,27 @@ def experts_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> Ba
     reduction_bytes = stream - rows.sent - rows.kept - weighed
     after_experts_bytes = reduction_bytes - rows.arrived + _after_experts(job, layouts, rows, sizes, saved_bytes)
     peak_bytes = stream - rows.sent - weighed + experts_bytes
+    if np.any(np.asarray(layouts.expert_exchange) > 0):
+        relayed = np.where(np.asarray(layouts.expert_exchange) > 0, _relayed(job, layouts, rows), 0.0)
+        peak_bytes = np.maximum(peak_bytes, np.where(relayed > 0, stream + relayed - weighed, 0.0))
     # The experts' results in two orders, those of attention's last matrix, and the norm's of their sum.
     results = np.where(parallel, 2.0 * rows.arrived - rows.sent, 0.0) + 2.0 * stream
     peak_bytes = np.where(parallel, peak_bytes, np.maximum(peak_bytes, after_experts_bytes + rows.matrices))
     return BackwardBytes(peak_bytes, reduction_bytes, after_experts_bytes, stream + results)
+
+
+def _relayed(job: Workload, layouts: Layouts, rows: _Rows) -> Column:
+    """Return the bytes with which gradients cross to nodes and spread there (``parallel/expert/node_first.py``).
+
+    There are a row per token and node, sent and received, and a row per choice, wide and in the compute type.
+    """
+    assert job.model.moe is not None, "experts of a dense model"
+    tokens = micro_batch_tokens(job, layouts) / layouts.tp
+    nodes = nodes_of_token(job.model.moe, layouts, job.domain)
+    crossing = job.compute_bytes * job.model.hidden * tokens * nodes
+    wide = 4 if job.compute_bytes < 4 else job.compute_bytes
+    narrow = 1.0 if wide > job.compute_bytes else 0.0
+    return 2.0 * crossing + rows.arrived * (wide / job.compute_bytes + narrow)
 
 
 def _rows(job: Workload, layouts: Layouts, saved: float) -> _Rows:

@@ -253,8 +253,16 @@ EXPERTS = {
 }  # fmt: skip
 
 
+BY_NODE = {
+    f"{exchange}, recompute {recompute}": {
+        "parallel__recompute": recompute, "parallel__expert": 16, "parallel__expert_exchange": exchange,
+    }
+    for exchange in ("node_first", "node_first_summed") for recompute in ("none", "full")
+}  # fmt: skip
+
+
 def disagreements_of_experts(names: Sequence[str], folder: Path, layers: int = 6) -> dict[str, list[str]]:
-    specs = [with_experts(model__layers=layers, **EXPERTS[name]) for name in names]
+    specs = [with_experts(model__layers=layers, **(EXPERTS | BY_NODE)[name]) for name in names]
     cases = [case for text in specs for case in cases_of(text)]
     each = zip(names, cases, executed(cases, folder), strict=True)
     return {name: wrong for name, case, run in each if (wrong := disagreements(case, run))}
@@ -342,3 +350,11 @@ def test_a_plan_is_priced_again_with_the_gathers_of_its_layout() -> None:
     )
     other = case.plan.model_copy(update={"layout": usual})
     assert rank_moments(job_of_plan(other, other.devices), usual) != [case.moments]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_totals_of_exchanges_by_node_agree_with_their_execution(tmp_path: Path) -> None:
+    """Their fullest moment is that of gradients on their way to the experts, of which the terms are not told apart."""
+    wrong = disagreements_of_experts(tuple(BY_NODE), tmp_path, layers=3)
+    assert not [line for lines in wrong.values() for line in lines if line.startswith("total")]
