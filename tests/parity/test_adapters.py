@@ -81,9 +81,7 @@ HOST = {"offload_optimizer": "cpu", "gradients": "fp32", "bucket_mib": 2**-3, "u
 CORE = (
     "zb-v tensor",
     "dora three tensor ranks",
-    "dropout tiles tensor",
     "nf4 zero-3 tensor shares",
-    "adagrad interleaved",
 )
 """Cases that run every time; the others are long."""
 
