@@ -1,7 +1,7 @@
 """Tasks within a training: scored with the average of the weights, followed by the best checkpoint, in float64.
 
 The process of the tasks is a stand-in without lm_eval. Two ranks are stopped while tasks run and go on in another
-layout; their figures are those that one process computes from the averages in its checkpoints.
+layout; their figures are those that one process computes from the averages in their checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS, EVERY, STOP = 4, 2, 2
 TWO = Mesh(dp_shard=2)
 
 
-def judged_plan(folder: Path, mesh: Mesh, zero: int, *, every: int = 0, tasks: tuple[str, ...] = ("squares",)) -> Plan:
+def judged_plan(folder: Path, mesh: Mesh, zero: int, tasks: tuple[str, ...] = ("squares",)) -> Plan:
     """Return a plan of four steps, each of which is validated, with tasks after the second and the last one."""
     training = {
         "ema": EmaSpec(decay=0.3, validation="average"),
@@ -49,34 +49,33 @@ def judged_plan(folder: Path, mesh: Mesh, zero: int, *, every: int = 0, tasks: t
         update={
             "data": plan.data.model_copy(update={"validation_sets": sets}),
             "evaluation": EvaluationSpec(tasks=list(tasks), every=EVERY),
-            "checkpoint": CheckpointSpec(every=every, keep=every * STEPS or 1, best=BestSpec(metric="squares/sum")),
+            "checkpoint": CheckpointSpec(every=0, keep=1, best=BestSpec(metric="squares/sum")),
         }
     )
 
 
 @pytest.fixture(scope="module")
 def jobs(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """Return the runs: one process, two ranks that are stopped and go on, and tasks that fail the second time."""
+    """Return the runs: two ranks that are stopped and go on in another layout, and tasks that fail the second time."""
     folder = tmp_path_factory.mktemp("home") / "runs"
     folder.mkdir()
     write_text(folder / "text")
     (folder / "words.txt").write_text("a cat sat on a mat, and the mat was flat. " * 2)
     jobs = Jobs(folder, pools, train_judged)
-    jobs.train("alone", judged_plan(folder, ONE, 0, every=EVERY), run="alone")
     jobs.train("stopped", judged_plan(folder, TWO, 3), run="ranks", stop_at=STOP)
     jobs.train("ranks", judged_plan(folder, Mesh(tp=2), 0), run="ranks", resume=True)
-    jobs.train("breaks", judged_plan(folder, TWO, 1, tasks=("squares", "breaks")), run="breaks")
+    jobs.train("breaks", judged_plan(folder, TWO, 1, ("squares", "breaks")), run="breaks")
     return jobs
 
 
 def expected(jobs: Jobs, kind: str) -> dict[int, dict[str, float]]:
-    """Return the figures of the tasks by step, from the weights or averages in the checkpoints of one process."""
+    """Return the figures of the tasks by step, in one process, from the weights or averages in checkpoints."""
     plan = judged_plan(jobs.folder, ONE, 0)
     figures = {}
     for step in (EVERY, STEPS):
         model = build(plan.model).to(torch.float64)
         materialise(model, "cpu")
-        state = {n.removeprefix(kind): x for n, x in jobs.state("alone", step).items() if n.startswith(kind)}
+        state = {n.removeprefix(kind): x for n, x in jobs.state("ranks", step).items() if n.startswith(kind)}
         model.load_state_dict(state)
         values, _ = log_likelihoods(model, ROWS, SCORED)
         figures[step] = {"squares/sum": sum(values), "squares/first": values[0]}
@@ -87,15 +86,14 @@ def expected(jobs: Jobs, kind: str) -> dict[int, dict[str, float]]:
 def test_tasks_judge_the_average_in_each_layout_and_after_a_stop(jobs: Jobs) -> None:
     assert "Preempted" in jobs.ended("stopped")
     assert f"after step {STOP}" in jobs.ended("stopped", rank=1)
-    assert [jobs.ended(name) for name in ("alone", "ranks", "breaks")] == ["done"] * 3
+    assert [jobs.ended(name) for name in ("ranks", "breaks")] == ["done"] * 2
     of_average, of_weights = expected(jobs, "ema."), expected(jobs, "model.")
     for step in (EVERY, STEPS):
         assert abs(of_average[step]["squares/sum"] - of_weights[step]["squares/sum"]) > 1e-6
-    for run in ("alone", "ranks"):
-        events = jobs.events(run, "evaluation")
-        assert [event["step"] for event in events] == [EVERY, STEPS], run
-        for event in events:
-            assert event["tasks"] == pytest.approx(of_average[event["step"]], abs=1e-10), run
+    events = jobs.events("ranks", "evaluation")
+    assert [event["step"] for event in events] == [EVERY, STEPS]
+    for event in events:
+        assert event["tasks"] == pytest.approx(of_average[event["step"]], abs=1e-10)
     assert jobs.events("ranks", "evaluation", rank=1) == []
 
 
@@ -105,14 +103,12 @@ def test_the_best_checkpoint_follows_a_figure_of_tasks(jobs: Jobs) -> None:
     assert best == EVERY, "the last checkpoint is kept anyway"
     saved = sorted(path.name for path in (jobs.folder / "ranks" / "checkpoints").glob("step-*"))
     assert saved == [f"step-{best:08d}", f"step-{STEPS:08d}"]
-    for run in ("alone", "ranks"):
-        rows = read_validations(jobs.folder / run / "checkpoints").rows
-        assert [row.step for row in rows] == [1, 2, 3, 4]
-        assert {row.step: row.figures["squares/sum"] for row in rows if "squares/sum" in row.figures} == pytest.approx(
-            figures, abs=1e-10
-        )
-        assert all({"loss", "words/loss"} <= row.figures.keys() for row in rows)
-        assert [each["message"] for each in jobs.events(run, "warning")] == [], "words/loss is no figure of a task"
+    rows = read_validations(jobs.folder / "ranks" / "checkpoints").rows
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    judged = {row.step: row.figures["squares/sum"] for row in rows if "squares/sum" in row.figures}
+    assert judged == pytest.approx(figures, abs=1e-10)
+    assert all({"loss", "words/loss"} <= row.figures.keys() for row in rows)
+    assert jobs.events("ranks", "warning") == [], "words/loss is no figure of a task"
 
 
 def test_a_failure_of_the_tasks_lets_the_training_go_on(jobs: Jobs) -> None:

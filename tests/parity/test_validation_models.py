@@ -64,7 +64,7 @@ LAYOUTS: dict[str, Case] = {
     "pairs ring": ("pairs", Mesh(cp=2), {"sequence_method": "ring"}),
     "pairs pipeline": ("pairs", PIPE, {"stages": HALVES}),
 }
-OFTEN = ["experts ZeRO-3", "adapter tensor", "pairs ZeRO-3"]
+OFTEN = ["pairs ZeRO-3"]
 
 
 def validated_plan(folder: Path, kind: str, mesh: Mesh, *, zero: int = 1, **layout: Any) -> Plan:
