@@ -143,4 +143,6 @@ class WholeSequences:
         """Return attention of all tokens, see :func:`partool_runtime.model.attention.attend`."""
         if tokens is not None:
             tokens = Tokens(tokens.length, None, tokens.documents_BL, tokens.grid)
+        if sinks_N is None:  # attention of transformers' models takes none
+            return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
         return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens, sinks_N=sinks_N)
