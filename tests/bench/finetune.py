@@ -31,13 +31,13 @@ DATA = ROOT / "specs/finetune/data"
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 640,
     "intermediate_size": 1728, "num_hidden_layers": 11, "num_attention_heads": 10, "num_key_value_heads": 5,
-    "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "max_position_embeddings": 640, "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
     "sft": {"length": 256, "batch": 4, "padded": 3, "lr": 1e-4, "records": "chats.jsonl"},
     "lora": {"length": 256, "batch": 4, "padded": 6, "lr": 4e-3, "records": "chats.jsonl"},
-    "dpo": {"length": 512, "batch": 2, "padded": 2, "lr": 1e-5, "records": "preferences.jsonl", "most": 120},
+    "dpo": {"length": 640, "batch": 2, "padded": 2, "lr": 1e-5, "records": "preferences.jsonl", "most": 120},
 }
 """``batch``: sequences of partool and of TRL with packing, over all ranks. ``padded``: conversations, or pairs, that a
 rank of TRL takes without packing; about as many as its packed sequences hold. ``most``: how many records both sides
