@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from partool.cost.case import EXCHANGES, INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import (
+    EXCHANGES,
+    INSIDES,
+    ORDERS,
+    OVERLAPS,
+    PADDED,
+    RECOMPUTE,
+    SCHEDULES,
+    SEQUENCE_METHODS,
+    Layouts,
+)
 from partool.layout.sequence import Order
 from partool.plan.layout import (
     DataLayout,
@@ -35,6 +45,8 @@ class LayoutLists:
     offload: OffloadLayout
     """Places where offloaded state is kept; the shares of state that leave the device are columns."""
     patterns: dict[str, Style | TensorPattern]
+    expert_rank_capacity: float | None = None
+    """Rows of padded exchanges relative to an even share, as asked; None: as many as there can be."""
     schedule_text: str = ""
     schedule_hash: str = ""
     fused: tuple[Fused, ...] = ()
@@ -127,6 +139,7 @@ def decode(row: Layouts, rest: LayoutLists) -> Layout:
         expert=int(row.ep),
         expert_tensor=int(row.etp),
         expert_exchange=cast("ExpertExchange", EXCHANGES[int(row.expert_exchange)]),
+        expert_rank_capacity=_rank_capacity(row, rest),
         offload=rest.offload.model_copy(update=_offload_fields(row, rest.offload)),
         recompute=rest.recompute,
         compile=compile,
@@ -139,6 +152,14 @@ def decode(row: Layouts, rest: LayoutLists) -> Layout:
             fused=rest.fused,
         ),
     )
+
+
+def _rank_capacity(row: Layouts, rest: LayoutLists) -> float | None:
+    """Return the rows of padded exchanges relative to an even share; None with other exchanges."""
+    if row.expert_exchange != PADDED:
+        return None
+    ranks = float(row.expert_ranks)
+    return ranks if rest.expert_rank_capacity is None else min(rest.expert_rank_capacity, ranks)
 
 
 def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
