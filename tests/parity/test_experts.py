@@ -131,7 +131,7 @@ def fixed_cases(text: Path) -> Cases:
     padded = {"expert": 4, "expert_exchange": "padded", "expert_rank_capacity": 4.0}
     compiled, three = {"compile": "block"}, {"settings": {"zero": 3}}
     halves = padded | {"expert": 2, "expert_tensor": 2}
-    plans = {
+    return {
         "fixed rows": (make(Mesh(dp_shard=2, tp=2), recompute="full", **halves, **three, **NORMS), "short"),
         "fixed rows zero-2": (make(Mesh(dp_shard=4), settings={"zero": 2}, **padded), "short"),
         "fixed rows in a ring": (
@@ -155,7 +155,6 @@ def fixed_cases(text: Path) -> Cases:
             make(Mesh(dp_shard=2), model=MODELS["spread"], expert=1, micro_batches=1, **compiled), "spread",
         ),
     }  # fmt: skip
-    return plans
 
 
 def sink_cases(text: Path) -> Cases:
@@ -267,6 +266,11 @@ def balanced_cases(text: Path) -> dict[str, Plan]:
     return {
         "balanced": make(Mesh(dp_shard=2, tp=2), expert=4, settings={"steps": 2}, **NORMS),
         "balanced recomputed": make(Mesh(dp_shard=4), settings={"zero": 3, "steps": 2}, **once),
+        "balanced fixed rows": make(
+            Mesh(dp_shard=2, tp=2),
+            settings={"steps": 2},
+            **once | {"expert_tensor": 2, "expert_exchange": "padded", "expert_rank_capacity": 1.3},
+        ),
         "balanced tensor ranks": make(Mesh(dp_shard=2, tp=2), expert_tensor=2, settings={"steps": 2}, **once),
         "balanced widths": make(
             Mesh(dp_shard=2, tp=2), micro_batches=1, settings={"steps": 2}, recompute="full", **NORMS
@@ -301,6 +305,7 @@ OFTEN = (
     "limited",
     "spread",
     "balanced widths",
+    "fixed rows",
     "sinks on all axes",
     *NODE_FIRST.values(),
 )

@@ -31,7 +31,7 @@ from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time import adapter
 from partool.cost.time.gemm import in_tiles
-from partool.cost.traffic.expert_rows import rows_here
+from partool.cost.traffic.expert_rows import rows_back, rows_here
 from partool.cost.traffic.tensor import keeps_gathered
 from partool.work.base import Workload
 from partool.work.traced import Coefficients, coefficients
@@ -151,6 +151,7 @@ def _routed(job: Workload, layouts: Layouts, policy: int) -> Column:
     shared = np.asarray(layouts.ep) > 1
     sent_rows: Column = moe.top_k * np.asarray(layouts.etp, dtype=float)
     arrived_rows: Column = sent_rows * rows_here(job, layouts)
+    sent_rows = sent_rows * rows_back(job, layouts)
     rows_of_policy = {
         NONE: arrived_rows + sent_rows,
         ATTENTION: arrived_rows + sent_rows,
@@ -238,7 +239,7 @@ def _traced(job: Workload, layouts: Layouts, policy: int, tokens: Column, kind: 
         return (per_token - dropped) * tokens + traced.layer
 
     if kind == MOE:
-        return total(eager)  # the runtime compiles layers without experts only
+        return total(eager)  # compiled or not: dry runs of both keep about as much
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 

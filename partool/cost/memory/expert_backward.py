@@ -12,7 +12,7 @@ from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, rou
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
-from partool.cost.traffic.expert_rows import rows_here
+from partool.cost.traffic.expert_rows import rows_back, rows_here
 from partool.cost.traffic.node_visits import nodes_of_token
 from partool.work.base import Workload
 from partool.work.traced import TracedKind, coefficients
@@ -96,7 +96,7 @@ def _rows(job: Workload, layouts: Layouts, saved: float) -> _Rows:
     )
     inner = moe.top_k * load * tensor_shares.width(moe.ffn_hidden, tensor_shares.outer(layouts)) * tokens
     _, experts = tensor_shares.share_columns(job, layouts).layers[MOE]
-    return _Rows(sent_bytes * load, sent_bytes, small * inner, saved * inner, small * experts)
+    return _Rows(sent_bytes * load, sent_bytes * rows_back(job, layouts), small * inner, saved * inner, small * experts)
 
 
 def _after_experts(job: Workload, layouts: Layouts, rows: _Rows, sizes: LayerWidths, saved_bytes: Column) -> Column:

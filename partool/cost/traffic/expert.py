@@ -54,7 +54,8 @@ def _of_layer(job: Workload, layout: Layout, policy: str) -> int:
 def _padded(job: Workload, layout: Layout, policy: str) -> int:
     """Return the bytes of one layer and micro-batch with rows of fixed number, which travel with their experts."""
     moe, ranks = job.model.moe, layout.expert_ranks
-    assert moe is not None and layout.expert_rank_capacity is not None, "no padded exchange"
+    assert moe is not None, "a dense model"
+    assert layout.expert_rank_capacity is not None, "no padded exchange"
     choices = (
         layout.micro_batch * most_tokens(job.model, layout, job.sequence_length) * moe.top_k * layout.expert_tensor
     )

@@ -22,6 +22,12 @@ def rows_here(job: Workload, layouts: Layouts) -> Column:
     return np.where(np.asarray(layouts.ep) > 1, rows_sent(job, layouts), 1.0)
 
 
+def rows_back(job: Workload, layouts: Layouts) -> Column:
+    """Return the rows that come back to a rank's tokens, relative to their choices."""
+    padded = np.asarray(layouts.expert_exchange) == PADDED
+    return np.where(padded, rank_capacity(job, layouts.expert_ranks), 1.0)
+
+
 def rank_capacity(job: Workload, ranks: Column) -> Column:
     """Return the rows of padded exchanges relative to an even share; at most all, one for each of ``ranks``."""
     return np.minimum(np.inf if job.expert_rank_capacity is None else job.expert_rank_capacity, ranks)

@@ -65,6 +65,6 @@ def _padded(layout: Layout, capacity: float) -> Iterator[str]:
     drops = "no choice is dropped" if capacity >= layout.expert_ranks else "choices beyond are dropped and counted"
     compiled = ", and layers of experts are compiled" if layout.compile == "block" else ""
     yield (
-        f"expert_exchange: padded: each rank sends each {capacity:g} times an even share of rows; {drops}. The host waits "
-        f"for no numbers{compiled}."
+        f"expert_exchange: padded: each rank sends each {capacity:g} times an even share of rows; {drops}. "
+        f"The host waits for no numbers{compiled}."
     )

@@ -103,13 +103,13 @@ class PaddedTeam:
         if layer.router.observer is not None:
             kept_TK = layer.router.observer.without_row(choices.experts, kept_TK, self.parts)
 
-        sent_RH: torch.Tensor = _Spread.apply(x_TH, slots.tokens, slots.of_choices, kept_TK)  # type: ignore[no-untyped-call]
-        arrived_RH, other = self._exchange(sent_RH, rows, beside)
         even = [rows] * ranks
         experts_R = finished(start_exchange(slots.experts, even, even, self.group_name), EXPERT)
         local = route(experts_R[:, None], number // ranks)
-        results_RH = unpermute(layer.experts(permute(arrived_RH, local), local.ends), local)
-        returned_RH, _ = self._exchange(results_RH, rows, None)
+        arrived_RH, other = self._exchange(_spread(x_TH, slots, kept_TK), rows, beside)
+        sorted_RH = permute(arrived_RH, local)
+        del arrived_RH  # the experts' backward passes need the sorted rows only
+        returned_RH, _ = self._exchange(unpermute(layer.experts(sorted_RH, local.ends), local), rows, None)
         weights_TK = choices.weights * kept_TK
         out_TH: torch.Tensor = _Summed.apply(returned_RH, weights_TK, slots)  # type: ignore[no-untyped-call]
         return out_TH, other
@@ -129,8 +129,14 @@ def _rows_summed(rows_RH: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torc
     wide = wide_dtype(rows_RH.dtype)
     sums_TH = rows_RH.new_zeros(len(slots_TK), rows_RH.shape[1], dtype=wide)
     for slots_T, weights_T in zip(slots_TK.unbind(1), weights_TK.to(wide).unbind(1), strict=True):
-        sums_TH = sums_TH + rows_RH[slots_T].to(wide) * weights_T[:, None]
+        sums_TH += rows_RH[slots_T] * weights_T[:, None]
     return sums_TH.to(rows_RH.dtype)
+
+
+def _spread(x_TH: torch.Tensor, slots: Slots, kept_TK: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``[R, H]`` of tokens; empty rows repeat a token, whose gradient they do not change."""
+    rows_RH: torch.Tensor = _Spread.apply(x_TH, slots.tokens, slots.of_choices, kept_TK)  # type: ignore[no-untyped-call]
+    return rows_RH
 
 
 class _Spread(torch.autograd.Function):
@@ -164,9 +170,9 @@ class _Summed(torch.autograd.Function):
         rows_RH, weights_TK, slots_TK, tokens_R, choices_R = ctx.saved_tensors
         wide = wide_dtype(rows_RH.dtype)
         weights_R = torch.cat([weights_TK.flatten(), weights_TK.new_zeros(1)])[choices_R].to(wide)
-        upper_TH = grad_TH.to(wide)
-        grad_rows = (upper_TH[tokens_R] * weights_R[:, None]).to(rows_RH.dtype)
-        grad_weights = [(upper_TH * rows_RH[slots_T].to(wide)).sum(dim=-1) for slots_T in slots_TK.unbind(1)]
+        grad_weights = [(grad_TH * rows_RH[slots_T]).sum(dim=-1, dtype=wide) for slots_T in slots_TK.unbind(1)]
+        # Multiplied in place: products in the wide type would be the largest tensor of the layer.
+        grad_rows = grad_TH[tokens_R].mul_(weights_R[:, None])
         return grad_rows, torch.stack(grad_weights, dim=1).to(weights_TK.dtype), None
 
 
