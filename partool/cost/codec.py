@@ -45,11 +45,11 @@ class LayoutLists:
     offload: OffloadLayout
     """Places where offloaded state is kept; the shares of state that leave the device are columns."""
     patterns: dict[str, Style | TensorPattern]
-    expert_rank_capacity: float | None = None
-    """Rows of padded exchanges relative to an even share, as asked; None: as many as there can be."""
     schedule_text: str = ""
     schedule_hash: str = ""
     fused: tuple[Fused, ...] = ()
+    expert_rank_capacity: float | None = None
+    """Rows of padded exchanges relative to an even share, as asked; None: as many as there can be."""
 
 
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
@@ -109,6 +109,7 @@ def lists_of(layout: Layout) -> LayoutLists:
         derived.schedule_text,
         derived.schedule_hash,
         derived.fused,
+        layout.expert_rank_capacity,
     )
 
 

@@ -119,7 +119,7 @@ def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
 def _of_exchange(job: TrainingWork, layouts: Layouts) -> Iterator[Opened]:
     """Yield the groups in which tokens travel: of all ranks that share experts, or of rails and of nodes."""
     by_node = among(layouts.expert_exchange, BY_NODE)
-    yield (layouts.ep > 1) & ~by_node, layouts.expert_ranks
+    yield np.logical_and(layouts.ep > 1, np.logical_not(by_node)), layouts.expert_ranks
     yield by_node, layouts.expert_ranks // job.domain
     yield by_node, job.domain
 
