@@ -25,6 +25,7 @@ _PLACES = {
     "bucket_mib": "offload.bucket_mib", "undo_gib": "offload.undo_gib", "threads": "offload.threads",
     "dir": "offload.dir", "buffers": "offload.buffers", "pinned_gib": "offload.pinned_gib",
     "expert": "expert", "expert_tensor": "expert_tensor", "expert_exchange": "expert_exchange",
+    "expert_rank_capacity": "expert_rank_capacity",
     "recompute": "recompute", "compile": "compile", "micro_batch": "micro_batch",
 }  # fmt: skip
 

@@ -55,9 +55,11 @@ HALVED_RING = tuple(index for index in RING if index in HALVED)
 ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
 """Indices of schedules whose last stage holds one micro-batch at a time."""
 
-EXCHANGES = ("direct", "node_first", "node_first_summed")
+EXCHANGES = ("direct", "node_first", "node_first_summed", "padded")
 """Ways of tokens to their experts; ``Layouts.expert_exchange`` is an index into them."""
-DIRECT, NODE_FIRST, NODE_FIRST_SUMMED = range(len(EXCHANGES))
+DIRECT, NODE_FIRST, NODE_FIRST_SUMMED, PADDED = range(len(EXCHANGES))
+BY_NODE = NODE_FIRST, NODE_FIRST_SUMMED
+"""Exchanges by which tokens cross to each node once."""
 OVERLAPS = ("none", "backward", "symmetric")
 """Ways to overlap tensor parallelism's collectives; ``Layouts.tensor_overlap`` is an index into them."""
 

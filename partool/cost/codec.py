@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from partool.cost.case import EXCHANGES, INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import (
+    EXCHANGES,
+    INSIDES,
+    ORDERS,
+    OVERLAPS,
+    PADDED,
+    RECOMPUTE,
+    SCHEDULES,
+    SEQUENCE_METHODS,
+    Layouts,
+)
 from partool.layout.sequence import Order
 from partool.plan.layout import (
     DataLayout,
@@ -38,6 +48,8 @@ class LayoutLists:
     schedule_text: str = ""
     schedule_hash: str = ""
     fused: tuple[Fused, ...] = ()
+    expert_rank_capacity: float | None = None
+    """Rows of padded exchanges relative to an even share, as asked; None: as many as there can be."""
 
 
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
@@ -97,6 +109,7 @@ def lists_of(layout: Layout) -> LayoutLists:
         derived.schedule_text,
         derived.schedule_hash,
         derived.fused,
+        layout.expert_rank_capacity,
     )
 
 
@@ -127,6 +140,7 @@ def decode(row: Layouts, rest: LayoutLists) -> Layout:
         expert=int(row.ep),
         expert_tensor=int(row.etp),
         expert_exchange=cast("ExpertExchange", EXCHANGES[int(row.expert_exchange)]),
+        expert_rank_capacity=_rank_capacity(row, rest),
         offload=rest.offload.model_copy(update=_offload_fields(row, rest.offload)),
         recompute=rest.recompute,
         compile=compile,
@@ -139,6 +153,14 @@ def decode(row: Layouts, rest: LayoutLists) -> Layout:
             fused=rest.fused,
         ),
     )
+
+
+def _rank_capacity(row: Layouts, rest: LayoutLists) -> float | None:
+    """Return the rows of padded exchanges relative to an even share; None with other exchanges."""
+    if row.expert_exchange != PADDED:
+        return None
+    ranks = float(row.expert_ranks)
+    return ranks if rest.expert_rank_capacity is None else min(rest.expert_rank_capacity, ranks)
 
 
 def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:

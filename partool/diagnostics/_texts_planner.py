@@ -233,7 +233,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT438",
-        "Tokens cannot cross to each node once",
+        "Tokens cannot travel to experts in this way",
+        "Only ranks that share experts exchange tokens, and expert_rank_capacity belongs to expert_exchange: padded. "
         "With expert_exchange: node_first a token crosses once to each node, to the rank that has the sender's place "
         "there, and spreads from this rank. So the expert × expert_tensor ranks are all ranks of two nodes or more, or "
         "of two racks whose devices the fast link joins, and each of these has several ranks.",

@@ -140,6 +140,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("parts of experts", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("node-first exchange of experts", f"{_EXPERTS}::test_training_equals_one_process"),
+    Capability("padded exchange of experts", f"{_EXPERTS}::test_training_equals_one_process"),
     *(Capability(f"sequence {name}", record.parity) for name, record in METHODS.items()),
     Capability(
         "shared sequences of a model of transformers",

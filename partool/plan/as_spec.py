@@ -62,7 +62,10 @@ def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, object]:
 
 
 def _expert(layout: Layout) -> dict[str, object]:
-    return {"expert_tensor": layout.expert_tensor, "expert_exchange": layout.expert_exchange}
+    section: dict[str, object] = {"expert_tensor": layout.expert_tensor, "expert_exchange": layout.expert_exchange}
+    if layout.expert_rank_capacity is not None:
+        section["expert_rank_capacity"] = layout.expert_rank_capacity
+    return section
 
 
 def _data(layout: Layout) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from partool.spec.numbers import (
     Cores,
     Elements,
     Experts,
+    Factor,
     Figure,
     Layers,
     LayersOrNone,
@@ -264,6 +265,9 @@ class Layout(Record):
     tensor ranks then cut experts like dense networks."""
     expert_exchange: ExpertExchange = "direct"
     """How tokens travel to the ranks of their experts; ``direct`` where ``expert`` is 1."""
+    expert_rank_capacity: Factor | None = None
+    """With ``padded``: rows from each rank to each as a multiple of an even share, at most the number of ranks; None
+    with other exchanges."""
     offload: OffloadLayout = OffloadLayout()
     recompute: tuple[Recompute, ...]
     """Recomputation policy of each layer."""

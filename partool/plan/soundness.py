@@ -32,6 +32,8 @@ def experts_contradiction(model: ModelConfig, layout: Layout, per_node: int) -> 
         if layout.expert_exchange != "direct":
             return f"layout.expert_exchange is {layout.expert_exchange} with expert: 1, and must be direct"
         return "" if parts == 1 else f"layout.expert_tensor is {parts} with expert: 1, and must be 1"
+    if (layout.expert_exchange == "padded") != (layout.expert_rank_capacity is not None):
+        return f"layout.expert_rank_capacity is {layout.expert_rank_capacity} with {layout.expert_exchange}"
     if not experts or experts % layout.expert:
         return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
     mesh, ranks = layout.mesh, layout.expert_ranks
@@ -45,7 +47,7 @@ def experts_contradiction(model: ModelConfig, layout: Layout, per_node: int) -> 
         name += f" × expert_tensor {layout.expert_tensor}"
     if sharers % ranks:
         return f"{name}, of {sharers} ranks with one state"
-    if layout.expert_exchange == "direct" or fill_nodes(ranks, per_node):
+    if layout.expert_exchange in ("direct", "padded") or fill_nodes(ranks, per_node):
         return ""
     return f"layout.expert_exchange is {layout.expert_exchange}, and {ranks} ranks do not fill nodes of {per_node}"
 

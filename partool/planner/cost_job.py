@@ -45,6 +45,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         expandable_segments=expandable(problem.spec.launch, problem.devices),
         controls=problem.controls,
         expert_imbalance=problem.spec.limits.expert_imbalance,
+        expert_rank_capacity=problem.spec.parallel.rank_capacity,
         moments=moments_of(problem.spec.optimizer),
         matrices=matrix_updates(problem.spec.optimizer, training.precision),
         averages=training.ema is not None,

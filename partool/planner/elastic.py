@@ -221,6 +221,7 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
         perturbed=plan.training.adversarial.share(plan.training.steps),
         offload=plan.layout.offload,
         expert_imbalance=_limits(plan).expert_imbalance,
+        expert_rank_capacity=plan.layout.expert_rank_capacity,
     )
     return work.with_objective(plan.training.objective) if JOBS[plan.job].backward else forward_only(work)
 

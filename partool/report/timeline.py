@@ -104,6 +104,7 @@ def _job(plan: Plan) -> TrainingWork:
         frozen=plan.priced_frozen,
         perturbed=plan.training.adversarial.share(plan.training.steps),
         time_scalar=plan.prediction.time_scalar,
+        expert_rank_capacity=plan.layout.expert_rank_capacity,
     )
     return work.with_objective(plan.training.objective) if JOBS[plan.job].backward else forward_only(work)
 

@@ -11,6 +11,7 @@ from partool.spec.numbers import (
     Cores,
     Elements,
     Experts,
+    Factor,
     Figure,
     Layers,
     Pieces,
@@ -36,7 +37,7 @@ Inside = Literal["teams", "rings"]
 Host = Literal["none", "cpu"]
 Tier = Literal["none", "cpu", "nvme"]
 Gather = Literal["coalesced", "sequential"]
-ExpertExchange = Literal["direct", "node_first", "node_first_summed"]
+ExpertExchange = Literal["direct", "node_first", "node_first_summed", "padded"]
 TensorOverlap = Literal["none", "backward", "symmetric"]
 Style = Literal["column", "column_gathered", "row", "vocabulary", "replicated"]
 """Ways to cut a parameter; see :mod:`partool.layout.tensor`."""
@@ -197,7 +198,11 @@ class ParallelSpec(Section):
     expert_exchange: ExpertExchange | Auto = "auto"
     """direct: a token travels once to each of its experts; node_first: once to each node with some of them, where it
     spreads over the faster links, and their results return one by one; node_first_summed: each node sums them before
-    they return."""
+    they return; padded: a fixed number of rows goes to each rank, so that the host waits for no numbers and
+    layers of experts are compiled."""
+    expert_rank_capacity: Factor | Auto = "auto"
+    """With ``expert_exchange: padded``: rows from each rank to each, as a multiple of an even share of the choices;
+    choices beyond are dropped. auto: as many as there can be, the number of ranks, so that none is dropped."""
     offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
     """Section, or one word: none (nothing leaves the device), cpu or nvme (the optimizer does), or auto."""
     recompute: Recompute | Auto | Annotated[list[Recompute], Runs(str, "|".join(get_args(Recompute)))] = "auto"
@@ -207,3 +212,8 @@ class ParallelSpec(Section):
     """block: torch.compile on every transformer block; none: no compilation."""
     micro_batch: Sequences | Auto = "auto"
     """Sequences per rank and forward pass."""
+
+    @property
+    def rank_capacity(self) -> float | None:
+        """Rows of padded exchanges that the spec sets, relative to an even share; None: as many as there can be."""
+        return None if self.expert_rank_capacity == "auto" else self.expert_rank_capacity

@@ -61,6 +61,8 @@ class Workload:
     """True if the allocator of an accelerator has expandable segments; None if that is not known."""
     expert_imbalance: float = IMBALANCE
     """Tokens of the busiest rank's experts relative to the mean over ranks."""
+    expert_rank_capacity: float | None = None
+    """Rows of padded exchanges relative to an even share of the choices; None: as many as there can be."""
     shared_elements: int = 0
     """Elements of parameters that several layers have in common. They are gathered with the head, for the whole of both
     passes; layers are priced with equal parts of them."""

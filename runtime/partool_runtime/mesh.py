@@ -165,7 +165,7 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
 
 def _node_axes(plan: Plan, of_experts: tuple[int, int, int, int]) -> tuple[MeshAxis | None, MeshAxis | None]:
     """Return the axes over the nodes of ranks that share experts, and inside a node; None where tokens go directly."""
-    if plan.layout.expert_exchange == "direct":
+    if plan.layout.expert_exchange in ("direct", "padded"):
         return None, None
     *outer, expert = of_experts
     inside = plan.devices.joined

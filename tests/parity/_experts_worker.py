@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
+from math import ceil
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ from partool_runtime.parallel.expert import dispatch
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows
 from partool_runtime.parallel.expert.node_first import NodeFirst
 from partool_runtime.parallel.expert.node_routes import NodeTeam
+from partool_runtime.parallel.expert.padded import PaddedTeam
 
 EXPERTS, HIDDEN = 8, 6
+FEW = 0.6
+"""Rows from each rank to each, as a multiple of an even share, with which choices are dropped."""
 TOKENS: dict[str, tuple[int, ...]] = {
     "usual": (5, 3, 7, 4),
     "fewer tokens than experts": (1, 0, 1, 0),
@@ -92,8 +96,28 @@ def layer() -> MixtureOfExperts:
     return made
 
 
+def few_rows(experts_TK: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return choices with −1 for those beyond ``rows`` rows to a rank, which are sorted by expert and then by token."""
+    here, kept = EXPERTS // 4, torch.full_like(experts_TK, -1)
+    for rank in range(4):
+        places = [
+            (token, choice)
+            for expert in range(rank * here, (rank + 1) * here)
+            for token, choice in (experts_TK == expert).nonzero().tolist()
+        ]
+        for token, choice in places[:rows]:
+            kept[token, choice] = experts_TK[token, choice]
+    return kept
+
+
 def forced(name: str, tokens: int, rank: int, choices: Choices) -> Choices:
     """Return a router's choices as the case wants them."""
+    name, _, limit = name.partition(", few rows of ")
+    made = _forced(name, tokens, rank, choices)
+    return made._replace(experts=few_rows(made.experts, int(limit))) if limit else made
+
+
+def _forced(name: str, tokens: int, rank: int, choices: Choices) -> Choices:
     experts = choices.experts.clone()
     if name == "all to one expert":
         experts = torch.stack([torch.full((tokens,), 3), torch.full((tokens,), 5)], dim=1)
@@ -143,6 +167,9 @@ def main() -> None:
             values = check(f"{name}, node first", tokens, NodeFirst(node_team), None, expected)
             for other, value in zip(direct, values, strict=True):
                 assert summed or torch.equal(other, value), f"{name}: bits differ from one exchange of all ranks"
+        if all(tokens):  # a rank without tokens does not know how many rows others send
+            check(f"{name}, all rows", tokens, PaddedTeam(group.group_name, rank, tokens, 4.0), None)
+            check(f"{name}, few rows", tokens, PaddedTeam(group.group_name, rank, tokens, FEW), None)
 
 
 def levels_of(groups: Groups) -> tuple[str, str]:
@@ -158,12 +185,13 @@ def check(
     """Compare a layer on four ranks with one process; return this rank's results and gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
-    case = name.removesuffix(", node first")
+    case, _, way = name.partition(", ")
+    alone_case = f"{case}, few rows of {ceil(FEW * 2 * max(tokens) / 4)}" if way == "few rows" else case
     whole_TH = torch.randn(sum(tokens), HIDDEN, dtype=torch.float64)
     first = sum(tokens[:rank])
     alone, mine = layer(), layer()
     x_TH, share_TH = (x.clone().requires_grad_() for x in (whole_TH, whole_TH[first : first + tokens[rank]]))
-    wanted = run(alone, case, x_TH, [at for at, count in enumerate(tokens) for _ in range(count)])
+    wanted = run(alone, alone_case, x_TH, [at for at, count in enumerate(tokens) for _ in range(count)])
     for _, stacked in mine.experts.stacked():
         rows = len(stacked.weight) // ranks
         stacked.weight = nn.Parameter(stacked.weight.detach()[rank * rows : (rank + 1) * rows].clone())

@@ -110,6 +110,7 @@ def core_cases(text: Path) -> Cases:
         ),
         "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=spread, micro_batches=1), "spread"),
         **sink_cases(text),
+        **fixed_cases(text),
         "a token once per node": (
             on_nodes(make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="selective", **RING), "node_first"),
             "limited",
@@ -122,6 +123,38 @@ def core_cases(text: Path) -> Cases:
             "short",
         ),
     }
+
+
+def fixed_cases(text: Path) -> Cases:
+    """Return plans whose layers of experts do not make the host wait; some are compiled."""
+    make = partial(tensor_plan, text, model=SHORT)
+    padded = {"expert": 4, "expert_exchange": "padded", "expert_rank_capacity": 4.0}
+    compiled, three = {"compile": "block"}, {"settings": {"zero": 3}}
+    halves = padded | {"expert": 2, "expert_tensor": 2}
+    return {
+        "fixed rows": (make(Mesh(dp_shard=2, tp=2), recompute="full", **halves, **three, **NORMS), "short"),
+        "fixed rows zero-2": (make(Mesh(dp_shard=4), settings={"zero": 2}, **padded), "short"),
+        "fixed rows in a ring": (
+            make(Mesh(cp=2, tp=2), model=MODELS["limited"], recompute="selective", **padded, **RING),
+            "limited",
+        ),
+        "fixed rows in zb-v": (
+            make(
+                Mesh(dp_shard=2, pp=2), model=MIXED, schedule="zb-v", stages=QUARTERS,
+                **padded | {"expert": 2, "expert_rank_capacity": 2.0},
+            ),
+            "mixed",
+        ),
+        "fixed rows compiled": (make(Mesh(dp_shard=4), **padded, **compiled, **three), "short"),
+        "fixed rows compiled on tensor ranks": (
+            make(Mesh(dp_shard=2, tp=2), recompute="selective", **halves, **compiled, **NORMS), "short",
+        ),
+        "experts compiled": (make(Mesh(dp_shard=2), expert=1, recompute="selective", **compiled, **three), "short"),
+        "widths of experts compiled": (make(Mesh(dp_shard=2, tp=2), expert=1, **compiled, **NORMS), "short"),
+        "spread compiled": (
+            make(Mesh(dp_shard=2), model=MODELS["spread"], expert=1, micro_batches=1, **compiled), "spread",
+        ),
+    }  # fmt: skip
 
 
 def sink_cases(text: Path) -> Cases:
@@ -233,6 +266,11 @@ def balanced_cases(text: Path) -> dict[str, Plan]:
     return {
         "balanced": make(Mesh(dp_shard=2, tp=2), expert=4, settings={"steps": 2}, **NORMS),
         "balanced recomputed": make(Mesh(dp_shard=4), settings={"zero": 3, "steps": 2}, **once),
+        "balanced fixed rows": make(
+            Mesh(dp_shard=2, tp=2),
+            settings={"steps": 2},
+            **once | {"expert_tensor": 2, "expert_exchange": "padded", "expert_rank_capacity": 1.3},
+        ),
         "balanced tensor ranks": make(Mesh(dp_shard=2, tp=2), expert_tensor=2, settings={"steps": 2}, **once),
         "balanced widths": make(
             Mesh(dp_shard=2, tp=2), micro_batches=1, settings={"steps": 2}, recompute="full", **NORMS
@@ -267,6 +305,7 @@ OFTEN = (
     "limited",
     "spread",
     "balanced widths",
+    "fixed rows",
     "sinks on all axes",
     *NODE_FIRST.values(),
 )

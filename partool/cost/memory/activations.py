@@ -31,6 +31,7 @@ from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time import adapter
 from partool.cost.time.gemm import in_tiles
+from partool.cost.traffic.expert_rows import rows_back, rows_here
 from partool.cost.traffic.tensor import keeps_gathered
 from partool.work.base import Workload
 from partool.work.traced import Coefficients, coefficients
@@ -89,7 +90,7 @@ def widths(job: Workload, layouts: Layouts, kind: int) -> LayerWidths:
     inner: Column = tensor_shares.width(m.ffn_hidden, ranks)
     routed: Column = 0.0
     if kind == MOE and m.moe:
-        visits: Column = m.moe.top_k * np.where(layouts.ep > 1, job.load, 1.0)
+        visits: Column = m.moe.top_k * rows_here(job, layouts)
         inner = (visits + m.moe.shared_experts) * tensor_shares.width(m.moe.ffn_hidden, ranks)
         # Each part of an expert is sent the expert's tokens; the parts of its inner width are as wide as the whole.
         routed = 2 * visits * layouts.etp * m.hidden + 2 * m.moe.experts
@@ -149,7 +150,8 @@ def _routed(job: Workload, layouts: Layouts, policy: int) -> Column:
     assert moe is not None, "a dense model"
     shared = np.asarray(layouts.ep) > 1
     sent_rows: Column = moe.top_k * np.asarray(layouts.etp, dtype=float)
-    arrived_rows: Column = sent_rows * np.where(shared, job.load, 1.0)
+    arrived_rows: Column = sent_rows * rows_here(job, layouts)
+    sent_rows = sent_rows * rows_back(job, layouts)
     rows_of_policy = {
         NONE: arrived_rows + sent_rows,
         ATTENTION: arrived_rows + sent_rows,
@@ -237,7 +239,7 @@ def _traced(job: Workload, layouts: Layouts, policy: int, tokens: Column, kind: 
         return (per_token - dropped) * tokens + traced.layer
 
     if kind == MOE:
-        return total(eager)  # the runtime compiles layers without experts only
+        return total(eager)  # compiled or not: dry runs of both keep about as much
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Layouts
+from partool.cost.case import BY_NODE, Column, Layouts, among
 from partool.cost.memory.activations import LayerWidths, micro_batch_tokens, router_per_token, weighed_per_token, widths
 from partool.cost.memory.backward import BackwardBytes, inner_tensors
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.transient import attention_exchange_bytes
+from partool.cost.traffic.expert_rows import rows_back, rows_here
 from partool.cost.traffic.node_visits import nodes_of_token
 from partool.work.base import Workload
 from partool.work.traced import TracedKind, coefficients
@@ -61,8 +62,9 @@ def experts_backward(job: Workload, layouts: Layouts, saved_bytes: Column) -> Ba
     reduction_bytes = stream - rows.sent - rows.kept - weighed
     after_experts_bytes = reduction_bytes - rows.arrived + _after_experts(job, layouts, rows, sizes, saved_bytes)
     peak_bytes = stream - rows.sent - weighed + experts_bytes
-    if np.any(np.asarray(layouts.expert_exchange) > 0):
-        relayed = np.where(np.asarray(layouts.expert_exchange) > 0, _relayed(job, layouts, rows), 0.0)
+    by_node = among(layouts.expert_exchange, BY_NODE)
+    if np.any(by_node):
+        relayed = np.where(by_node, _relayed(job, layouts, rows), 0.0)
         peak_bytes = np.maximum(peak_bytes, np.where(relayed > 0, stream + relayed - weighed, 0.0))
     # The experts' results in two orders, those of attention's last matrix, and the norm's of their sum.
     results = np.where(parallel, 2.0 * rows.arrived - rows.sent, 0.0) + 2.0 * stream
@@ -87,14 +89,14 @@ def _relayed(job: Workload, layouts: Layouts, rows: _Rows) -> Column:
 def _rows(job: Workload, layouts: Layouts, saved: float) -> _Rows:
     moe, small, parallel = job.model.moe, job.compute_bytes, np.asarray(layouts.ep) > 1
     assert moe is not None, "a dense model"
-    tokens, load = micro_batch_tokens(job, layouts), np.where(parallel, job.load, 1.0)
+    tokens, load = micro_batch_tokens(job, layouts), rows_here(job, layouts)
     # Tensor ranks route shares of the tokens if ranks share experts.
     sent_bytes = (
         small * job.model.hidden * moe.top_k * np.asarray(layouts.etp) * tokens / np.where(parallel, layouts.tp, 1)
     )
     inner = moe.top_k * load * tensor_shares.width(moe.ffn_hidden, tensor_shares.outer(layouts)) * tokens
     _, experts = tensor_shares.share_columns(job, layouts).layers[MOE]
-    return _Rows(sent_bytes * load, sent_bytes, small * inner, saved * inner, small * experts)
+    return _Rows(sent_bytes * load, sent_bytes * rows_back(job, layouts), small * inner, saved * inner, small * experts)
 
 
 def _after_experts(job: Workload, layouts: Layouts, rows: _Rows, sizes: LayerWidths, saved_bytes: Column) -> Column:

@@ -6,9 +6,10 @@ import numpy as np
 
 from partool.catalog.silicon.experts import Sizes
 from partool.cost import collective, tensor_shares
-from partool.cost.case import NODE_FIRST_SUMMED, Column, Layouts
+from partool.cost.case import BY_NODE, NODE_FIRST_SUMMED, Column, Layouts, among
 from partool.cost.silicon import experts
 from partool.cost.time.gemm import matmul_s
+from partool.cost.traffic.expert_rows import rows_sent
 from partool.cost.traffic.messages import tokens
 from partool.cost.traffic.node_visits import nodes_of_token
 from partool.work.base import Workload
@@ -65,13 +66,14 @@ def exchange_s(job: Workload, layouts: Layouts) -> Column:
     rows = tokens(job, layouts) / layouts.tp
     ranks = collective.axis_group(job, layouts, "ep")
     visits = job.model.moe.top_k * layouts.etp
-    token_bytes = job.load * rows * job.model.hidden * job.compute_bytes
+    token_bytes = rows_sent(job, layouts) * rows * job.model.hidden * job.compute_bytes
     if job.stack.sends_once:
         return collective.token_exchange_s(job, token_bytes, ranks, visits)
     direct = 2.0 * collective.all_to_all_s(job, visits * token_bytes, ranks)
-    if not np.any(np.asarray(layouts.expert_exchange) > 0):
+    by_node = among(layouts.expert_exchange, BY_NODE)
+    if not np.any(by_node):
         return direct
-    return np.where(np.asarray(layouts.expert_exchange) > 0, _node_first_s(job, layouts, token_bytes, visits), direct)
+    return np.where(by_node, _node_first_s(job, layouts, token_bytes, visits), direct)
 
 
 def _node_first_s(job: Workload, layouts: Layouts, token_bytes: Column, visits: Column) -> Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from partool.cost.codec import encode
 from partool.cost.time.pipeline import stages_of_ranks
@@ -16,7 +17,7 @@ from partool.spec.model import ModelConfig
 from partool.work.base import Workload
 
 _COUNT_BYTES = 8
-"""Bytes of the number of rows that a rank announces for one expert."""
+"""Bytes of the number of rows that a rank announces for one expert, or of a padded row's expert."""
 
 
 def expert_bytes(job: Workload, layout: Layout) -> int:
@@ -28,7 +29,7 @@ def expert_bytes(job: Workload, layout: Layout) -> int:
 
 def _of_stages(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
-    of_layer = _of_layer if layout.expert_exchange == "direct" else _by_node
+    of_layer = {"direct": _of_layer, "padded": _padded}.get(layout.expert_exchange, _by_node)
     each = [of_layer(job, layout, layout.recompute[layer]) for layer in layers if job.model.is_moe_layer(layer)]
     return layout.derived.accumulation * sum(each)
 
@@ -48,6 +49,20 @@ def _of_layer(job: Workload, layout: Layout, policy: str) -> int:
     passes = 3 if policy == "full" else 1 + job.backward
     numbers = max(passes - 1, 1) * _COUNT_BYTES * moe.experts * parts * (ranks - 1) // ranks
     return round(2 * passes * kept * rows) * job.model.hidden * job.compute_bytes + numbers
+
+
+def _padded(job: Workload, layout: Layout, policy: str) -> int:
+    """Return the bytes of one layer and micro-batch with rows of fixed number, which travel with their experts."""
+    moe, ranks = job.model.moe, layout.expert_ranks
+    assert moe is not None, "a dense model"
+    assert layout.expert_rank_capacity is not None, "no padded exchange"
+    choices = (
+        layout.micro_batch * most_tokens(job.model, layout, job.sequence_length) * moe.top_k * layout.expert_tensor
+    )
+    rows = min(ceil(layout.expert_rank_capacity * choices / ranks), choices) * (ranks - 1)
+    passes = 3 if policy == "full" else 1 + job.backward
+    numbers = max(passes - 1, 1) * _COUNT_BYTES * rows
+    return 2 * passes * rows * job.model.hidden * job.compute_bytes + numbers
 
 
 def _by_node(job: Workload, layout: Layout, policy: str) -> int:

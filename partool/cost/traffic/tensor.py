@@ -133,7 +133,8 @@ def _expert_moves(job: Workload, layouts: Layouts) -> Moves:
     Where ranks share experts, tensor ranks route different tokens: those of their shard of the norms, or shares
     of all tokens, whose results are gathered forward, whose inputs' gradients backward. Elsewhere tensor ranks hold
     parts of all experts, and of the shared ones, and exchange the inputs and results of the layer as a pair does,
-    without products beside the collectives; the gathered inputs are kept.
+    without products beside the collectives; the gathered inputs are kept. The weights of residual experts' results are
+    gathered with routed results, which the backward pass needs to weigh shared ones.
     """
     shares, plain = _where(layouts)
     apart, hidden = np.where(layouts.ep > 1, 1, 0), job.model.hidden
@@ -144,7 +145,11 @@ def _expert_moves(job: Workload, layouts: Layouts) -> Moves:
         Move("all_gather", "tp", gathered + sharded, hidden),
         Move("reduce_scatter", "tp", sharded, hidden),
     ]
-    return Moves(pass_, pass_, [Move("all_gather", "tp", sharded, hidden)])
+    recompute = [Move("all_gather", "tp", sharded, hidden)]
+    if job.model.moe is None or not job.model.moe.residual:
+        return Moves(pass_, pass_, recompute)
+    weights = Move("all_gather", "tp", gathered, 1)
+    return Moves([*pass_, weights], pass_, [*recompute, Move("all_gather", "tp", gathered, hidden), weights])
 
 
 def head_moves(job: Workload, layouts: Layouts) -> Moves:

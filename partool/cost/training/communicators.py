@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import DIRECT, SCHEDULES, Column, Layouts, Mask, among
+from partool.cost.case import BY_NODE, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool.schedule import connected
@@ -118,8 +118,8 @@ def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
 
 def _of_exchange(job: TrainingWork, layouts: Layouts) -> Iterator[Opened]:
     """Yield the groups in which tokens travel: of all ranks that share experts, or of rails and of nodes."""
-    by_node = np.asarray(layouts.expert_exchange) != DIRECT
-    yield (layouts.ep > 1) & ~by_node, layouts.expert_ranks
+    by_node = among(layouts.expert_exchange, BY_NODE)
+    yield np.logical_and(layouts.ep > 1, np.logical_not(by_node)), layouts.expert_ranks
     yield by_node, layouts.expert_ranks // job.domain
     yield by_node, job.domain
 

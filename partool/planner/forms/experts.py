@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import DIRECT, EXCHANGES, NODE_FIRST, Column, Layouts
+from partool.cost.case import BY_NODE, DIRECT, EXCHANGES, NODE_FIRST, Column, Layouts
 from partool.cost.time.experts import exchange_s
 from partool.diagnostics.record import Diagnostic
 from partool.layout.mesh import all_have_rows, fill_nodes
@@ -21,6 +21,7 @@ from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem, divisors, nearest
 
 Form = tuple[int, int]
+_BY_NODE = tuple(EXCHANGES[index] for index in BY_NODE)
 
 
 def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
@@ -43,7 +44,7 @@ def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
         else:
             every_form.append((expert, 1))
     asked = parallel.expert_exchange
-    by_node = asked not in ("auto", "direct")
+    by_node = asked in _BY_NODE
     return [
         form
         for form in every_form
@@ -58,7 +59,9 @@ def exchange_of(problem: Problem, groups: Layouts) -> Any:
     nodes are. Their results then return one by one, so that values do not depend on the machines.
     """
     asked = problem.spec.parallel.expert_exchange
-    able = (np.asarray(groups.ep) > 1) & fill_nodes(np.asarray(groups.expert_ranks), problem.domain)
+    able = np.asarray(groups.ep) > 1
+    if asked in ("auto", *_BY_NODE):
+        able = able & fill_nodes(np.asarray(groups.expert_ranks), problem.domain)
     if asked != "auto":
         return np.where(able, EXCHANGES.index(asked), DIRECT)
     if problem.engine.stack is not None or not np.any(able):
@@ -100,11 +103,18 @@ def _of_exchange(problem: Problem) -> Iterator[tuple[str, str]]:
     """Yield a message and help if the spec wants an exchange that the ranks cannot make."""
     parallel, domain = problem.spec.parallel, problem.domain
     asked, help = parallel.expert_exchange, "use direct, or auto"
+    if asked != "padded" and parallel.expert_rank_capacity != "auto":
+        message = (
+            f"expert_rank_capacity: {parallel.expert_rank_capacity:g} limits padded rows, and expert_exchange: {asked}"
+        )
+        yield f"{message} has none", "use expert_exchange: padded, or leave expert_rank_capacity out"
     if asked in ("auto", "direct"):
         return
     one = "node" if domain == problem.devices.per_node else "rack"
     if problem.model.moe is None or parallel.expert == 1:
         yield f"expert_exchange: {asked}, but no ranks share experts", help
+        return
+    if asked == "padded":
         return
     if domain == 1:
         yield f"expert_exchange: {asked} spreads tokens inside of {one}s, and each has one device", help

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts, Mask
+from partool.cost.case import BY_NODE, OVERLAPS, PADDED, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts, Mask, among
 from partool.cost.codec import encode
 from partool.layout.capabilities import GAPS, GATHERS, GRAPH_ALONE, Gap, of_model, runs
 from partool.plan.layout import Layout
@@ -153,7 +153,8 @@ _OF_COLUMNS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
     ("tensor ranks that share sequences", lambda rows: (rows.cp > 1) & (rows.tp > 1)),
     ("expert", lambda rows: rows.ep > 1),
     ("parts of experts", lambda rows: rows.etp > 1),
-    ("node-first exchange of experts", lambda rows: rows.expert_exchange > 0),
+    ("node-first exchange of experts", lambda rows: among(rows.expert_exchange, BY_NODE)),
+    ("padded exchange of experts", lambda rows: rows.expert_exchange == PADDED),
     ("tiles of networks", lambda rows: rows.mlp_tile_tokens > 0),
     ("tiles of the loss", lambda rows: rows.loss_tile_tokens > 0),
     ("offload", lambda rows: rows.gpu_fraction < 1),

@@ -199,6 +199,7 @@ def workload_of(plan: Plan) -> TrainingWork:
         precision=training.precision,
         stack=stack_of(plan.engine, plan.devices.backend, layout.compile, layout.derived.fused),
         time_scalar=plan.prediction.time_scalar,
+        expert_rank_capacity=plan.layout.expert_rank_capacity,
     )
     return work if JOBS[plan.job].backward else forward_only(work)
 

@@ -19,7 +19,7 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
     Norms whose width is cut over ``inner`` > 1 tensor ranks are excluded, as no kernel does the reduction over ranks
     that such norms need.
 
-    With ``auto`` the fused parts are the loss and, if some blocks are not compiled (layers of experts never are), all
+    With ``auto`` the fused parts are the loss and, if some blocks are not compiled (layers of experts may not be), all
     parts of a block that apply. A fused loss computes its gradients at once. The optimizer's update is left to torch's
     fused kernel, which moves as few bytes as partool's kernel.
     """

@@ -19,7 +19,8 @@ from partool.strategies.jobs import JOBS
 _PATHS = {
     "zero": "data.zero", "recompute": "recompute", "schedule": "pipeline.schedule", "sequence": "sequence.method",
     "hybrid": "data.shard", "tensor": "tensor", "norms": "tensor.sequence_norms", "expert": "expert",
-    "parts": "expert_tensor", "node-first": "expert_exchange", "tiles": "tiles", "offload": "offload",
+    "parts": "expert_tensor", "node-first": "expert_exchange",
+    "padded": "expert_exchange", "tiles": "tiles", "offload": "offload",
     "sequential": "data.gather", "other": "data.prefetch", "persistent": "data.persistent", "leaves": "data.leaves",
 }  # fmt: skip
 """First word of an aspect of layouts → field of ``parallel`` that asks for it."""

@@ -43,6 +43,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         gathers=gathers.resolved(problem, row),
         offload=offload.resolved(problem, row),
         patterns=problem.spec.parallel.tensor.patterns,
+        expert_rank_capacity=problem.spec.parallel.rank_capacity,
         schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
         fused=fused(problem, compile, inner=int(row.tensor_inner)),
     )

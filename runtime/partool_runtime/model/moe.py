@@ -122,19 +122,28 @@ class Undivided:
 class Dispatch(Protocol):
     """How tokens get to their experts, and the results back."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the numbers of rows, so that a layer cannot be compiled or captured."""
+
     def __call__(
         self, layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weighted sum of each token's experts, ``[T, H]``, and the result of ``beside``, if given."""
 
 
-def dispatch_here(
-    layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+class DispatchHere:
     """:class:`Dispatch` of a rank that holds all experts, or its part of the widths of all."""
-    routing = route(choices.experts, layer.number)
-    rows_RH = layer.experts(permute(x_TH, routing), routing.ends)
-    return unpermute(rows_RH, routing, choices.weights), None if beside is None else beside()
+
+    waits = False
+
+    def __call__(
+        self, layer: MixtureOfExperts, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :class:`Dispatch`."""
+        routing = route(choices.experts, layer.number)
+        rows_RH = layer.experts(permute(x_TH, routing), routing.ends)
+        return unpermute(rows_RH, routing, choices.weights), None if beside is None else beside()
 
 
 class ResultWeights(nn.Linear):
@@ -164,7 +173,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
         self.division: Division = Undivided()
         """How tensor ranks divide the layer's work."""
-        self.dispatch: Dispatch = dispatch_here
+        self.dispatch: Dispatch = DispatchHere()
         """Brings tokens to their experts; expert parallelism exchanges them between ranks."""
         self.shared: FeedForward | None = None
         if moe.shared_experts:

@@ -31,15 +31,24 @@ class Choices(NamedTuple):
 class Observer(Protocol):
     """Follows the load of a layer's experts, and limits it."""
 
-    def counted(self, experts_TK: torch.Tensor, scores_TE: torch.Tensor, sequences: int) -> torch.Tensor | None:
+    def counted(
+        self, experts_TK: torch.Tensor, scores_TE: torch.Tensor, sequences: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Count the choices of a training pass, and how undecided the scores are.
 
-        The tokens are those of ``sequences`` sequences, one after the other. Returns the factor of each token's share
-        of each expert in the load-balancing loss, ``[sequences or 1, E]``; None if there is no such loss.
+        The tokens are those of ``sequences`` sequences, one after the other. Returns the choices, on which all that
+        follows must depend, as a compiler drops a count whose result nobody reads; and the factor of each token's share
+        of each expert in the load-balancing loss, ``[sequences or 1, E]``, None if there is no such loss.
         """
 
     def kept(self, experts_TK: torch.Tensor, sequences: int) -> torch.Tensor:
         """Return the choices with −1 for those that exceed an expert's capacity."""
+
+    def without_row(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor, parts: int) -> torch.Tensor:
+        """Count choices that an exchange drops, those of experts that are not ``kept_TK``; return ``kept_TK``.
+
+        Each choice of an expert stands there once for each of its ``parts``.
+        """
 
     def loss_weight(self) -> torch.Tensor:
         """Return the factor of a token's losses in the gradient of a step, a scalar."""
@@ -77,7 +86,8 @@ class Router(nn.Module):
         if self.observer is None:
             return Choices(experts_TK, weights_TK)
         if torch.is_grad_enabled():
-            loss = self._loss(logits_TE, scores_TE, self.observer.counted(experts_TK, scores_TE.detach(), sequences))
+            experts_TK, factors_BE = self.observer.counted(experts_TK, scores_TE.detach(), sequences)
+            loss = self._loss(logits_TE, scores_TE, factors_BE)
             if loss is not None:
                 weights_TK = _WithLoss.apply(weights_TK, loss, self.observer.loss_weight)  # type: ignore[no-untyped-call]
         return Choices(self.observer.kept(experts_TK, sequences), weights_TK)

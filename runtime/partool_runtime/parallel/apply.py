@@ -28,13 +28,13 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of every block without experts; equal blocks share one compilation.
+    """Compile the forward pass of every block whose sizes do not depend on its tokens; equal blocks share it.
 
-    Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph. The host reads
-    how many tokens experts get, so layers of experts would be compiled in pieces, and anew for new numbers.
+    Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph. Where the host
+    reads how many rows the experts of other ranks get, a layer would be compiled in pieces, and anew for new numbers.
     """
     for block in blocks:
-        if isinstance(block, Block) and block.moe is not None:
+        if isinstance(block, Block) and block.moe is not None and block.moe.dispatch.waits:
             continue
         setattr(block, "forward", torch.compile(block.forward))  # noqa: B010 - mypy forbids assigning a method
 

@@ -82,7 +82,7 @@ def recompute(
         elif policy != "none":
             contexts = _CONTEXTS[policy]
             if isinstance(block, Block) and block.moe is not None:
-                contexts = partial(kept_contexts, _OF_EXPERTS[policy])
+                contexts = partial(_experts_kept, _OF_EXPERTS[policy])
             around = _recomputed(contexts, draws=draws, tiled=tiled)
             if isinstance(block, Block):
                 block.around = around
@@ -117,6 +117,13 @@ def _products_kept() -> Any:
 
 def _attention_kept() -> Any:
     return create_selective_checkpoint_contexts(partial(_policy, ATTENTION))  # type: ignore[no-untyped-call]
+
+
+def _experts_kept(kept: frozenset[Any]) -> Any:
+    """Return contexts for a layer of experts: compilers follow torch's only, whose hooks of sharding are outside."""
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(partial(_policy, kept))  # type: ignore[no-untyped-call]
+    return kept_contexts(kept)
 
 
 _CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {

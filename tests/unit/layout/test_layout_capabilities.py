@@ -117,7 +117,7 @@ def every_kind() -> list[Asked]:
         *(of(position=value) for value in get_args(Position)),
         *(of(layer_types=(value,) * 2, window=4) for value in get_args(AttentionKind)),
         needs(nodes=2), needs(mesh=Mesh(tp=2, pp=2), stages=HALVES), needs(expert=2), needs(expert=2, expert_tensor=2),
-        needs(expert=2, expert_exchange="node_first"),
+        needs(expert=2, expert_exchange="node_first"), needs(expert=2, expert_exchange="padded"),
         *(needs(mesh=SHARED, sequence_method=value) for value in METHODS),
         needs(mesh=CUT, tensor_inner=2), needs(mesh=CUT, sequence_norms=True),
         needs(mesh=CUT, tensor_overlap="symmetric"),

@@ -84,6 +84,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     method = draw(st.sampled_from(tuple(sequence.METHODS)))
     optimizer = draw(TIERS)
     inner = draw(st.sampled_from([n for n in (1, 2, 3, 4) if mesh.tp % n == 0]))
+    expert, cuts, exchange = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.sampled_from(EXCHANGES))
+    capacity = draw(st.floats(0.1, 1.0)) * expert * cuts if exchange == "padded" else None
     parts: dict[str, Any] = {
         "sequence_method": method, "sequence_order": draw(st.sampled_from(ORDERS)),
         "sequence_inside": draw(st.sampled_from(INSIDES)), "tensor_overlap": draw(st.sampled_from(OVERLAPS)),
@@ -92,8 +94,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         "persistent": draw(st.integers(0, 10**9)), "leaves": tuple(draw(st.lists(st.sampled_from(("a.*", "b"))))),
         "mlp_tile_tokens": draw(st.integers(0, 9)), "loss_tile_tokens": draw(st.integers(0, 9)),
         "offload_optimizer": optimizer, "offload_parameters": draw(TIERS),
-        "offload_activations": draw(st.sampled_from(("none", "cpu"))), "expert": draw(st.integers(1, 9)),
-        "expert_tensor": draw(st.integers(1, 9)), "expert_exchange": draw(st.sampled_from(EXCHANGES)),
+        "offload_activations": draw(st.sampled_from(("none", "cpu"))), "expert": expert,
+        "expert_tensor": cuts, "expert_exchange": exchange, "expert_rank_capacity": capacity,
         "in_flight": draw(st.integers(0, 9)), "schedule": schedule, "chunks": chunks, "mesh": mesh,
         "gpu_fraction": 1.0 if optimizer == "none" else draw(st.floats(0.0, 0.99)),
         "speculate": draw(st.sampled_from((False, True, "undo"))), "undo_gib": draw(st.floats(0.0, 9.0)),

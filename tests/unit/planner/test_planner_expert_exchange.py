@@ -26,9 +26,11 @@ parallel: {data: {zero: 1}, tensor: 1, pipeline: 1, sequence: 1, micro_batch: 1,
         ("expert: 8, expert_exchange: node_first", "8 expert ranks of the 16 devices do not", "use expert: 16, or"),
         ("expert: 1, expert_exchange: node_first_summed", "no ranks share experts", "use direct, or auto"),
         ("expert: 4, expert_tensor: 2, expert_exchange: node_first", "8 expert ranks of", "use expert: 8, or"),
+        ("expert: 1, expert_exchange: padded", "no ranks share experts", "use direct, or auto"),
+        ("expert: 8, expert_rank_capacity: 1.5", "limits padded rows", "use expert_exchange: padded, or"),
     ],
 )
-def test_ranks_that_cannot_send_by_node_are_a_finding(fields: str, words: str, help: str) -> None:
+def test_exchanges_that_the_ranks_cannot_make_are_a_finding(fields: str, words: str, help: str) -> None:
     loaded = load_text(SPEC.replace("FIELDS", fields))
     assert loaded.spec is not None
     made = make_plan(loaded.spec, base_dir=Path("specs"), default_name="spec")
@@ -53,3 +55,22 @@ def test_eight_choices_cross_to_two_nodes_once_and_four_devices_of_one_node_have
     assert ratio == pytest.approx((2 * (1 + 4) + 2 * 2 * 7) / (4 * 7.5), rel=0.02)
     open_ = plan_of(SPEC.replace("FIELDS", "expert_exchange: node_first_summed"), folder=Path("specs"))
     assert (open_.layout.expert_ranks, open_.layout.expert_exchange) == (16, "node_first_summed")
+
+
+def test_padded_rows_are_planned_priced_and_printed() -> None:
+    """Without a capacity there is a row for every choice of a rank on every rank, so that none is dropped."""
+    padded = "expert: 4, expert_exchange: padded"
+    direct, every, some = (
+        plan_of(SPEC.replace("FIELDS", fields), folder=Path("specs"))
+        for fields in ("expert: 4, expert_exchange: direct", padded, f"{padded}, expert_rank_capacity: 1.5")
+    )
+    assert (direct.layout.expert_rank_capacity, every.layout.expert_rank_capacity) == (None, 4.0)
+    assert "expert_rank_capacity: 1.5" in own_yaml(some)
+    sent = [plan.prediction.time.traffic_bytes["expert"] for plan in (direct, some, every)]
+    assert sent[1] / sent[0] == pytest.approx(1.5, rel=0.01)
+    assert sent[2] / sent[0] == pytest.approx(4.0, rel=0.01)
+    memory = [plan.prediction.memory.terms_bytes["activations"] for plan in (some, every)]
+    assert memory[0] < memory[1]
+    text = " ".join(" ".join(some.reasons).split())
+    assert "each rank sends each 1.5 times an even share of rows; choices beyond are dropped and counted" in text
+    assert "no choice is dropped" in " ".join(" ".join(every.reasons).split())

@@ -22,6 +22,7 @@ from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read
 from partool_runtime.parallel.expert.node_first import NodeFirst
 from partool_runtime.parallel.expert.node_routes import NodeTeam
+from partool_runtime.parallel.expert.padded import PaddedTeam
 from partool_runtime.parallel.expert.tokens import TokenShares
 from partool_runtime.parallel.tensor.apply import layer_sharding, make_team
 from partool_runtime.parallel.tensor.ops import Team, copy_to_tp, reduce_from_tp, start_tokens, tokens
@@ -59,6 +60,8 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
 def _exchange(plan: Plan, ranks: Ranks, expert: MeshAxis, tokens: tuple[int, ...], read: Read) -> Dispatch:
     """Return the exchange that the plan names; a collective of all ranks, which open its groups."""
     parts, exchange = plan.layout.expert_tensor, plan.layout.expert_exchange
+    if (capacity := plan.layout.expert_rank_capacity) is not None:
+        return PaddedTeam(_group_name(ranks, expert), expert.place, tokens, capacity, parts)
     rail, node = ranks.expert_rail, ranks.expert_node
     if rail is None or node is None:
         return ExpertTeam(_group_name(ranks, expert), expert.place, tokens, read, parts)

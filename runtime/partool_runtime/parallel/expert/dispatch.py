@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -50,6 +50,7 @@ def balanced_choices(tokens: Sequence[int], choices: int, place: int) -> list[li
 class ExpertTeam:
     """The ranks that share the experts of each layer."""
 
+    waits: ClassVar[bool] = True
     group_name: str
     place: int
     """Place of this rank in the group."""
@@ -64,10 +65,10 @@ class ExpertTeam:
         """Number of ranks that share the experts."""
         return len(self.tokens)
 
-    def rows(self, totals: torch.Tensor, choices: int) -> _Rows:
+    def rows(self, totals: torch.Tensor, choices: int) -> ExchangedRows:
         """Return the numbers of rows to and from each rank, of which ``totals`` is on the device."""
         row_counts = self.read(totals, partial(self._balanced, choices))
-        return _Rows(row_counts[: self.ranks], row_counts[self.ranks :], self.group_name)
+        return ExchangedRows(row_counts[: self.ranks], row_counts[self.ranks :], self.group_name)
 
     def _balanced(self, choices: int) -> list[int]:
         parts = balanced_choices(self.tokens, choices, self.place)
@@ -81,7 +82,7 @@ class ExpertTeam:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class ExchangedRows:
     """Numbers of rows that this rank sends to each rank, and receives from each."""
 
     sent: list[int]
@@ -89,9 +90,9 @@ class _Rows:
     group_name: str
 
     @property
-    def back(self) -> _Rows:
+    def back(self) -> ExchangedRows:
         """The numbers of the way back."""
-        return _Rows(self.received, self.sent, self.group_name)
+        return ExchangedRows(self.received, self.sent, self.group_name)
 
 
 def routed(
@@ -108,11 +109,11 @@ def routed(
     rows = team.rows(totals.flatten(), choices.experts.numel())
 
     # Dropped choices come after the rows of all experts, and are not sent.
-    arrived_RH, other = _exchange(permute(x_TH, routing)[: sum(rows.sent)], rows, beside)
+    arrived_RH, other = exchange_rows(permute(x_TH, routing)[: sum(rows.sent)], rows, beside)
     local = _by_expert(received_E, here, len(arrived_RH))
     sorted_RH = permute(arrived_RH, local)
     del arrived_RH  # the experts' backward passes need the sorted rows only
-    returned_RH, _ = _exchange(unpermute(layer.experts(sorted_RH, local.ends), local), rows.back)
+    returned_RH, _ = exchange_rows(unpermute(layer.experts(sorted_RH, local.ends), local), rows.back)
     if dropped := choices.experts.numel() - len(returned_RH):
         returned_RH = F.pad(returned_RH, (0, 0, 0, dropped))
     return unpermute(returned_RH, routing, choices.weights), other
@@ -142,13 +143,13 @@ def _by_expert(counts_E: torch.Tensor, here: int, rows: int) -> Routing:
 class _Flight:
     """An all-to-all of rows whose gradients are in flight between two functions of the backward pass."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: ExchangedRows) -> None:
         self.rows = rows
         self.gradients: torch.Tensor | None = None
 
 
-def _exchange(
-    x_RH: torch.Tensor, rows: _Rows, beside: Beside | None = None
+def exchange_rows(
+    x_RH: torch.Tensor, rows: ExchangedRows, beside: Beside | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Exchange rows, and compute ``beside`` meanwhile, if given; the same happens with gradients in backward passes."""
     flight = _Flight(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
@@ -24,13 +25,18 @@ from partool_kernels.moe.op import route
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.model.moe import MixtureOfExperts
-from partool_runtime.parallel.comm import LOADS, counted_as, sum_over
+from partool_runtime.parallel.comm import EXPERT, LOADS, counted_as, sum_over
 from partool_runtime.parallel.expert.tokens import TokenShares
-from partool_runtime.torch_internals.collectives import finished, start_gather
+from partool_runtime.torch_internals.collectives import finished, start_gather, start_sum
 
 _NUMBERS = count()
 _LOADS: WeakValueDictionary[str, LayerLoad] = WeakValueDictionary()
 """Loads by name, as operators cannot take objects; an entry disappears with its load."""
+
+
+def _of_loads() -> AbstractContextManager[None]:
+    """Return a context in which exchanges count as those of statistics; compiled exchanges are not counted."""
+    return nullcontext() if torch.compiler.is_compiling() else counted_as(purpose=LOADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +72,24 @@ class LayerLoad:
         for counts in (self.counts_E, self.dropped, self.entropy):
             counts.zero_()
 
-    def counted(self, experts_TK: torch.Tensor, scores_TE: torch.Tensor, sequences: int) -> torch.Tensor | None:
+    def counted(
+        self, experts_TK: torch.Tensor, scores_TE: torch.Tensor, sequences: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``Observer``."""
         scope = self._moe.aux_scope
         parts = sequences if scope == "sequence" else 1
-        counted: torch.Tensor = torch.ops.partool.moe_count(
+        experts_TK, counted = torch.ops.partool.moe_count(
             experts_TK, scores_TE, parts, scope == "global_batch", self._name
         )
         if not self._moe.aux_loss:
-            return None
+            return experts_TK, None
         counts_BE = counted.double()
         # Summed in a new tensor: recomputation keeps the counts themselves.
         group = self._scopes.stage if scope == "global_batch" else self._scopes.sharers
-        with counted_as(purpose=LOADS):
-            counts_BE = sum_over(counts_BE.clone(), group)
-        return self._moe.experts * counts_BE / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1)
+        if group is not None:
+            with _of_loads():
+                counts_BE = finished(start_sum(counts_BE, group.group_name, in_place=False), EXPERT)
+        return experts_TK, self._moe.experts * counts_BE / counts_BE.sum(dim=-1, keepdim=True).clamp(min=1)
 
     def loss_weight(self) -> torch.Tensor:
         """See ``Observer``."""
@@ -93,7 +102,7 @@ class LayerLoad:
         shares, group = self._scopes.shares, self._scopes.sharers
         of_all_BSK = experts_TK.view(sequences, -1, self._moe.top_k)
         if group is not None:
-            with counted_as(purpose=LOADS):
+            with _of_loads():
                 of_ranks = finished(start_gather(shares.padded(of_all_BSK)[None], group.size(), group.group_name))
             of_all_BSK = shares.joined(of_ranks)
         most = math.ceil(self._moe.capacity * of_all_BSK.numel() / self._moe.experts)
@@ -101,6 +110,17 @@ class LayerLoad:
         kept_BSK = torch.ops.partool.moe_limit(of_all_BSK, self._moe.experts, most, name)
         mine = kept_BSK if group is None else shares.mine(kept_BSK)
         return mine.reshape(experts_TK.shape)
+
+    def without_row(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor, parts: int) -> torch.Tensor:
+        """See ``Observer``."""
+        if not torch.is_grad_enabled():
+            return kept_TK
+        kept: torch.Tensor = torch.ops.partool.moe_without_row(experts_TK, kept_TK, parts, self._name)
+        return kept
+
+    def drop(self, choices: torch.Tensor) -> None:
+        """Add a number of choices that were dropped of this rank's tokens, a scalar."""
+        self.dropped += choices * len(self._scopes.shares.places)
 
     def add(self, counts_BE: torch.Tensor, scores_TE: torch.Tensor) -> torch.Tensor:
         """Add counts, and the entropy of scores, to those of the step; return the counts' sum."""
@@ -119,20 +139,24 @@ class LayerLoad:
 @torch.library.custom_op(
     "partool::moe_count",
     mutates_args=(),
-    schema="(Tensor experts, Tensor scores, int parts, bool total, str name) -> Tensor",
+    schema="(Tensor experts, Tensor scores, int parts, bool total, str name) -> (Tensor, Tensor)",
 )
-def _count(experts: torch.Tensor, scores: torch.Tensor, parts: int, total: bool, name: str) -> torch.Tensor:
+def _count(
+    experts: torch.Tensor, scores: torch.Tensor, parts: int, total: bool, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     counts = experts.new_zeros(parts, scores.shape[1])
     flat = experts.view(parts, -1)
     counts.scatter_add_(1, flat, torch.ones_like(flat))
     sums = _LOADS[name].add(counts, scores)
-    return sums[None].clone() if total else counts
+    return experts.clone(), sums[None].clone() if total else counts
 
 
 @_count.register_fake
-def _(experts: torch.Tensor, scores: torch.Tensor, parts: int, total: bool, name: str) -> torch.Tensor:
+def _(
+    experts: torch.Tensor, scores: torch.Tensor, parts: int, total: bool, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     del total, name
-    return experts.new_empty(parts, scores.shape[1])
+    return torch.empty_like(experts), experts.new_empty(parts, scores.shape[1])
 
 
 @torch.library.custom_op(
@@ -156,7 +180,29 @@ def _(experts: torch.Tensor, number: int, most: int, name: str) -> torch.Tensor:
     return torch.empty_like(experts)
 
 
-COUNTING: frozenset[Any] = frozenset({torch.ops.partool.moe_count.default, torch.ops.partool.moe_limit.default})
+@torch.library.custom_op(
+    "partool::moe_without_row",
+    mutates_args=(),
+    schema="(Tensor experts, Tensor kept, int parts, str name) -> Tensor",
+)
+def _without_row(experts: torch.Tensor, kept: torch.Tensor, parts: int, name: str) -> torch.Tensor:
+    _LOADS[name].drop(((experts >= 0) & ~kept).sum() / parts)
+    return kept.clone()
+
+
+@_without_row.register_fake
+def _(experts: torch.Tensor, kept: torch.Tensor, parts: int, name: str) -> torch.Tensor:
+    del experts, parts, name
+    return torch.empty_like(kept)
+
+
+COUNTING: frozenset[Any] = frozenset(
+    {
+        torch.ops.partool.moe_count.default,
+        torch.ops.partool.moe_limit.default,
+        torch.ops.partool.moe_without_row.default,
+    }
+)
 """Operators that count."""
 
 

@@ -31,6 +31,8 @@ from partool_runtime.torch_internals.collectives import finished, start_exchange
 class NodeFirst:
     """:class:`~partool_runtime.model.moe.Dispatch` by which a token crosses to each node once."""
 
+    waits = True
+
     def __init__(self, team: NodeTeam) -> None:
         self.team = team
 

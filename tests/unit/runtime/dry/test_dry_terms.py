@@ -261,8 +261,19 @@ BY_NODE = {
 }  # fmt: skip
 
 
+PADDED = {"parallel__expert": 8, "parallel__expert_exchange": "padded", "parallel__expert_rank_capacity": 1.5}
+FIXED = {
+    f"{title}, recompute {recompute}": {**fields, "parallel__recompute": recompute}
+    for title, fields in {
+        "padded": PADDED,
+        "padded and compiled": PADDED | {"parallel__compile": "block"},
+        "of one rank, compiled": {"parallel__expert": 1, "parallel__compile": "block"},
+    }.items() for recompute in ("none", "selective", "full")
+}  # fmt: skip
+
+
 def disagreements_of_experts(names: Sequence[str], folder: Path, layers: int = 6) -> dict[str, list[str]]:
-    specs = [with_experts(model__layers=layers, **(EXPERTS | BY_NODE)[name]) for name in names]
+    specs = [with_experts(model__layers=layers, **(EXPERTS | BY_NODE | FIXED)[name]) for name in names]
     cases = [case for text in specs for case in cases_of(text)]
     each = zip(names, cases, executed(cases, folder), strict=True)
     return {name: wrong for name, case, run in each if (wrong := disagreements(case, run))}
@@ -354,7 +365,8 @@ def test_a_plan_is_priced_again_with_the_gathers_of_its_layout() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_totals_of_exchanges_by_node_agree_with_their_execution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [tuple(BY_NODE), tuple(FIXED)], ids=["by node", "fixed"])
+def test_totals_of_other_exchanges_agree_with_their_execution(names: tuple[str, ...], tmp_path: Path) -> None:
     """Their fullest moment is that of gradients on their way to the experts, of which the terms are not told apart."""
-    wrong = disagreements_of_experts(tuple(BY_NODE), tmp_path, layers=3)
+    wrong = disagreements_of_experts(names, tmp_path, layers=3)
     assert not [line for lines in wrong.values() for line in lines if line.startswith("total")]

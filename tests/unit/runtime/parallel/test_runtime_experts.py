@@ -144,7 +144,7 @@ def test_losses_are_those_of_the_equations(scores: Any, scope: Any) -> None:
 def test_the_loss_is_one_where_the_load_is_even() -> None:
     moe = Moe(experts=4, top_k=2, ffn_hidden=7, aux_loss=1.0, routing="balanced")
     _, load = observed(moe, 6)
-    factors_BE = load.counted(choose(torch.ones(6, 4), None, moe), torch.full((6, 4), 0.25), 1)
+    _, factors_BE = load.counted(choose(torch.ones(6, 4), None, moe), torch.full((6, 4), 0.25), 1)
     assert factors_BE is not None
     assert (factors_BE * 0.25).sum().item() == pytest.approx(1.0)
 
