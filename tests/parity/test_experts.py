@@ -43,14 +43,17 @@ SPREAD: dict[str, Any] = {
     }
 }  # fmt: skip
 """One expert per token; the load is counted over all ranks."""
-SHORT = MIXED | {"layers": 3}
-DEEPSEEK = SHORT | LATENT | {"moe": SHORT["moe"] | {"residual": False}}
+PYRAMID = MIXED | {"moe": MIXED["moe"] | {"layers": {"2": {"experts": 8, "top_k": 1, "ffn_hidden": 11}}}}
+"""Another number of experts, of another width, in one layer, of which a token uses one."""
+SHORT = PYRAMID | {"layers": 3}
+DEEPSEEK = SHORT | LATENT | {"moe": MIXED["moe"] | {"residual": False}}
 """Latent attention, a dense layer, and layers of experts with a shared one."""
 MODELS = {
     "deepseek": DEEPSEEK,
     "mixed": MIXED,
+    "pyramid": PYRAMID,
     "short": SHORT,
-    "limited": LIMITED | {"layers": 2},
+    "limited": LIMITED | {"layers": 2, "moe": LIMITED["moe"] | {"layers": {"1": {"experts": 8, "ffn_hidden": 11}}}},
     "spread": SPREAD | {"layers": 2},
 }
 LONG = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD, "spread twice": SPREAD, "five steps": MIXED}
@@ -74,7 +77,7 @@ def on_nodes(plan: Plan, exchange: str) -> Plan:
 def core_cases(text: Path) -> Cases:
     """Return a few plans that together use everything once; pipelines have more layers than the others."""
     make = partial(tensor_plan, text, model=SHORT, expert=2)
-    piped = partial(make, model=MIXED)
+    piped = partial(make, model=PYRAMID)
     limited, spread = MODELS["limited"], MODELS["spread"]
     return {
         "two ranks zero-3": (make(Mesh(dp_shard=2), settings={"zero": 3}, recompute="full"), "short"),
@@ -84,10 +87,10 @@ def core_cases(text: Path) -> Cases:
             "short",
         ),
         "widths of experts": (make(Mesh(dp_shard=2, tp=2), expert=1, **NORMS), "short"),
-        "zb-v": (piped(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "mixed"),
+        "zb-v": (piped(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "pyramid"),
         "1f1b of tensor ranks": (
             piped(Mesh(pp=2, tp=2), schedule="1f1b", stages=HALVES, recompute="selective"),
-            "mixed",
+            "pyramid",
         ),
         "limited": (make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="full", **RING), "limited"),
         "latent attention": (

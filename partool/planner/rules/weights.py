@@ -17,8 +17,9 @@ from partool.planner.problem import Problem
 from partool.planner.rules.data import lies, of_what_is_here
 from partool.planner.rules.optimizer import parameter_names
 from partool.spec.adapter import AdapterSpec
+from partool.spec.experts import Moe
 from partool.spec.launch import LaunchSpec
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.model import ModelConfig
 from partool.spec.spec import Spec
 
 _PATH = ("model", "weights", "path")
@@ -97,7 +98,7 @@ def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
         yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)
         return
     wrong = (
-        ("ffn_hidden", moe.ffn_hidden, model.ffn_hidden, "the width of the dense network"),
+        *(("ffn_hidden", width, model.ffn_hidden, "the width of the dense network") for width in model.expert_widths),
         ("shared_experts", moe.shared_experts, 0, "as tokens use no more than copies"),
         ("normalise", moe.normalise, True, "so that the weights of a token's copies add up to 1"),
         ("scaling_factor", moe.scaling_factor, 1.0, "so that the weights of a token's copies add up to 1"),
@@ -174,6 +175,8 @@ def _other_experts(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
         expected, given = in_folder.get(name, Moe.model_fields[name].default), getattr(in_model, name)
         if expected != given:
             yield f"moe.{name} is {given} in the model and {expected} in the folder"
+    if (in_folder.get("layers") or None) != in_model.model_dump(exclude_none=True).get("layers"):
+        yield "the layers whose experts differ (moe.layers) are others in the folder"
     if (in_folder.get("bias_rate") is None) != (in_model.bias_rate is None):
         yield "one of model and folder has selection biases (moe.bias_rate)"
 

@@ -62,6 +62,7 @@ _DENSE = Condition(lambda c: c.moe is None, "there are no experts")
 _EXPERTS = (
     Condition(lambda c: c.moe is not None, "there are experts"),
     Condition(lambda c: c.moe is None or c.moe.routing == "learned", "moe.routing is learned"),
+    Condition(lambda c: c.moe is None or c.moe.layers is None, "moe.layers is not given: all experts are alike"),
 )
 _NO_SHARED = Condition(lambda c: c.moe is None or not c.moe.shared_experts, "moe.shared_experts is 0")
 _SHARED = Condition(
@@ -96,13 +97,13 @@ _NO_ATTENTION_BIAS = Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv
 _SAME_BIAS = Condition(lambda c: c.qkv_bias == c.out_bias, "qkv_bias equals out_bias")
 _DEEPSEEK = (*_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _NO_FFN_BIAS, _SAME_BIAS, _SHARED, _FIRST_DENSE)
 _V3_CHOICE = (
-    _EXPERTS[1],
+    *_EXPERTS[1:],
     Condition(lambda c: c.moe is None or c.moe.scores == "sigmoid", "moe.scores is sigmoid"),
     Condition(lambda c: c.moe is None or c.moe.bias_rate is not None, "moe.bias_rate is given"),
     _grouped_by("top2"),
 )
 _V2_CHOICE = (
-    _EXPERTS[1],
+    *_EXPERTS[1:],
     *_SOFTMAX,
     Condition(lambda c: c.moe is None or not c.moe.normalise, "moe.normalise is false"),
     _grouped_by("max"),

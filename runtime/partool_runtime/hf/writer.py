@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from partool.plan.types import Generation
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
 from partool_runtime.hf.stored import row_order
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from partool.catalog.huggingface import convert
 from partool.catalog.lookup import table
-from partool.spec.model import Mla, ModelConfig, Moe, Weights
+from partool.spec.experts import Moe
+from partool.spec.model import Mla, ModelConfig, Weights
 from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import family_of, open_folder, write_folder
