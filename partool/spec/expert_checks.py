@@ -27,7 +27,7 @@ def check_experts(spec: Spec) -> Iterator[Diagnostic]:
     if moe.layers is not None:
         yield from _keys(moe)
         for key, layers, shape in ranges(moe.layers):
-            given = frozenset(shape.given)
+            given = frozenset(shape.given) - ({"top_k"} if shape.top_k == moe.top_k else set())
             if given & {"experts", "top_k"}:
                 yield from _choices(moe.of_layer(layers.start), given, (*_PATH, "layers", key))
         yield from expert_layers(moe, spec.model.layers)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from partool.spec.model import GroupScore, ModelConfig
+from partool.spec.experts import GroupScore
+from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.places import (
     GPT2_PLACES,
