@@ -355,7 +355,7 @@ def _largest_units(job: TrainingWork, layouts: Layouts, layers: Sequence[Column]
         for layer, (_, experts) in zip(layers[MOE:], share_columns(job, layouts).layers[MOE:], strict=True)
     ]
     rest = [layer - experts for layer, experts in zip(layers[MOE:], shared, strict=True)]
-    return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (shared, rest))  # type: ignore[return-value]
+    return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (shared, rest))
 
 
 def _gathered(
