@@ -29,6 +29,8 @@ def following(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
             followed["moe"] = {**base["moe"], "ffn_hidden": width}
     if "head_dim" not in given and (heads is not None or hidden is not None) and _plain_head_dim(base):
         followed["head_dim"] = None
+    if given.get("activation", "swiglu_clamped") != "swiglu_clamped":
+        followed |= {name: None for name in ("swiglu_limit", "swiglu_alpha") if name not in given}
     return {name: value for name, value in followed.items() if value != base.get(name)}
 
 

@@ -10,10 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from partool.catalog.huggingface_attention import CONFIG_PATH, LATENT, rope, windows
+from partool.catalog.huggingface_attention import config_error as _error
 from partool.catalog.huggingface_experts import DEFAULTS, KEYS, experts
 from partool.diagnostics.record import Diagnostic
+from partool.spec.model_code import DEQUANTIZE
 
-_PATH = ("model", "config")
 _LLAMA_LIKE = {
     "num_hidden_layers": "layers", "hidden_size": "hidden", "intermediate_size": "ffn_hidden",
     "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "vocab_size": "vocab",
@@ -35,10 +37,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"sliding_window": 4096, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
     "deepseek_v2": {"rms_norm_eps": 1e-6},
     "deepseek_v3": {"rms_norm_eps": 1e-6},
-}
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128, "rope_theta": 150000.0,
+        "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "max_position_embeddings": 131072,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}  # fmt: skip
 _NO_EFFECT = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "ep_size", "id2label", "is_encoder_decoder", "label2id", "n_ctx", "output_attentions", "output_hidden_states",
+    "ep_size", "experts_per_token", "id2label", "initial_context_length", "is_encoder_decoder", "label2id", "n_ctx",
+    "output_attentions", "output_hidden_states",
     "pad_token_id", "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "rope_interleave",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
@@ -47,7 +58,8 @@ _NO_EFFECT = {
 _READ = {
     "model_type", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "activation_function",
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swiglu_alpha",
+    "swiglu_limit",
 }  # fmt: skip
 """Further keys that functions of this module read."""
 _NOISE = (
@@ -59,7 +71,6 @@ _MUST_BE: dict[str, Any] = {
     "add_cross_attention": False, "quantization_config": None,
 }  # fmt: skip
 
-_THROUGH_TRANSFORMERS = "write model: {hf: FOLDER}, and leave parallel.expert at 1: transformers builds the model"
 _NO_FILE = "give the path of a config.json; that of a model on a hub: hf download NAME config.json --local-dir DIR"
 _UNQUANTIZED = "take the folder of the model before it was quantized"
 
@@ -98,8 +109,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
         supported_types = (
             f"known types: {', '.join(sorted(_DEFAULTS))}; for others, write model: {{hf: FOLDER OF THIS FILE}}"
         )
-        help = _THROUGH_TRANSFORMERS if kind == "gpt_oss" else supported_types
-        return None, [_error("PT252", f"model_type {kind!r} is not known", help)]
+        return None, [_error("PT252", f"model_type {kind!r} is not known", supported_types)]
     config = {
         **_DEFAULTS[kind],
         **DEFAULTS.get(kind, {}),
@@ -116,7 +126,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     findings += [_error("PT253", f"{text} is not supported") for text in lacking]
     if moe is not None:
         fields["moe"] = moe
-    if kind in _LATENT:
+    if kind in LATENT:
         fields["mla"] = _mla(config)
         fields["head_dim"] = fields["mla"]["nope_head_dim"] + fields["mla"]["rope_head_dim"]
         findings += _not_trained(config)
@@ -140,7 +150,9 @@ def read_generation(path: Path, vocab: int) -> tuple[dict[str, Any], list[Diagno
             raise ValueError("it does not hold an object")
     except (OSError, ValueError) as error:
         message = f"{beside} cannot be read, and exports will lack it: {error}"
-        return {"token_ids": ids | given}, [Diagnostic("PT692", message, "warning", _PATH, help="mend it or remove it")]
+        return {"token_ids": ids | given}, [
+            Diagnostic("PT692", message, "warning", CONFIG_PATH, help="mend it or remove it")
+        ]
     for where, token_ids in (("config.json", given), (beside.name, settings)):
         for key in [key for key in _TOKEN_IDS if not _in_vocabulary(token_ids.get(key), vocab)]:
             beyond.append(f"{key}: {token_ids.pop(key)!r} ({where})")
@@ -148,7 +160,7 @@ def read_generation(path: Path, vocab: int) -> tuple[dict[str, Any], list[Diagno
     if beyond:
         message = f"not in the vocabulary of {vocab}, and left out of exports: {', '.join(beyond)}"
         help = "text that the exported model generates may not end; set the ids in the export's config.json"
-        findings.append(Diagnostic("PT692", message, "warning", _PATH, help=help))
+        findings.append(Diagnostic("PT692", message, "warning", CONFIG_PATH, help=help))
     return {"token_ids": ids | given, "settings": settings}, findings
 
 
@@ -173,10 +185,6 @@ def _in_vocabulary(value: Any, vocab: int) -> bool:
 _NULLABLE = {"sliding_window", "q_lora_rank"}
 
 
-def _error(code: str, message: str, help_text: str = "") -> Diagnostic:
-    return Diagnostic(code, message, path=_PATH, help=help_text)
-
-
 def _sizes(config: dict[str, Any], names: dict[str, str]) -> list[Diagnostic]:
     """Return a finding for each size in the configuration that is not a whole number above zero."""
     not_sizes = ("norm_eps", "init_std", "tied_embeddings")
@@ -197,12 +205,12 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
         if key == "quantization_config" and _in_blocks(config.get(key)):
             continue
         if key in config and config[key] != value:
-            help = _UNQUANTIZED if key == "quantization_config" else f"only {value!r} is"
+            help = _unquantized(config[key]) if key == "quantization_config" else f"only {value!r} is"
             findings.append(_error("PT253", f"{key}: {config[key]!r} is not supported", help))
     dropped = [key for key in _NOISE if config.get(key)]
     supported_keys = _NO_EFFECT | _READ | KEYS | set(_MUST_BE) | set(_NOISE) | set(names)
-    unknown = sorted(set(config) - supported_keys - ({"num_nextn_predict_layers"} if kind in _LATENT else set()))
-    if kind not in _LATENT and "num_nextn_predict_layers" in unknown:
+    unknown = sorted(set(config) - supported_keys - ({"num_nextn_predict_layers"} if kind in LATENT else set()))
+    if kind not in LATENT and "num_nextn_predict_layers" in unknown:
         findings.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
     if dropped or unknown:
         text = ", ".join([*dropped, *unknown])
@@ -211,11 +219,16 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
                 "PT254",
                 f"ignored keys of the config: {text}",
                 "warning",
-                _PATH,
+                CONFIG_PATH,
                 help="training here has neither dropout nor noise in routers; check that other keys change nothing",
             )
         )
     return findings
+
+
+def _unquantized(how: Any) -> str:
+    """Return where to get weights that are not quantized."""
+    return DEQUANTIZE if isinstance(how, dict) and how.get("quant_method") == "mxfp4" else _UNQUANTIZED
 
 
 def _in_blocks(how: Any) -> bool:
@@ -240,66 +253,12 @@ def _family_fields(config: dict[str, Any], kind: str, findings: list[Diagnostic]
         "ffn_bias": bool(config.get("mlp_bias", False)),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
     }
-    fields.update(_rope(config, kind, findings))
-    fields.update(_windows(config, kind, findings))
+    if kind == "gpt_oss":
+        fields |= {"activation": "swiglu_clamped", "sinks": True}
+        fields |= {name: float(config[name]) for name in ("swiglu_alpha", "swiglu_limit")}
+    fields.update(rope(config, findings))
+    fields.update(windows(config, kind, findings))
     return fields
-
-
-def _rope(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
-    fields: dict[str, Any] = {"rope_theta": float(theta)}
-    if kind_of_rope == "llama3":
-        fields["rope_scaling"] = {
-            "factor": float(rope["factor"]),
-            "low_freq_factor": float(rope.get("low_freq_factor", 1.0)),
-            "high_freq_factor": float(rope.get("high_freq_factor", 4.0)),
-            "original_max_position": int(rope["original_max_position_embeddings"]),
-        }
-    elif kind_of_rope == "yarn":
-        fields["rope_scaling"] = _yarn(rope, config, findings)
-    elif kind_of_rope != "default":
-        text = f"RoPE scaling of type {kind_of_rope!r} is not supported"
-        findings.append(_error("PT253", text, "supported: none, llama3, yarn"))
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        findings.append(_error("PT253", "partial_rotary_factor other than 1 is not supported"))
-    return fields
-
-
-def _yarn(rope: dict[str, Any], config: dict[str, Any], findings: list[Diagnostic]) -> dict[str, Any]:
-    if rope.get("attention_factor") is not None:
-        help = "give mscale and mscale_all_dim, from which it follows"
-        findings.append(_error("PT253", "attention_factor of yarn is not supported", help))
-    if not rope.get("truncate", True):
-        findings.append(_error("PT253", "truncate: false of yarn is not supported", "only true is"))
-    original = int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
-    factor = rope.get("factor") or config["max_position_embeddings"] / original
-    fields = {"kind": "yarn", "factor": float(factor), "original_max_position": original}
-    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    return fields | {name: float(rope[name]) for name in names if rope.get(name)}
-
-
-def _windows(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
-    layers = int(config.get("num_hidden_layers", 32))
-    window = config.get("sliding_window")
-    if kind in ("llama", *_LATENT) or window is None:
-        return {}
-    if kind in ("qwen2", "qwen3", "qwen3_moe") and not config.get("use_sliding_window", False):
-        return {}
-    names = {"full_attention": "full", "sliding_attention": "sliding"}
-    types = config.get("layer_types")
-    if types is None:
-        first = int(config["max_window_layers"]) if kind in ("qwen2", "qwen3") else 0
-        return {"window": int(window), "layer_types": tuple("sliding" if i >= first else "full" for i in range(layers))}
-    if strange := sorted(set(types) - set(names)):
-        findings.append(_error("PT253", f"layer_types {', '.join(strange)} are not supported"))
-        return {}
-    return {"window": int(window), "layer_types": tuple(names[name] for name in types)}
-
-
-_LATENT = ("deepseek_v2", "deepseek_v3")
-"""Model types with latent attention."""
 
 
 def _not_trained(config: dict[str, Any]) -> list[Diagnostic]:
@@ -310,7 +269,7 @@ def _not_trained(config: dict[str, Any]) -> list[Diagnostic]:
     numbers = ", ".join(str(layers + index) for index in range(count))
     text = f"layers for multi-token prediction are neither trained nor exported: model.layers {numbers}"
     help = "their tensors are left unused; the log of a run that loads the folder names each of them"
-    return [Diagnostic("PT255", text, "warning", _PATH, help=help)]
+    return [Diagnostic("PT255", text, "warning", CONFIG_PATH, help=help)]
 
 
 def _mla(config: dict[str, Any]) -> dict[str, Any]:

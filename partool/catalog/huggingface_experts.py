@@ -7,6 +7,7 @@ from typing import Any
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336},
+    "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "intermediate_size": 2880},
     "qwen3_moe": {"decoder_sparse_step": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "deepseek_v2": {
         "first_k_dense_replace": 0, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407,
@@ -44,7 +45,7 @@ def experts(config: dict[str, Any], kind: str) -> tuple[dict[str, Any] | None, l
     if kind not in DEFAULTS:
         return None, []
     problems: list[str] = []
-    read = {"mixtral": _mixtral, "qwen3_moe": _qwen3}.get(kind, _deepseek)
+    read = {"mixtral": _mixtral, "gpt_oss": _gpt_oss, "qwen3_moe": _qwen3}.get(kind, _deepseek)
     fields = read(config, kind, problems)
     return fields, problems
 
@@ -58,6 +59,11 @@ def _mixtral(config: dict[str, Any], kind: str, problems: list[str]) -> dict[str
         "normalise": True,
         "aux_loss": _aux_loss(config, dense=0, every=1),
     }
+
+
+def _gpt_oss(config: dict[str, Any], kind: str, problems: list[str]) -> dict[str, Any]:
+    """Return the fields of GPT-OSS: a softmax of the chosen logits is the softmax of all, divided by its chosen sum."""
+    return _mixtral(config, kind, problems) | {"bias": True}
 
 
 def _qwen3(config: dict[str, Any], kind: str, problems: list[str]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from partool.catalog.huggingface import read_config, read_generation
 from partool.catalog.lookup import did_you_mean, table, table_hash
 from partool.catalog.transformers_process import DescriptionError, describe, describe_module
 from partool.diagnostics.record import Diagnostic
-from partool.spec.model import LayerPattern, Mla, ModelConfig, ModelSpec
+from partool.spec.model import GATED, LayerPattern, Mla, ModelConfig, ModelSpec
 from partool.spec.model_code import files_hash, module_file
 from partool.spec.training import TrainingSpec
 
@@ -159,10 +159,11 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
             return None, "", [finding], {}
         entry = presets[spec.preset]
         fields = dict(entry["fields"])
-        window = fields.pop("attention", None)
-        if window:
-            fields["window"] = window["window"]
-            fields["layer_types"] = ("sliding",) * fields["layers"]
+        attention = fields.pop("attention", None)
+        if attention:
+            kinds = attention.get("pattern", ("sliding",))
+            fields |= {"window": attention["window"], "sinks": attention.get("sinks", False)}
+            fields["layer_types"] = tuple(kinds[layer % len(kinds)] for layer in range(fields["layers"]))
         source = f"preset {spec.preset}" + (f" ({entry['differs']})" if "differs" in entry else "")
         return fields, source, [], {"catalog/models": table_hash("models")}
     if isinstance(spec.config, str):
@@ -179,7 +180,7 @@ def _derive(fields: dict[str, Any]) -> None:
     if "head_dim" not in fields and fields["hidden"] % fields["heads"] == 0:
         fields["head_dim"] = fields["hidden"] // fields["heads"]
     if "ffn_hidden" not in fields:
-        gated = fields.get("activation", "swiglu") in ("swiglu", "geglu")
+        gated = fields.get("activation", "swiglu") in GATED
         # Shazeer, arXiv 2002.05202: two thirds of 4h keeps a gated network's size; rounded up to a multiple of 64.
         fields["ffn_hidden"] = -(-8 * fields["hidden"] // (3 * 64)) * 64 if gated else 4 * fields["hidden"]
 
@@ -187,7 +188,9 @@ def _derive(fields: dict[str, Any]) -> None:
 def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
     """Set ``window`` and ``layer_types`` from ``model.attention``, which overrides preset and file."""
     layers = fields["layers"]
-    if spec.attention is None:
+    if spec.attention is not None and spec.attention.sinks is not None:
+        fields["sinks"] = spec.attention.sinks
+    if spec.attention is None or not spec.attention.model_fields_set - {"sinks"}:
         kinds = fields.get("layer_types")
         if kinds and len(kinds) != layers:
             fields["layer_types"] = tuple(kinds[index % len(kinds)] for index in range(layers))
@@ -268,6 +271,7 @@ def _inconsistent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnost
         help = f"use {near}, or another divisor of {config.heads}"
         findings.append(Diagnostic("PT204", text, path=("model", "kv_heads"), help=help))
     findings.extend(_latent(config, kept))
+    findings.extend(_unread(config, kept))
     if config.position == "rope" and config.mla is None and config.head_dim % 2:
         text = f"head_dim: {config.head_dim} is odd, and rotary positions turn pairs of dimensions"
         text += _from(kept, "head_dim")
@@ -283,6 +287,19 @@ def _inconsistent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnost
         help = f"use at most {config.moe.experts}"
         findings.append(Diagnostic("PT210", text, path=("model", "moe", "top_k"), help=help))
     return findings
+
+
+def _unread(config: ModelConfig, kept: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Yield findings about fields that the model's activation or its attention does not read."""
+    if config.activation != "swiglu_clamped":
+        for name in ("swiglu_limit", "swiglu_alpha"):
+            if name in config.model_fields_set:
+                text = f"{name}: {getattr(config, name):g} is not read by activation: {config.activation}"
+                help = f"drop {name}, or write activation: swiglu_clamped"
+                yield Diagnostic("PT402", f"{text}{_from(kept, name)}", path=("model", name), help=help)
+    if config.sinks and config.mla is not None:
+        text = f"sinks: true is not read by latent attention{_from(kept, 'sinks', 'mla')}"
+        yield Diagnostic("PT402", text, path=("model", "attention", "sinks"), help="drop sinks, or mla")
 
 
 def _latent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnostic]:

@@ -116,6 +116,14 @@ RULES: tuple[Rule, ...] = (
         "partool plan mine.yaml --trust-remote-code --out plan.json && partool launch plan.json --trust-remote-code",
     ),
     command_rule(
+        "PT609",
+        "The folder holds experts in mxfp4",
+        "GPT-OSS is published with the experts' matrices in blocks of 4-bit numbers with a scale each. Training needs "
+        "numbers that an optimizer can change, and transformers writes them.",
+        "model: {config: ./gpt-oss-20b, weights: {source: hf, path: ./gpt-oss-20b}}",
+        "model: {config: ./gpt-oss-20b-bf16, weights: {source: hf, path: ./gpt-oss-20b-bf16}}",
+    ),
+    command_rule(
         "PT643",
         "transformers cannot build the model",
         "The folder's config.json must be one that the installed version of transformers knows.",

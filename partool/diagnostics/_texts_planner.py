@@ -121,6 +121,14 @@ RULES: tuple[Rule, ...] = (
         "command",
     ),
     Rule(
+        "PT402",
+        "A field that the model's activation or attention does not read",
+        "swiglu_limit and swiglu_alpha are numbers of the clamped gate of GPT-OSS. Sinks are scores beside those of a "
+        "head's keys; latent attention has none.",
+        BASE.replace("heads: 4", "heads: 4, swiglu_limit: 7"),
+        BASE.replace("heads: 4", "heads: 4, activation: swiglu_clamped, swiglu_limit: 7"),
+    ),
+    Rule(
         "PT239",
         "A field that contradicts latent attention",
         "In latent attention a head is as wide as its two parts together, every head has keys and values of its own, "

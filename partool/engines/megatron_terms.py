@@ -61,6 +61,8 @@ def _model(to: EngineTerms, model: ModelConfig) -> None:
     to.put("untie-embeddings-and-output-weights", not model.tied_embeddings, "model.tied_embeddings")
     if set(model.layer_types) - {"full"}:
         to.cannot("layers with windows or axes of a grid have no arguments here", "model.attention", "use full ones")
+    if model.sinks:
+        to.cannot("sinks of attention", "model.attention.sinks", "drop sinks")
     if model.mla is not None:
         to.put("multi-latent-attention", True, "model.mla")
         for name, width in (
@@ -98,6 +100,8 @@ def _experts(to: EngineTerms, moe: Moe, layers: int) -> None:
         to.put("moe-layer-freq", moe.every if moe.every > 1 else None, "model.moe.every")
     if moe.layers:
         to.cannot("experts that differ by layer", "model.moe.layers", "drop layers: all layers of experts are alike")
+    if moe.bias:
+        to.cannot("biases of routers and experts", "model.moe.bias", "drop bias")
     if moe.residual:
         to.cannot("weights of shared experts against routed ones", "model.moe.residual", "drop residual")
     shared = moe.shared_experts * moe.ffn_hidden

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
-from partool.spec.model import ModelConfig
+from partool.spec.model import Activation, ModelConfig
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
 
@@ -57,6 +58,8 @@ def of_model(model: ModelConfig) -> Iterator[str]:
         "norms of queries and keys": model.qk_norm,
         "biases": model.qkv_bias or model.out_bias or model.ffn_bias,
         "scaled rope": model.rope_scaling is not None,
+        "sinks": model.sinks,
+        "biases of experts": model.moe is not None and model.moe.bias,
         "moe": model.moe is not None,
         "mla": model.mla is not None,
     }
@@ -133,6 +136,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
     Capability("moving average", "tests/parity/test_average.py::test_every_layout_equals_one_process"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
+    Capability("biases of experts", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("parts of experts", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("node-first exchange of experts", f"{_EXPERTS}::test_training_equals_one_process"),
@@ -142,13 +146,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         "tests/parity/test_sequence_hf.py::test_models_on_shares_equal_one_process",
     ),
     *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
-    *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
+    *(Capability(f"activation {name}", _LAYERS) for name in get_args(Activation)),
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
     *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding", "row", "column")),
     Capability("model of transformers", "tests/parity/test_tensor_hf.py::test_models_equal_those_of_transformers"),
     *(
         Capability(name, _LAYERS)
-        for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope", "mla")
+        for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope", "mla", "sinks")
     ),
 )
 

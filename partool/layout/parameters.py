@@ -2,7 +2,7 @@
 
 Names follow docs/design/architecture.md. The rows of a layer's experts are stacked in one matrix per projection, so
 that any number of ranks can share experts: ``layers.{i}.moe.experts.{gate,up}.weight [E·F,H]``, expert after expert,
-and ``layers.{i}.moe.experts.down.weight [E·H,F]``.
+and ``layers.{i}.moe.experts.down.weight [E·H,F]``; their biases are stacked likewise, ``[E·F]`` and ``[E·H]``.
 """
 
 from __future__ import annotations
@@ -114,6 +114,10 @@ def is_selection_bias(name: str) -> bool:
     return name.endswith(".moe.router.bias")
 
 
+LOGIT_BIAS, SINKS = "logit_bias", "sinks"
+"""Endings of the names of what a router adds to its logits, and of attention's sinks."""
+
+
 def frozen_problem(names: Collection[str], patterns: Sequence[str]) -> tuple[int | None, str] | None:
     """Return why glob patterns of ``model.frozen`` cannot be meant, with the index of a pattern; None if they can.
 
@@ -169,6 +173,8 @@ def _linear(name: str, shape: tuple[int, int], bias: bool, layer: int, kind: Par
 
 def _attention(prefix: str, config: ModelConfig, layer: int) -> Iterator[ParameterInfo]:
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    if config.sinks:
+        yield _info(f"{prefix}.{SINKS}", (config.heads,), layer, "attention")
     for name, width in (("q", query), ("k", key), ("v", key)):
         yield from _linear(f"{prefix}.{name}", (width, config.hidden), config.qkv_bias, layer, "attention")
     yield from _linear(f"{prefix}.o", (config.hidden, query), config.out_bias, layer, "attention")
@@ -212,12 +218,14 @@ def _experts(prefix: str, config: ModelConfig, layer: int) -> Iterator[Parameter
     yield _info(f"{prefix}.moe.router.weight", (moe.experts, config.hidden), layer, "router")
     if moe.bias_rate is not None:
         yield _info(f"{prefix}.moe.router.bias", (moe.experts,), layer, "router")
+    if moe.bias:
+        yield _info(f"{prefix}.moe.router.{LOGIT_BIAS}", (moe.experts,), layer, "router")
     if moe.residual:
         yield from _linear(f"{prefix}.moe.coefficients", (2, config.hidden), True, layer, "router")
     names = ("gate", "up", "down") if config.gated else ("up", "down")
     for name in names:
         rows, columns = (config.hidden, moe.ffn_hidden) if name == "down" else (moe.ffn_hidden, config.hidden)
-        yield _info(f"{prefix}.moe.experts.{name}.weight", (moe.experts * rows, columns), layer, "expert")
+        yield from _linear(f"{prefix}.moe.experts.{name}", (moe.experts * rows, columns), moe.bias, layer, "expert")
     if moe.shared_experts:
         width = moe.shared_experts * moe.ffn_hidden
         for name in names:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Recompute
 from partool.spec.training import Fused, Precision
-from partool.strategies.kernel_parts import IN_BLOCKS, PARTS
+from partool.strategies.kernel_parts import FUSED_GATES, IN_BLOCKS, PARTS
 
 LATENT_WIDTHS = ("value", "expanded", "q_rank", "kv_rank", "latent", "rotary")
 """Widths that only latent attention has: values of all heads, product of a latent that holds all heads' values and
@@ -23,7 +23,11 @@ coefficient of a width is in bytes per token and unit of the width; ``layer`` is
 
 def applicable(model: ModelConfig) -> tuple[Fused, ...]:
     """Return the parts of a block that can be fused and that the model has."""
-    has = {"nothing": True, "gate": model.gated, "rotation": model.position == "rope" and model.mla is None}
+    has = {
+        "nothing": True,
+        "gate": model.activation in FUSED_GATES,
+        "rotation": model.position == "rope" and model.mla is None,
+    }
     return tuple(part for part in IN_BLOCKS if has[PARTS[part].needs])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.report.history import SET, VALIDATION, Axis, Floats, History, Series, thin
+from partool.report.history import VALIDATION, Axis, Floats, History, Series, set_figure, thin
 from partool.report.html_svg import log_ticks, tick_label, ticks
 from partool.spec.numbers import GIB
 
@@ -65,6 +65,12 @@ VALIDATION_LOSS = Chart(
 )
 
 
+def set_chart(name: str) -> Chart:
+    """Return the chart of the losses of a named set alone."""
+    curves = ((set_figure(name), f"validation loss of {name}"),)
+    return Chart(f"validation_set_{name}", f"validation loss of {name}", curves, ".4f", logarithmic=True)
+
+
 @dataclass(frozen=True)
 class DrawnLine:
     """A curve as it is drawn: few enough points, in the chart's unit."""
@@ -80,7 +86,7 @@ class DrawnLine:
 
 def charts_of(history: History) -> list[Chart]:
     """Return the charts that have something to show."""
-    curves = tuple((f"{VALIDATION}{name}{SET}loss", name) for name in history.sets)
+    curves = tuple((set_figure(name), name) for name in history.sets)
     of_sets = Chart("validation_sets", "validation loss", curves, ".4f", logarithmic=True)
     first, *others = CHARTS
     charts = (first, of_sets, *others)

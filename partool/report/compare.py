@@ -12,10 +12,19 @@ from partool.plan.event_log import event_log
 from partool.plan.outline import Outline, outline
 from partool.plan.record import DamagedRecordError, parse_json
 from partool.plan.run import PLAN_FILE, RunStatus
-from partool.report.charts import TRAINING_LOSS, VALIDATION_LOSS, AxisUnit, Chart, DrawnLine, line_of, unit_of
+from partool.report.charts import (
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    AxisUnit,
+    Chart,
+    DrawnLine,
+    line_of,
+    set_chart,
+    unit_of,
+)
 from partool.report.curves import read_history
 from partool.report.headline import state_text
-from partool.report.history import VALIDATION, Axis, History, Series
+from partool.report.history import VALIDATION, Axis, History, Series, set_figure
 from partool.report.plan_rows import hours_text
 from partool.report.units import amount, figure, seconds, size
 from partool.spec.numbers import duration
@@ -24,7 +33,6 @@ LEAST, MOST = 2, 20
 """Number of runs in a comparison."""
 SIGNS = "123456789abcdefghijk"
 """Character that stands for a run on the terminal, by its place."""
-CHARTS = (TRAINING_LOSS, VALIDATION_LOSS)
 _LOSS = f"{VALIDATION}loss"
 
 
@@ -45,6 +53,14 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
+class LeastLoss:
+    """The least loss of a run's validations by one set, and the step that had it."""
+
+    loss: float
+    step: int
+
+
+@dataclass(frozen=True)
 class RunResult:
     """Figures of a run; None stands for what its log does not tell."""
 
@@ -56,6 +72,8 @@ class RunResult:
     validation_loss: float | None
     """The least of the run's validations."""
     validation_step: int | None
+    validation_sets: dict[str, LeastLoss]
+    """Set of data for validation → its least loss."""
     step_time_s: float | None
     """Median over steps, as ``tokens_per_s``."""
     tokens_per_s: float | None
@@ -117,6 +135,9 @@ def _planned(run_dir: Path, notes: list[str]) -> tuple[Outline | None, Mapping[s
 def result_of(run: ComparedRun) -> RunResult:
     """Return a run's figures."""
     history = run.history
+    of_sets = {
+        name: LeastLoss(least[1], least[0]) for name in history.sets if (least := history.least(set_figure(name)))
+    }
     last, least, memory = history.last("loss"), history.least(_LOSS), history.curves.get("memory_bytes")
     ranks = history.attempts[-1].ranks if history.attempts else run.outline.ranks if run.outline else None
     return RunResult(
@@ -127,6 +148,7 @@ def result_of(run: ComparedRun) -> RunResult:
         loss=last[1] if last else None,
         validation_loss=least[1] if least else None,
         validation_step=least[0] if least else None,
+        validation_sets=of_sets,
         step_time_s=history.median("step_time_s"),
         tokens_per_s=history.median("tokens_per_s"),
         memory_bytes=float(memory.values.max()) if memory is not None else None,
@@ -137,14 +159,19 @@ def result_of(run: ComparedRun) -> RunResult:
     )
 
 
-def result_cells(result: RunResult) -> dict[str, tuple[str, float | None]]:
-    """Return heading → (text, number to sort by) of a run's figures."""
+def result_cells(results: Sequence[RunResult]) -> list[dict[str, tuple[str, float | None]]]:
+    """Return heading → (text, number to sort by) of each run's figures; all runs have the same headings."""
+    sets = sorted({name for result in results for name in result.validation_sets})
+    return [_cells(result, sets) for result in results]
 
+
+def _cells(result: RunResult, sets: Sequence[str]) -> dict[str, tuple[str, float | None]]:
     def cell(value: float | None, text: str) -> tuple[str, float | None]:
         return ("–" if value is None else text, value)
 
     validation, step_s, speed = result.validation_loss, result.step_time_s, result.tokens_per_s
     memory, planned = result.memory_bytes, result.planned_steps
+    of_sets = {name: least.loss for name, least in result.validation_sets.items()}
     return {
         "state": (result.state, None),
         "steps": cell(result.steps, f"{result.steps:,}"),
@@ -153,6 +180,7 @@ def result_cells(result: RunResult) -> dict[str, tuple[str, float | None]]:
         "final loss": cell(result.loss, figure(result.loss, ".4f")),
         "best validation": cell(validation, figure(validation, ".4f")),
         "at step": cell(result.validation_step, f"{result.validation_step or 0:,}"),
+        **{f"best {name}": cell(of_sets.get(name), figure(of_sets.get(name), ".4f")) for name in sets},
         "device-hours": cell(result.device_hours, hours_text(result.device_hours)),
         "time": cell(result.wall_s, duration(result.wall_s)),
         "step time": cell(step_s, seconds(step_s or 0.0)),
@@ -176,6 +204,12 @@ def spec_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     return differences
 
 
+def compared_charts(runs: Iterable[ComparedRun]) -> list[Chart]:
+    """Return the charts of a comparison, which have one curve of each run: losses, those of named sets last."""
+    sets = sorted({name for run in runs for name in run.history.sets})
+    return [TRAINING_LOSS, VALIDATION_LOSS, *map(set_chart, sets)]
+
+
 def compared_lines(
     runs: Sequence[ComparedRun], chart: Chart, axis: Axis, most: int
 ) -> tuple[list[tuple[int, DrawnLine]], AxisUnit]:
@@ -194,8 +228,7 @@ def compared_lines(
 
 
 def _all_curves(runs: Iterable[ComparedRun]) -> list[Series]:
-    names = [chart.curves[0][0] for chart in CHARTS]
-    return [run.history.curves[name] for run in runs for name in names if name in run.history.curves]
+    return [curve for run in runs for name in ("loss", _LOSS) if (curve := run.history.curves.get(name)) is not None]
 
 
 def comparison_data(runs: Sequence[ComparedRun]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from partool.layout.parameters import count, parameters
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.curves import PAIRS
-from partool.report.history import SET, VALIDATION, History
+from partool.report.history import VALIDATION, History, set_figure
 from partool.report.plan_rows import Row, data_name, division, hours_text, job_rows, machines
 from partool.report.units import amount, counted
 from partool.spec.numbers import duration
@@ -82,11 +82,10 @@ def _losses(history: History) -> Iterator[Row]:
 
 def _set_text(history: History, name: str) -> str:
     """Return the latest figures of a named set, and where its loss was the best."""
-    prefix = f"{VALIDATION}{name}{SET}"
     last, least, perplexity = (
-        history.last(f"{prefix}loss"),
-        history.least(f"{prefix}loss"),
-        history.last(f"{prefix}perplexity"),
+        history.last(set_figure(name)),
+        history.least(set_figure(name)),
+        history.last(set_figure(name, "perplexity")),
     )
     if last is None or least is None:
         return "not yet"
@@ -154,8 +153,7 @@ def headline_data(plan: Plan, history: History) -> dict[str, object]:
 
 def _set_data(history: History, name: str) -> dict[str, object]:
     """Return the latest figures of a named set as data, each with its step."""
-    prefix = f"{VALIDATION}{name}{SET}"
-    latest = {figure: history.last(f"{prefix}{figure}") for figure in ("loss", "perplexity", *PAIRS)}
+    latest = {figure: history.last(set_figure(name, figure)) for figure in ("loss", "perplexity", *PAIRS)}
     return {figure: {"step": at[0], "value": at[1]} for figure, at in latest.items() if at is not None}
 
 

@@ -25,6 +25,13 @@ VALIDATION = "validation_"
 """Prefix of the names of curves of validations."""
 SET = "/"
 """What separates the name of a named set for validation from its figure, as in ``validation_code/loss``."""
+
+
+def set_figure(name: str, figure: str = "loss") -> str:
+    """Return the name of the curve of a named set's figure."""
+    return f"{VALIDATION}{name}{SET}{figure}"
+
+
 _WARM_UP = 2
 """Steps at the begin of an attempt whose times are not typical."""
 

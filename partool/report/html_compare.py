@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from partool.report.compare import (
-    CHARTS,
     SIGNS,
     ComparedRun,
+    compared_charts,
     compared_lines,
     result_cells,
     result_of,
@@ -31,7 +31,7 @@ def render_compare_html(runs: Sequence[ComparedRun]) -> str:
     title = ", ".join(run.id for run in runs[:_NAMES])
     if len(runs) > _NAMES:
         title += f" and {len(runs) - _NAMES} more"
-    cells = [result_cells(result_of(run)) for run in runs]
+    cells = result_cells([result_of(run) for run in runs])
     return page(
         "compare.html.jinja",
         has_curves=True,
@@ -49,7 +49,7 @@ def render_compare_html(runs: Sequence[ComparedRun]) -> str:
 def _pictures(runs: Sequence[ComparedRun], axis: Axis) -> list[dict[str, Any]]:
     """Return title and SVG of each chart over an axis that has a curve."""
     pictures = []
-    for chart in CHARTS:
+    for chart in compared_charts(runs):
         lines, unit = compared_lines(runs, chart, axis, _POINTS)
         if lines:
             places = [place for place, _ in lines]

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.report.compare import (
-    CHARTS,
     SIGNS,
     ComparedRun,
+    compared_charts,
     compared_lines,
     result_cells,
     result_of,
@@ -19,8 +19,11 @@ from partool.report.compare import (
 )
 from partool.report.history import Axis
 from partool.report.terminal_curves import can_draw, picture, widest
+from partool.report.units import counted
 
 _TALL = 16
+_CHARTS = 6
+"""Pictures on the terminal; the page has them all."""
 _POINTS_PER_COLUMN = 2
 _HEADS, _CELLS = 18, 12
 """Columns of the headings of results, and of a run's figures."""
@@ -44,14 +47,17 @@ def _list(runs: Sequence[ComparedRun], console: Console) -> None:
 
 
 def _curves(runs: Sequence[ComparedRun], axis: Axis, console: Console) -> None:
-    drawable = [(chart, *compared_lines(runs, chart, axis, _POINTS_PER_COLUMN * widest(console))) for chart in CHARTS]
+    charts, most = compared_charts(runs), _POINTS_PER_COLUMN * widest(console)
+    drawable = [(chart, *compared_lines(runs, chart, axis, most)) for chart in charts]
     drawable = [each for each in drawable if each[1]]
     if not drawable:
         console.print(Text("No curves: none of the runs has a step in its log."))
     elif can_draw(console):
-        for chart, lines, unit in drawable:
+        for chart, lines, unit in drawable[:_CHARTS]:
             for row in picture(chart, [line for _, line in lines], unit, (widest(console), _TALL)):
                 console.print(row, no_wrap=True, crop=True)
+        if more := len(drawable[_CHARTS:]):
+            console.print(Text(f"--html F draws the losses of {counted(more, 'more set')}."))
     console.print()
 
 
@@ -76,16 +82,16 @@ def _differences(runs: Sequence[ComparedRun], console: Console) -> None:
 
 def _results(runs: Sequence[ComparedRun], console: Console) -> None:
     console.print(Text("Results", "bold"))
-    cells = [result_cells(result_of(run)) for run in runs]
+    cells = result_cells([result_of(run) for run in runs])
     columns = max(1, (console.width - _HEADS) // _CELLS)
     for begin in range(0, len(runs), columns):
         part = cells[begin : begin + columns]
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("", style="dim", width=_HEADS - 1)
+        table.add_column("", style="dim", width=_HEADS - 1, overflow="fold")
         for place in range(begin, begin + len(part)):
             table.add_column(SIGNS[place], justify="right", width=_CELLS - 1, header_style="bold", overflow="fold")
         for heading in part[0]:
-            table.add_row(f"  {heading}"[: _HEADS - 1], *(run[heading][0] for run in part))
+            table.add_row(f"  {heading}", *(run[heading][0] for run in part))
         console.print(table)
 
 

@@ -114,6 +114,8 @@ class Moe(Section):
     later tokens are dropped. null: none are dropped."""
     routing: Literal["learned", "balanced"] = "learned"
     """learned: by the router; balanced: experts in turn, whatever the router says, for benchmarks only."""
+    bias: bool = False
+    """Biases in routers' logits, and in the projections of routed experts (GPT-OSS)."""
     layers: ShapesOfLayers | None = None
     """Layers that have another number of experts, another ``top_k`` or experts of another width: a layer or an
     inclusive range of layers, counted from 0, such as ``"12-23": {experts: 128}`` (pyramids of experts of
@@ -130,8 +132,7 @@ class Moe(Section):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the section without ``layers`` where all layers are alike."""
+        """Serialize the section without fields that say nothing and that earlier versions of partool did not know."""
         fields: dict[str, Any] = dump(self)
-        if self.layers is None:
-            fields.pop("layers", None)
-        return fields
+        unsaid = (*(() if self.bias else ("bias",)), *(() if self.layers else ("layers",)))
+        return {name: value for name, value in fields.items() if name not in unsaid}

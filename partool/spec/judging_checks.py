@@ -30,7 +30,7 @@ def check_judged(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _of_a_task(spec: Spec, metric: str) -> bool:
-    """Return whether a figure may be TASK/METRIC; no task has a loss, which a set of another name has."""
+    """Return whether a figure may be TASK/METRIC. No task has a metric named loss: that is a mistyped name of a set."""
     _, slash, name = metric.rpartition("/")
     return bool(spec.evaluation.tasks and slash) and name not in ("loss", "weights_loss")
 

@@ -25,7 +25,10 @@ AttentionKind = Literal["full", "sliding", "row", "column"]
 """full: all earlier tokens; sliding: a window of them; row, column: earlier tokens of the same row or column of a grid
 (arXiv 1912.12180)."""
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["swiglu", "geglu", "swiglu_clamped", "gelu", "gelu_tanh", "relu"]
+"""The first three are gated. swiglu_clamped: (clamped up + 1) · g · sigmoid(α g), where g is the clamped gate."""
+GATED = ("swiglu", "geglu", "swiglu_clamped")
+"""Activations with a gate projection."""
 Position = Literal["rope", "learned", "none"]
 
 
@@ -53,6 +56,8 @@ class RopeScaling(Section):
     mscale_all_dim: Factor | None = None
     """yarn: weight of ln ``factor`` by which the scale of rotated queries and keys is divided; in latent attention, the
     scale of all scores is multiplied by its square."""
+    truncate: bool = True
+    """yarn: whether the dimensions between both limits begin and end at whole pairs; GPT-OSS has false."""
     original_max_position: Tokens
     """Positions that the model was first trained with."""
 
@@ -67,11 +72,13 @@ class RopeScaling(Section):
         """Serialize the fields that the rule of this kind reads."""
         others = _OF_LLAMA3 if self.kind == "yarn" else _OF_YARN
         fields: dict[str, Any] = dump(self)
+        if fields.get("truncate"):
+            others = (*others, "truncate")
         return {name: value for name, value in fields.items() if name not in others}
 
 
 _OF_LLAMA3 = ("low_freq_factor", "high_freq_factor")
-_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 class LayerPattern(Section):
@@ -90,6 +97,9 @@ class Attention(Section):
     """[rows, columns] of a sequence's tokens, stored row by row, such as frames and patches of a video."""
     layer_types: list[AttentionKind] | LayerPattern | None = None
     """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
+    sinks: bool | None = None
+    """Whether each head has a trained number that softmax counts as the score of one more key, whose value is zero
+    (GPT-OSS; after arXiv 2309.17453). Default: as the preset or the file, else false."""
 
 
 class Mla(Section):
@@ -161,7 +171,11 @@ class ModelSpec(Section):
     norm_eps: Factor | None = None
     """Constant added to the variance in norms; default 1e-5."""
     activation: Activation | None = None
-    """Activation of the feed-forward network; swiglu and geglu are gated; default swiglu."""
+    """Activation of the feed-forward network; swiglu, geglu and swiglu_clamped are gated; default swiglu."""
+    swiglu_limit: Factor | None = None
+    """swiglu_clamped: limit of both inputs, the gate's upwards and the other one's in both directions; default 7."""
+    swiglu_alpha: Factor | None = None
+    """swiglu_clamped: factor of the gate within the sigmoid; default 1.702."""
     position: Position | None = None
     """Positions: rope (rotates queries and keys), a learned embedding, or none; default rope."""
     rope_theta: Factor | None = None
@@ -212,6 +226,8 @@ class ModelConfig(Section):
     norm: Norm = "rmsnorm"
     norm_eps: Factor = 1e-5
     activation: Activation = "swiglu"
+    swiglu_limit: Factor = 7.0
+    swiglu_alpha: Factor = 1.702
     position: Position = "rope"
     rope_theta: Factor = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -227,6 +243,8 @@ class ModelConfig(Section):
     """Attention kind of each layer; empty means that all layers have full attention."""
     grid: tuple[Tokens, Tokens] | None = None
     """Rows and columns of a sequence's tokens."""
+    sinks: bool = False
+    """Whether softmax counts a trained number of each head as the score of one more key."""
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: Factor = 0.02
@@ -235,8 +253,11 @@ class ModelConfig(Section):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the model without those fields that are None and that earlier versions of partool did not know."""
+        """Serialize the model without fields that say nothing and that earlier versions of partool did not know."""
         fields: dict[str, Any] = dump(self)
+        unread = () if self.activation == "swiglu_clamped" else ("swiglu_limit", "swiglu_alpha")
+        for name in (*unread, *(() if self.sinks else ("sinks",))):
+            fields.pop(name, None)
         for name in ("padding_token", "adapter"):
             if fields.get(name) is None:
                 fields.pop(name, None)
@@ -245,7 +266,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """True if the feed-forward network has a gate projection."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in GATED
 
     @property
     def rotated(self) -> int:

@@ -15,6 +15,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+DEQUANTIZE = (
+    "write the weights as bf16: from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True)) of "
+    "transformers, then save_pretrained(OTHER)"
+)
+"""What to do with a folder of GPT-OSS whose experts are in mxfp4."""
+
 
 def asked_code(folder: Path) -> dict[str, str]:
     """Return class name → file name, for the classes that ``auto_map`` in a folder's ``config.json`` takes from code.

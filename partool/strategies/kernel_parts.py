@@ -16,7 +16,7 @@ class KernelPart:
     """Place of the part in a training step. torch.compile itself fuses parts of a ``block``; a part of the ``update``
     has the name of its optimizer."""
     needs: Literal["nothing", "gate", "rotation"] = "nothing"
-    """Feature that the model must have for the part: a gated feed-forward network, RoPE, or nothing."""
+    """Feature that the model must have for the part: an activation of :data:`FUSED_GATES`, RoPE, or nothing."""
     test: str = "tests/unit/runtime/fused/test_fused_model.py::test_a_fused_model_computes_the_same"
     """Test that compares the kernel with torch's operators."""
     whole_width: bool = False
@@ -36,6 +36,9 @@ PARTS: dict[str, KernelPart] = {
 }
 """Name of a part in ``kernels.fused`` → facts about the part; plans list the parts in this order."""
 
+FUSED_GATES = ("swiglu", "geglu")
+"""Activations that the kernel of gates computes. The runtime computes the clamped gate by torch's operators, and saves
+no more than a kernel would."""
 IN_BLOCKS = tuple(name for name, part in PARTS.items() if part.place == "block")
 UPDATES = tuple(name for name, part in PARTS.items() if part.place == "update")
 WHOLE_WIDTH = tuple(name for name, part in PARTS.items() if part.whole_width)

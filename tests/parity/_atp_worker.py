@@ -45,6 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_heads": 16, "head_dim": 3, "norm": "layernorm", "position": "learned", "activation": "gelu",
         "max_position": 9, "qkv_bias": True, "out_bias": True, "ffn_bias": True, "tied_embeddings": True,
     },
+    "sinks": SHAPES | {
+        "sinks": True, "window": 3, "layer_types": ("full", "sliding"), "activation": "swiglu_clamped",
+        "swiglu_limit": 0.04, "out_bias": True,
+    },
 }  # fmt: skip
 """Group queries, every kind of bias and norm, a vocabulary that divides by no number of ranks."""
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))

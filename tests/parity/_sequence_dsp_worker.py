@@ -87,8 +87,11 @@ def batch(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     return tokens, labels, ends.cumsum(1).int() if case.documents else None
 
 
-def dense(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, layout: Any, tokens: Any) -> torch.Tensor:
-    """Attention through one mask of all tokens."""
+def dense(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, layout: Any, tokens: Any, sinks_N: None = None
+) -> torch.Tensor:
+    """Attention through one mask of all tokens, without sinks."""
+    assert sinks_N is None, "these models have no sinks"
     places = torch.arange(tokens.length)
     documents = None if tokens.documents_BL is None else (tokens.documents_BL,) * 2
     mask = plain.visible(places, places, layout, documents=documents, columns=tokens.grid[1])

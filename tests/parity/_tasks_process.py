@@ -1,4 +1,7 @@
-"""A process of tasks without lm_eval: it has two lists of rows scored, and gives their sums as metrics."""
+"""A process of tasks without lm_eval: it has two lists of rows scored, and gives their sums as metrics.
+
+The task ``unknown`` cannot be loaded; ``breaks`` fails the second time that the tasks run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,12 @@ def serve() -> None:
         write_frame(sink, message("error", error=["PT539", "the task unknown cannot be loaded", "name another"]))
         return
     write_frame(sink, message("ready"))
+    runs = 0
     while read_frame(source):
+        runs += 1
+        if "breaks" in settings.tasks and runs > 1:
+            write_frame(sink, message("error", error=["PT641", "the task breaks", ""]))
+            return
         totals = []
         for rows in (slice(0, 4), slice(0, 1)):
             time.sleep(0.01)

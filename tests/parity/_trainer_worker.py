@@ -38,17 +38,22 @@ class StopAt(StopRequest):
         self._signal_if(step == self._at - 1)
         return stopping
 
+    def signalled(self) -> None:
+        """Request a stop on this rank."""
+        self._signal = signal.SIGTERM
+
     def _signal_if(self, now: bool) -> None:
         if now and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-            self._signal = signal.SIGTERM
+            self.signalled()
 
 
-def train_plan(plan_json: str, run_dir: Path, resume: bool, stop_at: int) -> str:
+def train_plan(plan_json: str, run_dir: Path, resume: bool, stop_at: int | StopAt) -> str:
     """Train as one rank; return ``done``, or the exception that ended the run."""
+    stop = StopAt(stop_at) if isinstance(stop_at, int) else stop_at
     torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
     forget_meshes()
     try:
-        train(Plan.model_validate_json(plan_json), run_dir, resume, StopAt(stop_at))
+        train(Plan.model_validate_json(plan_json), run_dir, resume, stop)
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"
         if "Preempted" not in ended:

@@ -21,7 +21,7 @@ from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import FIVE, HALVES, LATENT, ONE, QUARTERS, SHARED, TIED, tensor_plan
 from often import often
-from test_experts import SHORT
+from test_experts import SHORT, SINKS
 from test_tensor_trainer import assert_same_state
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
@@ -65,6 +65,8 @@ ADAPTERS: dict[str, AdapterSpec] = {
     "lamb": AdapterSpec(rank=2, alpha=3.0),
     "nf4": NF4,
 }
+MODELS |= {"sinks": SINKS | {"moe": SINKS["moe"] | {"aux_loss": 0.0}}}
+ADAPTERS |= {"sinks": AdapterSpec(rank=3, alpha=5.0, train=["*.sinks", "*.logit_bias", "*.bias"])}
 OPTIMIZERS = ("sgd", "lion", "adagrad")
 MODELS |= dict.fromkeys(OPTIMIZERS, SHARED)
 ADAPTERS |= {name: AdapterSpec(rank=2, alpha=4.0 + n, lr_ratio=3.0) for n, name in enumerate(OPTIMIZERS)}
@@ -81,9 +83,7 @@ HOST = {"offload_optimizer": "cpu", "gradients": "fp32", "bucket_mib": 2**-3, "u
 CORE = (
     "zb-v tensor",
     "dora three tensor ranks",
-    "dropout tiles tensor",
     "nf4 zero-3 tensor shares",
-    "adagrad interleaved",
 )
 """Cases that run every time; the others are long."""
 
@@ -148,6 +148,8 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
         "experts zero-1": make(Mesh(dp_shard=4), 1, "experts", expert=2),
         "experts uncut": make(two, 1, "experts"),
         "experts on tensor ranks": make(two, 1, "experts", expert=2),
+        "sinks uncut": make(two, 1, "sinks"),
+        "sinks on expert ranks": make(two, 3, "sinks", expert=2),
         "nf4 zero-3 tensor shares": make(two, 3, "nf4", **norms),
     }
     chosen |= dora_cases(make) | dropout_cases(make)

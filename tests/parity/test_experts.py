@@ -45,6 +45,14 @@ SPREAD: dict[str, Any] = {
 """One expert per token; the load is counted over all ranks."""
 PYRAMID = MIXED | {"moe": MIXED["moe"] | {"layers": {"2": {"experts": 8, "top_k": 1, "ffn_hidden": 11}}}}
 """Another number of experts, of another width, in one layer, of which a token uses one."""
+SINKS: dict[str, Any] = {
+    "heads": 6, "kv_heads": 3, "head_dim": 4, "sinks": True, "window": 5, "layer_types": ("sliding", "full") * 2,
+    "qkv_bias": True, "out_bias": True, "activation": "swiglu_clamped", "swiglu_limit": 0.05,
+    "moe": {"experts": 4, "top_k": 2, "ffn_hidden": 13, "bias": True, "aux_loss": 0.2, "aux_scope": "sequence"},
+}  # fmt: skip
+"""GPT-OSS: sinks, windows in turn with full attention, biases everywhere, and gates that the limit cuts."""
+DENSE_SINKS = {name: value for name, value in SINKS.items() if name != "moe"} | {"ffn_bias": True}
+GRID_SINKS = DENSE_SINKS | {"window": None, "grid": (3, 5), "layer_types": ("row", "column") * 2}
 SHORT = PYRAMID | {"layers": 3}
 DEEPSEEK = SHORT | LATENT | {"moe": MIXED["moe"] | {"residual": False}}
 """Latent attention, a dense layer, and layers of experts with a shared one."""
@@ -55,6 +63,10 @@ MODELS = {
     "short": SHORT,
     "limited": LIMITED | {"layers": 2, "moe": LIMITED["moe"] | {"layers": {"1": {"experts": 8, "ffn_hidden": 11}}}},
     "spread": SPREAD | {"layers": 2},
+    "sinks": SINKS,
+    "sinks of three heads": SINKS | {"heads": 3},
+    "dense sinks": DENSE_SINKS,
+    "sinks on a grid": GRID_SINKS,
 }
 LONG = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD, "spread twice": SPREAD, "five steps": MIXED}
 NORMS = {"sequence_norms": True}
@@ -100,6 +112,7 @@ def core_cases(text: Path) -> Cases:
             "deepseek",
         ),
         "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=spread, micro_batches=1), "spread"),
+        **sink_cases(text),
         "a token once per node": (
             on_nodes(make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="selective", **RING), "node_first"),
             "limited",
@@ -110,6 +123,40 @@ def core_cases(text: Path) -> Cases:
                 "node_first_summed",
             ),
             "short",
+        ),
+    }
+
+
+def sink_cases(text: Path) -> Cases:
+    """Return plans of GPT-OSS in every layout that cuts sinks, or biases of experts, in another way."""
+    make = partial(tensor_plan, text, model=SINKS)
+    ulysses, three = {"sequence_method": "ulysses"}, {"settings": {"zero": 3}}
+    plans = {
+        "sinks on all axes": make(
+            Mesh(cp=2, tp=2), expert=2, expert_tensor=2, recompute="selective", **three, **ulysses
+        ),
+        "sinks zero-3": make(Mesh(dp_shard=2), expert=2, recompute="full", **three),
+        "sinks and widths": make(Mesh(tp=2), recompute="attention", **NORMS),
+        "sinks on four tensor ranks": make(Mesh(tp=4), recompute="keep_attention"),
+        "sinks in a ring": make(Mesh(cp=2, tp=2), **RING | three),
+        "sinks in usp": make(Mesh(cp=4), sequence_method="usp", sequence_inner=2, sequence_order="zigzag"),
+        "sinks in startrail": make(Mesh(cp=4), sequence_method="startrail", sequence_teams=2, sequence_order="zigzag"),
+        "sinks with gathered keys": make(Mesh(cp=2), sequence_method="all_gather", expert=2),
+        "sinks for fewer heads than ranks": make(Mesh(cp=4), model=SINKS | {"heads": 3}, **ulysses),
+        "sinks in a pipeline": make(Mesh(dp_shard=2, pp=2), expert=2, schedule="zb-v", stages=QUARTERS),
+    }
+    found = {name: (plan, "sinks of three heads" if "fewer" in name else "sinks") for name, plan in plans.items()}
+    dense, grid = partial(tensor_plan, text, model=DENSE_SINKS), partial(tensor_plan, text, model=GRID_SINKS)
+    weights = {"settings": {"zero": 0}, "schedule": "weipipe", "stages": QUARTERS, "micro_batches": 4}
+    halves = make(Mesh(dp_shard=2, tp=2), expert=2, expert_tensor=2, recompute="full", **three, **NORMS)
+    return found | {
+        "sinks and sums of nodes": (on_nodes(halves, "node_first_summed"), "sinks"),
+        "sinks compiled": (dense(Mesh(dp_shard=2), compile="block", recompute="selective", **three), "dense sinks"),
+        "sinks with weights that travel": (dense(Mesh(pp=4), **weights), "dense sinks"),
+        "sinks in tiles": (dense(Mesh(tp=2), mlp_tile_tokens=4), "dense sinks"),
+        "sinks on rows and columns": (
+            grid(Mesh(cp=3), sequence_method="dsp", sequence_order="grid"),
+            "sinks on a grid",
         ),
     }
 
@@ -223,6 +270,7 @@ OFTEN = (
     "limited",
     "spread",
     "balanced widths",
+    "sinks on all axes",
     *NODE_FIRST.values(),
 )
 """Cases that run each time."""

@@ -37,6 +37,7 @@ BASES: dict[str, tuple[dict[str, Any], AdapterSpec]] = {
     "int8": (WIDE, AdapterSpec(rank=3, alpha=5.0, base="int8")),
     "nf4 experts": (EXPERTS, AdapterSpec(rank=3, alpha=5.0, base="nf4")),
     "int8 experts": (EXPERTS, AdapterSpec(rank=3, alpha=5.0, base="int8")),
+    "nf4 sinks": (MODELS["sinks"], ADAPTERS["sinks"].model_copy(update={"base": "nf4"})),
 }
 
 
@@ -67,6 +68,7 @@ def cases(text: Path) -> dict[str, tuple[Plan, str]]:
             f"{base} experts zero-3": (make(Mesh(dp_shard=4), 3, f"{base} experts", expert=2), f"{base} experts"),
             f"{base} experts uncut": (make(two, 1, f"{base} experts"), f"{base} experts"),
         }
+    chosen["nf4 sinks uncut"] = make(two, 1, "nf4 sinks"), "nf4 sinks"
     chosen |= {f"zero-{zero}": (make(Mesh(dp_shard=2), zero, "nf4"), "nf4") for zero in (1, 2, 3)}
     ring = {"sequence_method": "ring", "sequence_order": "zigzag"}
     others = {
@@ -156,7 +158,7 @@ def test_merged_weights_compute_what_the_adapter_does(ran: Ran, base: str) -> No
         expected = kept.get(name, matrix)
         if a is not None and b is not None:
             experts = plan.model.moe.experts if ".experts." in name and plan.model.moe else 1
-            expected = test_adapters.summed(expected, a, b, adapter, experts)
+            expected = test_adapters.summed(expected, a, b, None, adapter, experts)
         torch.testing.assert_close(merged[name], expected, rtol=1e-12, atol=1e-12, msg=partial("{}: {}".format, name))
 
 

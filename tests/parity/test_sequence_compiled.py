@@ -19,7 +19,7 @@ from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 
 OFTEN = (
-    "2 tied cp=1 dp=2 fields=zero-3", "2 tied compiled cp=2 fields=zero-3", "2 llama compiled cp=2 documents",
+    "2 tied cp=1 dp=2 fields=zero-3", "2 tied compiled cp=2 fields=zero-3",
     "2 gpt_oss_wide compiled cp=2 steps=0",
 )  # fmt: skip
 """First words of the cases that run each time; the last one has experts, and windows."""

@@ -240,7 +240,6 @@ OFTEN = (
     "ulysses",
     "ring zero-3",
     "ring documents in windows 1f1b",
-    "usp zero-0",
     "ulysses and tensor shares",
 )
 """Cases that run each time.

@@ -66,6 +66,11 @@ def alone(plan: Plan, tokens: list[list[int]], scored: list[int]) -> tuple[list[
     model = build(plan.model).to(torch.float64)
     materialise(model, "cpu")
     fill(model, plan.weights, seed=plan.training.seed)
+    return log_likelihoods(model, tokens, scored)
+
+
+def log_likelihoods(model: Any, tokens: list[list[int]], scored: list[int]) -> tuple[list[float], list[int]]:
+    """Return of each row the log-likelihood of its scored tokens, and how many of them are not the first choice."""
     values, misses = [], []
     with torch.no_grad():
         for row, count in zip(tokens, scored, strict=True):

@@ -94,6 +94,17 @@ def test_scores_and_metrics_are_those_of_its_own_model(layout: str, case: Case) 
     assert set(result["tasks"]["rolling"]["metrics"]) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
 
 
+def test_results_are_those_of_its_simple_evaluate(case: Case) -> None:
+    """Metrics, their errors and counts, with the examples that a task asks for, and with two."""
+    out = case.folder / "results.json"
+    command = [sys.executable, str(HERE / "_judge_lm_eval_results.py"), str(out), *case.tasks]
+    subprocess.run(command, env=case.environment(), check=True, capture_output=True)
+    asked = json.loads(out.read_text())
+    for each in asked.values():
+        assert each["ours"] == each["theirs"]
+    assert asked["None"]["ours"]["results"]["choice"] != asked["2"]["ours"]["results"]["choice"]
+
+
 def test_what_cannot_be_asked_is_told(case: Case) -> None:
     generates = str(case.folder / "tasks" / "generates.yaml")
     for task, code, words in (

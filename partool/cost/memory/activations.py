@@ -210,11 +210,12 @@ def _traced(job: Workload, layouts: Layouts, policy: int, tokens: Column, kind: 
         return None
     sizes = widths(job, layouts, kind)
     sliding = m.layer_types.count("sliding") / m.layers if m.window and job.sequence_length > m.window else 0.0
+    without_copies = 1.0 if m.sinks else sliding
     key = sizes.key
     if job.devices.backend != "cpu":
         # Off the CPU only the flash kernel accepts fewer key heads than query heads, and it takes no wide types;
-        # layers with windows use an operator of partool, which keeps no copies. Recomputation copies keys again.
-        copied = 1.0 - sliding if policy == NONE and job.precision in ("fp32", "fp64") else 0.0
+        # layers with windows or sinks use an operator of partool that keeps no copies. Recomputation copies keys anew.
+        copied = 1.0 - without_copies if policy == NONE and job.precision in ("fp32", "fp64") else 0.0
         key = key + copied * (sizes.query - key)
 
     # Results of attention along columns are reordered to the sequence's order for the output matrix.

@@ -71,9 +71,13 @@ def inner_tensors(job: Workload, saved: Column) -> Column:
     """Return the number of tensors of the inner width at the end of the gate's backward pass.
 
     ``saved`` are the bytes per inner element that the layer saves. Operators that are not fused keep the activated
-    gate, too, until the product's gradient has been computed.
+    gate, too, until the product's gradient has been computed. The clamped gate has its slope, which is not saved,
+    and a mask.
     """
-    return 3.0 + 2.0 * job.model.gated + np.where(saved > 3 * job.compute_bytes, 1.0, 0.0)
+    masks = 1.0 / job.compute_bytes
+    clamped = job.model.activation == "swiglu_clamped"
+    more = 1.0 + masks if clamped else np.where(saved > 3 * job.compute_bytes, 1.0, 0.0)
+    return 3.0 + 2.0 * job.model.gated + more
 
 
 def gradients_per_token(job: Workload, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:

@@ -28,6 +28,9 @@ def traffic(model: ModelConfig, part: Fused, *, backward: bool) -> float:
         return 10.0 / 2.0
     if part == "glu":
         # The activation (2, backward 3), and the product with the other half (3, backward twice 3).
+        # The clamped gate has 16 reads and writes, backward 43 (partool_runtime/model/clamped.py).
+        if model.activation == "swiglu_clamped":
+            return (43.0 if backward else 16.0) / 3.0
         moved = (9.0 if backward else 5.0) if model.gated else (3.0 if backward else 2.0)
         return moved / (3.0 if model.gated else 2.0)
     return 1.0

@@ -56,6 +56,7 @@ def elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: bool
         # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
         casts = max(stack.fp8_casts - FUSED_CASTS, 0.0) if quantises(job) else stack.fp8_casts
         elements = elements + casts * (2.0 * model.hidden + inner)
+    elements = elements + _added(job, layouts, kind, backward=backward)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     # Gate, up projection, activation and their product are new tensors; backward, so are their gradients.
     inside = (inner + chosen) * tokens(job, layouts) * job.compute_bytes
@@ -65,7 +66,7 @@ def elementwise_s(job: Workload, layouts: Layouts, kind: Kind, *, backward: bool
 
 def _traffic(job: Workload, part: Fused, *, backward: bool) -> float:
     """Return the memory traffic of a block's ``part``, relative to one read and write; on a CPU nothing is fused."""
-    if job.devices.backend == "cpu":
+    if job.devices.backend == "cpu" or (part == "glu" and job.model.activation == "swiglu_clamped"):
         return eager.traffic(job.model, part, backward=backward)
     passes = job.stack.elementwise
     return min(passes, _FUSED_PASSES) if part in job.stack.fused else passes
@@ -85,6 +86,21 @@ def _routed(job: Workload, layouts: Layouts, inner: Column, *, backward: bool) -
         return 7.0 * rows * copies + inner * activations
     sends = np.where(np.asarray(layouts.ep) > 1, 3.0 * copies, 0.0)
     return rows * (4.0 * max(copies - 1.0, 0.0) + sends) + inner * max(activations - 1.0, 0.0)
+
+
+def _added(job: Workload, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
+    """Return the elements per token that scaling by sinks, and adding the biases of experts, read and write.
+
+    A result is scaled in one pass, and read with its gradient for that of the sinks. A bias is copied to the rows of
+    its expert and added to them (5); its gradient is a product that reads the rows' (1).
+    """
+    model = job.model
+    scaled = 2.0 * tensor_shares.heads(model, layouts.tp)[0] * model.head_dim if model.sinks else 0.0
+    if not kind.moe or model.moe is None or not model.moe.bias:
+        return scaled
+    width = tensor_shares.width(model.moe.ffn_hidden, tensor_shares.outer(layouts))
+    rows = (1 + model.gated) * width + model.hidden / np.where(np.asarray(layouts.ep) > 1, layouts.tp, 1)
+    return scaled + (1.0 if backward else 5.0) * model.moe.top_k * rows
 
 
 def stream_bytes_per_s(job: Workload) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.adapters import A, is_adapter
-from partool.layout.parameters import ParameterInfo, layer_parameters, parameters
+from partool.layout.parameters import SINKS, ParameterInfo, layer_parameters, parameters
 from partool.layout.tensor.cutting import HeadRanges, along, collapse, collapsed_name, cut, even, head_ranges
 from partool.layout.tensor.patterns import PATH, Patterns, matching, unmatched
 from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
@@ -210,6 +210,12 @@ def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     """Return the decision for a projection of an attention, whose output or input consists of heads."""
     config, heads = ranks.config, ranks.heads()
     *_, name, ending = info.name.split(".")
+    if ending == SINKS:
+        # In two dimensions the inner ranks divide the heads of a line among themselves.
+        of_queries = (
+            head_ranges(config.heads, config.kv_heads, ranks.size).queries if ranks.inner > 1 else heads.queries
+        )
+        return _Decision("column", (cut(0, of_queries),), why="whole heads")
     if name == "o":
         width = config.mla.v_head_dim if config.mla else config.head_dim
         return _row_parallel(ending, ranks, cut(1, ranks.over_outer(heads.queries), width))
@@ -257,11 +263,14 @@ def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     assert info.layer is not None, "experts outside of the layers"
     moe = ranks.config.of_layer(info.layer).moe
     assert moe is not None, "experts of a model without experts"
-    why = "inner widths of every expert"
-    if info.name.split(".")[-2] == "down":
+    why, width = "inner widths of every expert", moe.ffn_hidden
+    *_, name, ending = info.name.split(".")
+    if name == "down" and ending == "bias":
+        why, width = "hidden width, as the ranks' results are summed", ranks.config.hidden
+    elif name == "down":
         return _Decision("row", (cut(1, ranks.over_outer(chunks(moe.ffn_hidden, ranks.outer))),), why=why)
-    widths = ranks.over_outer(chunks(moe.ffn_hidden, ranks.outer))
-    starts = range(0, info.shape[0], moe.ffn_hidden)
+    widths = ranks.over_outer(chunks(width, ranks.outer))
+    starts = range(0, info.shape[0], width)
     rows = tuple(tuple((at + start, at + stop) for at in starts if stop > start) for start, stop in widths)
     return _Decision("column", (Cut(dim=0, ranges=rows),), why=why)
 

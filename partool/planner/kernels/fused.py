@@ -9,7 +9,7 @@ from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
 from partool.spec.training import Fused
-from partool.strategies.kernel_parts import PARTS, UPDATES, WHOLE_WIDTH
+from partool.strategies.kernel_parts import FUSED_GATES, PARTS, UPDATES, WHOLE_WIDTH
 from partool_kernels.registry import ARCHITECTURES
 
 
@@ -51,8 +51,8 @@ def why_not(problem: Problem, part: Fused) -> str:
         return f"objective: {problem.spec.training.objective.kind} needs the loss of each token"
     if record.place == "update" and problem.spec.optimizer.name != part:
         return f"optimizer.name is {problem.spec.optimizer.name}"
-    if record.needs == "gate" and not model.gated:
-        return f"activation: {model.activation} has no gate"
+    if record.needs == "gate" and model.activation not in FUSED_GATES:
+        return f"activation: {model.activation} has {'no kernel' if model.gated else 'no gate'}"
     if record.needs == "rotation" and (model.position != "rope" or model.mla is not None):
         return "positions are not rotated" if model.position != "rope" else "latent attention rotates parts of heads"
     return ""

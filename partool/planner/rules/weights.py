@@ -102,13 +102,14 @@ def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
         ("shared_experts", moe.shared_experts, 0, "as tokens use no more than copies"),
         ("normalise", moe.normalise, True, "so that the weights of a token's copies add up to 1"),
         ("scaling_factor", moe.scaling_factor, 1.0, "so that the weights of a token's copies add up to 1"),
+        ("bias", moe.bias, False, "as upcycling copies matrices alone"),
     )
     for name, given, needed, why in wrong:
         if given != needed:
             message = f"{name}: {_word(given)} of the experts does not fit copies of a dense network"
             yield Diagnostic("PT229", message, path=(*path, name), help=f"use {_word(needed)}, {why}")
     if model.ffn_bias:
-        message = "ffn_bias: true: experts have no biases, so they cannot be copies of a network that has"
+        message = "ffn_bias: true: upcycled experts have no biases, so they cannot be copies of a network that has"
         yield Diagnostic("PT229", message, path=("model", "ffn_bias"), help="start from a model without these biases")
 
 

@@ -28,12 +28,14 @@ class Selected:
         v_BKSD: torch.Tensor,
         layout: AttentionLayout,
         tokens: Tokens | None = None,
+        *,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the result of :func:`partool_runtime.model.attention.attend`."""
         windowed = layout.window is not None and layout.window < k_BKSD.shape[2]
-        other = layout.axis is not None or (q_BNSD.dtype, q_BNSD.shape[2]) != self._of
+        other = layout.axis is not None or sinks_N is not None or (q_BNSD.dtype, q_BNSD.shape[2]) != self._of
         if other or windowed or (tokens is not None and tokens.documents_BL is not None):
-            return attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
+            return attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens, sinks_N=sinks_N)
         return self._by(q_BNSD, k_BKSD, v_BKSD)
 
 
@@ -58,7 +60,7 @@ def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selecto
         if not isinstance(module, SelfAttention) or module.core is not attend or module.layout.axis is not None:
             continue
         queries, keys = (matrix.weight.shape[0] // module.head_dim for matrix in (module.q, module.k))
-        if queries == 0 or queries % max(keys, 1):
+        if module.sinks is not None or queries == 0 or queries % max(keys, 1):
             continue
         heads = HeadSizes(plan.layout.micro_batch, queries, keys, plan.training.sequence_length, module.head_dim)
         dtype = COMPUTE_DTYPE[plan.training.precision]
@@ -77,5 +79,10 @@ def _also(plan: Plan, device: torch.device) -> tuple[str, ...]:
     # FlexAttention is not an operator, so recomputation policies between none and full cannot keep its result.
     flex = ("flex",) if set(plan.layout.recompute) <= {"none", "full"} and plan.layout.compile == "none" else ()
     # Newer kernels replace flash in the whole process, which breaks partool's calls of it (windows, documents, cp).
-    plain = plan.data.attend != "document" and plan.model.window is None and plan.layout.mesh.cp == 1
+    plain = (
+        plan.data.attend != "document"
+        and plan.model.window is None
+        and not plan.model.sinks
+        and plan.layout.mesh.cp == 1
+    )
     return (*(newer(device) if plain else ()), *flex)

@@ -123,6 +123,10 @@ class PeftPlaces:
             return PeftPlace(projection, projection, (projection,), (rows,))
         place = place_of(self._family, f"{projection}.weight")
         assert place is not None, f"{projection} has no place in {self._family.model_type}"
+        if place.turns is not None:
+            message = f"PEFT's format cannot hold the adapter of {projection}, whose outputs take turns with others in"
+            fix = "Train adapters of attention alone: adapter.targets: ['*.attention.*']."
+            raise ConfigurationError("PT624", f"{message} {place.name}", fix)
         beside = projection.rpartition(".")[0]
         if place.stack:
             return self._of_experts(place, beside, rows)

@@ -31,6 +31,8 @@ class ParameterPlace(NamedTuple):
     stacked: tuple[int, int] = (0, 1)
     """Which of how many matrices of an expert the parameter is in that tensor, concatenated along the output
     dimension."""
+    turns: tuple[int, int] | None = None
+    """Which of how many parameters, whose outputs take turns in one tensor of all experts (:mod:`.in_turns`)."""
 
 
 LLAMA_PLACES = {
@@ -78,6 +80,18 @@ def expert_places(model_type: str) -> dict[str, ParameterPlace]:
     return places
 
 
+_GPT_OSS, _OF_EXPERTS = "model.layers.{i}", "model.layers.{i}.mlp.experts"
+GPT_OSS_PLACES = {
+    "layers.{i}.attention.sinks": ParameterPlace(f"{_GPT_OSS}.self_attn.sinks"),
+    "layers.{i}.moe.router.weight": ParameterPlace(f"{_GPT_OSS}.mlp.router.weight"),
+    "layers.{i}.moe.router.logit_bias": ParameterPlace(f"{_GPT_OSS}.mlp.router.bias"),
+    "layers.{i}.moe.experts.gate.weight": ParameterPlace(f"{_OF_EXPERTS}.gate_up_proj", turns=(0, 2)),
+    "layers.{i}.moe.experts.up.weight": ParameterPlace(f"{_OF_EXPERTS}.gate_up_proj", turns=(1, 2)),
+    "layers.{i}.moe.experts.down.weight": ParameterPlace(f"{_OF_EXPERTS}.down_proj", turns=(0, 1)),
+    "layers.{i}.moe.experts.gate.bias": ParameterPlace(f"{_OF_EXPERTS}.gate_up_proj_bias", turns=(0, 2)),
+    "layers.{i}.moe.experts.up.bias": ParameterPlace(f"{_OF_EXPERTS}.gate_up_proj_bias", turns=(1, 2)),
+    "layers.{i}.moe.experts.down.bias": ParameterPlace(f"{_OF_EXPERTS}.down_proj_bias", turns=(0, 1)),
+}
 SELECTION_BIAS_PLACES = {
     "layers.{i}.moe.router.bias": ParameterPlace("model.layers.{i}.mlp.gate.e_score_correction_bias"),
 }

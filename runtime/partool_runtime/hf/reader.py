@@ -14,6 +14,7 @@ from partool.plan.weight_files import WeightsError, weight_files
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.families import FAMILIES, Family, family_of, place_of
+from partool_runtime.hf.in_turns import block_in_turns, check_plain, parameter_shape
 from partool_runtime.hf.places import ParameterPlace
 from partool_runtime.hf.stored import SCALES, beyond, block_of, dequantized, row_order
 from partool_runtime.pieces import in_matrices
@@ -48,6 +49,9 @@ class HfFolder:
         """Return the block at ``offsets`` of the parameter ``name`` (partool's); only this block is read from disk."""
         place = self._place(name)
         assert place is not None, name
+        if place.turns is not None:
+            view = self._handles[place.name].get_slice(place.name)
+            return block_in_turns(view, place.turns, shape[0] // self._experts, offsets, sizes)
         if _of_expert(place):
             return self._of_experts(place, shape[0] // self._experts, offsets, sizes)
         begin = self._fused[place.part][0] if place.part else 0
@@ -96,8 +100,9 @@ class HfFolder:
         """Compare the folder with a model's parameters; return the names of tensors that the model does not use.
 
         These are the tensors of layers for multi-token prediction, which are not trained. Raises ConfigurationError
-        PT621 with all other differences.
+        PT621 with all other differences, PT609 for experts in mxfp4.
         """
+        check_plain(self._handles, self.path)
         problems, used = [], set()
         for name, shape in shapes.items():
             place = self._place(name)
@@ -156,6 +161,8 @@ class HfFolder:
 
     def _shape(self, place: ParameterPlace) -> tuple[int, ...]:
         shape = list(self._handles[place.name].get_slice(place.name).get_shape())
+        if place.turns is not None:
+            return parameter_shape(tuple(shape), place.turns)
         if place.transposed:
             shape.reverse()
         if place.part:

@@ -12,7 +12,9 @@ import torch
 from partool.plan.types import Generation
 from partool.spec.experts import Moe
 from partool.spec.model import ModelConfig
-from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
+from partool_runtime.hf.conditions import all_sliding
+from partool_runtime.hf.families import Family, family_of, place_of
+from partool_runtime.hf.in_turns import joined_in_turns
 from partool_runtime.hf.stored import row_order
 
 SHARD_BYTES = 5 * 10**9
@@ -59,6 +61,7 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family, config: ModelConfig
     """Return the parameters under their Hugging Face names; transposed, joined and with other rows where needed."""
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, dict[str, torch.Tensor]] = {}
+    turns: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in state.items():
         place = place_of(family, name)
         assert place is not None, f"{name} has no place in {family.model_type}"
@@ -68,12 +71,17 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family, config: ModelConfig
         if "{e}" in place.name and config.moe is not None:
             for expert, matrix in enumerate(stored.chunk(config.moe.experts)):
                 tensors[place.name.replace("{e}", str(expert))] = matrix.contiguous()
+        elif place.turns is not None:
+            turns.setdefault(place.name, {})[place.turns[0]] = stored
         elif place.part:
             fused.setdefault(place.name, {})[place.part] = stored
         else:
             tensors[place.name] = stored.contiguous()
     for name, parts in fused.items():
         tensors[name] = torch.cat([parts[part] for part in _PARTS], dim=-1)
+    for name, numbered in turns.items():
+        assert config.moe is not None, "tensors of experts"
+        tensors[name] = joined_in_turns(numbered, config.moe.experts)
     return tensors
 
 
@@ -141,7 +149,7 @@ def _llama_like(config: ModelConfig, model_type: str) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position,
-        "hidden_act": {"swiglu": "silu", "geglu": "gelu"}[config.activation],
+        "hidden_act": {"geglu": "gelu"}.get(config.activation, "silu"),
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "attention_dropout": 0.0,
@@ -240,6 +248,25 @@ def _mixtral_fields(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def _gpt_oss_fields(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None, "a condition of the family"
+    windows = _qwen_fields(config)
+    fields = {
+        "attention_bias": config.qkv_bias,
+        "sliding_window": windows["sliding_window"],
+        "layer_types": windows["layer_types"],
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "intermediate_size": moe.ffn_hidden,
+        "swiglu_alpha": config.swiglu_alpha,
+        "swiglu_limit": config.swiglu_limit,
+    } | _loss_fields(config, moe)
+    if config.rope_scaling is None:  # without this, transformers takes the model's own YaRN
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return fields
+
+
 def _qwen3_moe_fields(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None, "a condition of the family"
@@ -277,6 +304,7 @@ _MODEL_TYPE_FIELDS = {
     "qwen3": _qwen3_fields,
     "mixtral": _mixtral_fields,
     "qwen3_moe": _qwen3_moe_fields,
+    "gpt_oss": _gpt_oss_fields,
     "deepseek_v2": _deepseek_v2_fields,
     "deepseek_v3": _deepseek_v3_fields,
 }

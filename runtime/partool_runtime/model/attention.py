@@ -109,11 +109,14 @@ class Attend(Protocol):
         v_BKSD: torch.Tensor,
         layout: AttentionLayout,
         tokens: Tokens | None,
+        *,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of this rank's queries to all keys that they see, ``[B, N, S, D]``.
 
         S is the number of this rank's tokens, N and K the numbers of its query and key heads. ``tokens.index_S``, the
-        window of ``layout`` and ``tokens.documents_BL`` determine the keys that a query sees.
+        window of ``layout`` and ``tokens.documents_BL`` determine the keys that a query sees. ``sinks_N`` are the sinks
+        of this rank's query heads, None in a model without.
         """
 
 
@@ -123,20 +126,24 @@ def attend(
     v_BKSD: torch.Tensor,
     layout: AttentionLayout,
     tokens: Tokens | None = None,
+    *,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the causal attention softmax(q kᵀ / √D) v, ``[B, N, S, V]``, of queries and keys of a whole sequence.
+
+    With sinks, softmax counts one more key for each head, whose score is the head's sink and whose value is zero.
 
     K key-value heads serve N query heads, N a multiple of K. Values may have another width (V) than queries and keys.
     Methods of sequence parallelism replace this function. If ``layout`` has an axis of a grid, the tokens may be only
     some of the grid's rows or columns.
     """
     if layout.axis is not None:
-        return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, layout.scale, tokens)
+        return _along((q_BNSD, k_BKSD, v_BKSD), layout, tokens, sinks_N)
     documents_BL = None if tokens is None else tokens.documents_BL
-    # torch's fast kernels for one call take heads of one width.
-    several = documents_BL is not None or q_BNSD.shape[3] != v_BKSD.shape[3]
+    # torch's fast kernels for one call take heads of one width, and no sinks.
+    several = documents_BL is not None or sinks_N is not None or q_BNSD.shape[3] != v_BKSD.shape[3]
     if several or (layout.window is not None and layout.window < k_BKSD.shape[2]):
-        return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL)
+        return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL, sinks_N=sinks_N)
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     if grouped and q_BNSD.is_cuda and q_BNSD.dtype not in _HALF:
         # Only the flash kernel takes fewer key heads, and no wide types: without copies the fallback kernel would
@@ -149,10 +156,13 @@ def attend(
     )
 
 
-def _along(heads: tuple[torch.Tensor, ...], axis: Axis, scale: float | None, tokens: Tokens | None) -> torch.Tensor:
+def _along(
+    heads: tuple[torch.Tensor, ...], layout: AttentionLayout, tokens: Tokens | None, sinks_N: torch.Tensor | None
+) -> torch.Tensor:
     """Return the attention of queries to keys, where each row or column of a grid is a separate sequence."""
-    grid = None if tokens is None else tokens.grid
+    grid, axis = None if tokens is None else tokens.grid, layout.axis
     assert tokens is not None
+    assert axis is not None, "a layer along no axis"
     assert grid is not None, "a layer along the axis of no grid"
     batch, device = heads[0].shape[0], heads[0].device
     q_XNLD, k_XKLD, v_XKLD = (folded(x_BNSD, axis, grid) for x_BNSD in heads)
@@ -161,9 +171,9 @@ def _along(heads: tuple[torch.Tensor, ...], axis: Axis, scale: float | None, tok
         documents_BL = tokens.documents_BL.to(device)
         documents_BS = documents_BL if tokens.index_S is None else documents_BL[:, tokens.index_S]
         documents_XL = folded_documents(documents_BS, axis, grid)
-    full_layout = AttentionLayout(None, scale=scale)
+    full_layout = AttentionLayout(None, scale=layout.scale)
     lines = Tokens(length, None, documents_XL)
-    return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, full_layout, lines), batch, axis)
+    return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, full_layout, lines, sinks_N=sinks_N), batch, axis)
 
 
 def heads_of(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -214,6 +224,8 @@ class SelfAttention(nn.Module):
         self.k = Linear(config.hidden, keys, bias=config.qkv_bias)
         self.v = Linear(config.hidden, keys, bias=config.qkv_bias)
         self.o = Linear(queries, config.hidden, bias=config.out_bias)
+        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
+        """Score of one more key of each head, ``[N]``; None without."""
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -225,7 +237,7 @@ class SelfAttention(nn.Module):
             return self.exchange(self, x_BSH, context)
         q_BSX, k_BSX, v_BSX = self.inputs(x_BSH, (self.q, self.k, self.v))
         q_BNSD, k_BKSD = self.queries(q_BSX, context), self.keys(k_BSX, context)
-        out_BNSD = self.core(q_BNSD, k_BKSD, self.values(v_BSX), self.layout, context.tokens)
+        out_BNSD = self.core(q_BNSD, k_BKSD, self.values(v_BSX), self.layout, context.tokens, sinks_N=self.sinks)
         return self.output(out_BNSD.transpose(1, 2).flatten(-2), self.o)
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:

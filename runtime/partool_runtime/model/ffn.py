@@ -11,16 +11,28 @@ from torch.nn import functional as F
 
 from partool.spec.model import Activation, ModelConfig
 from partool_runtime.model.around import Around
+from partool_runtime.model.clamped import ClampedGate
 from partool_runtime.model.projection import SEPARATE, InputProducts, Linear, OutputProduct, alone
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "swiglu_clamped": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""Function of each activation; it is applied to the gate projection if there is one, else to the up projection."""
+"""Function of each activation; it is applied to the gate projection if there is one, else to the up projection.
+
+The clamped gate is no such product: :func:`combined` has its function.
+"""
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of gate and up projections, ``[..., F]``."""
+
+
+def combined(config: ModelConfig) -> Combine | None:
+    """Return the function that computes an activation of both inputs at once; None if it is act(gate) · up."""
+    return ClampedGate(config) if config.activation == "swiglu_clamped" else None
 
 
 class FeedForward(nn.Module):
@@ -30,8 +42,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
         self.gated = config.gated
-        self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        """Function that computes act(gate) · up in one kernel; None means that torch computes it."""
+        self.combine: Combine | None = combined(config)
+        """Function that computes the activation of gate and up at once; None means act(gate) · up by torch."""
         self.inputs: InputProducts = SEPARATE
         """Multiplies by the gate and up projections, which share their input."""
         self.output: OutputProduct = alone

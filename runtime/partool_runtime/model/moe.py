@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from partool.spec.model import ModelConfig
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_kernels.moe.op import permute, route, unpermute
-from partool_runtime.model.ffn import ACTIVATIONS, FeedForward
+from partool_runtime.model.expert_bias import add_expert_bias
+from partool_runtime.model.ffn import ACTIVATIONS, Combine, FeedForward, combined
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.model.projection import StoredMatrix
 from partool_runtime.model.routing import Choices, Router
@@ -27,11 +28,15 @@ class Stacked(nn.Module):
 
     stored: StoredMatrix | None = None
     """How the frozen matrices are stored; None means as ``weight``."""
+    first_column: int = 0
+    """First of the columns of results to which this rank adds its biases; other ranks may add those of others."""
 
-    def __init__(self, experts: int, rows: int, columns: int, std: float) -> None:
+    def __init__(self, experts: int, rows: int, columns: int, std: float, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts * rows, columns))
         nn.init.normal_(self.weight, std=std)
+        self.bias = nn.Parameter(torch.zeros(experts * rows)) if bias else None
+        """Biases ``[E · rows]``, expert after expert; None without."""
 
     def matrices(self, stacked: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return stacked matrices ``[E · O, I]`` as ``[E, I, O]``, of the experts that ``ends_E`` counts."""
@@ -45,9 +50,14 @@ class Stacked(nn.Module):
             return self.stored.grouped(rows_RI, self, ends_E)
         return grouped_gemm(rows_RI, self.matrices(self.weight, ends_E), ends_E)
 
+    def biased(self, rows_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return :meth:`product`, with the biases of this rank if there are any."""
+        out_RO = self.product(rows_RI, ends_E)
+        return out_RO if self.bias is None else add_expert_bias(out_RO, self.bias, ends_E, self.first_column)
+
 
 class Experts(nn.Module):
-    """The experts that a rank holds: networks without biases whose products are grouped.
+    """The experts that a rank holds: networks whose products are grouped.
 
     Their number follows from the rows of the stacked matrices, of which a rank may hold some experts, or some widths.
     """
@@ -59,13 +69,13 @@ class Experts(nn.Module):
         self.number = moe.experts
         self.activation = ACTIVATIONS[config.activation]
         self.gated = config.gated
-        self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        """Function that computes act(gate) · up in one kernel; None means that torch computes it."""
+        self.combine: Combine | None = combined(config)
+        """Function that computes the activation of gate and up at once; None means act(gate) · up by torch."""
         shape = (moe.experts, moe.ffn_hidden, config.hidden, config.init_std)
         if config.gated:
-            self.gate = Stacked(*shape)
-        self.up = Stacked(*shape)
-        self.down = Stacked(moe.experts, config.hidden, moe.ffn_hidden, config.init_std)
+            self.gate = Stacked(*shape, bias=moe.bias)
+        self.up = Stacked(*shape, bias=moe.bias)
+        self.down = Stacked(moe.experts, config.hidden, moe.ffn_hidden, config.init_std, bias=moe.bias)
 
     def stacked(self) -> Iterator[tuple[str, Stacked]]:
         """Yield (name, matrices) of each projection."""
@@ -73,12 +83,12 @@ class Experts(nn.Module):
 
     def forward(self, rows_RH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Map rows ``[R, H]``, sorted by expert, to ``[R, H]``; ``ends_E`` is the index after each expert's rows."""
-        up_RF = self.up.product(rows_RH, ends_E)
+        up_RF = self.up.biased(rows_RH, ends_E)
         if not self.gated:
-            return self.down.product(self.activation(up_RF), ends_E)
-        gate_RF = self.gate.product(rows_RH, ends_E)
+            return self.down.biased(self.activation(up_RF), ends_E)
+        gate_RF = self.gate.biased(rows_RH, ends_E)
         inner_RF = self.activation(gate_RF) * up_RF if self.combine is None else self.combine(gate_RF, up_RF)
-        return self.down.product(inner_RF, ends_E)
+        return self.down.biased(inner_RF, ends_E)
 
 
 class Division(Protocol):

@@ -102,14 +102,17 @@ def attend_by(
     layout: AttentionLayout,
     documents_BL: torch.Tensor | None,
     name: str = _NAME_OF_WHOLE,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention ``[B, N, S, D]`` that the named exchange computes from ``heads`` (queries, keys, values).
 
-    The default ``name`` selects :class:`Whole`, for which keys and values cover the whole sequence.
+    The default ``name`` selects :class:`Whole`, for which keys and values cover the whole sequence. With sinks s, the
+    result and its logsumexp l become exp(l − m) · result and m = log(exp l + exp s). Backward passes of exchanges need
+    no more than these two: the probabilities of keys follow from m, and the value of a sink is zero.
     """
     out_BNSD: torch.Tensor
     numbers = layout.window or _UNLIMITED, layout.scale
-    out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, *numbers)
+    out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, sinks_N, name, *numbers)
     return out_BNSD
 
 
@@ -117,16 +120,21 @@ def attend_by(
     "partool::attend_together",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor? documents, str name, int window, float? scale) -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, str name, int window, float? scale)"
+        " -> (Tensor, Tensor)"
     ),
 )
 def _attend(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, and the logarithm of the sums of exponentials ``[B, N, S]`` in float32 or wider."""
-    documents_BL, name, window, scale = others
+    documents_BL, sinks_N, name, window, scale = others
     layout = AttentionLayout(window or None, scale=scale)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
+    if sinks_N is not None:
+        both_BNS = torch.logaddexp(lse_BNS, sinks_N.to(lse_BNS.dtype)[:, None])
+        out_BNSD = (out_BNSD * (lse_BNS - both_BNS).exp()[..., None]).to(q_BNSD.dtype)
+        lse_BNS = both_BNS
     # The results need the memory layout that compiled code expects.
     return out_BNSD.transpose(1, 2).contiguous().transpose(1, 2), lse_BNS.contiguous()
 
@@ -167,14 +175,22 @@ def _(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Ten
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q_BNSD, k_BKSD, v_BKSD, documents_BL, name, window, scale = inputs
-    ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD, *output, documents_BL)
+    q_BNSD, k_BKSD, v_BKSD, documents_BL, sinks_N, name, window, scale = inputs
+    ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD, *output, documents_BL, sinks_N)
     ctx.how = name, window, scale
 
 
 def _gradients(ctx: Any, grad_BNSD: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    grads = torch.ops.partool.attend_together_backward(grad_BNSD, *ctx.saved_tensors, *ctx.how)
-    return *grads, None, None, None, None
+    *saved, sinks_N = ctx.saved_tensors
+    grads = torch.ops.partool.attend_together_backward(grad_BNSD, *saved, *ctx.how)
+    of_sinks = None
+    if sinks_N is not None and ctx.needs_input_grad[4]:
+        out_BNSD, lse_BNS = saved[3], saved[4]
+        # A sink's probability times (0 − grad · result), as its value is zero.
+        products_BNS = (grad_BNSD * out_BNSD).sum(dim=-1, dtype=lse_BNS.dtype)
+        shares_BNS = (sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS).exp()
+        of_sinks = -(shares_BNS * products_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
+    return *grads, None, of_sinks, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)

@@ -32,15 +32,18 @@ def _by_yarn(plain: torch.Tensor, theta: float, scaling: RopeScaling) -> torch.T
 
     Pairs of dimensions that turn more than ``beta_fast`` times within the original context keep their frequency, those
     that turn less than ``beta_slow`` times are divided by the factor, and a ramp over the pairs in between blends both.
-    As in DeepSeek's and transformers' code, the ramp's ends are rounded outwards to whole pairs.
+    As in DeepSeek's and transformers' code, the ramp's ends are rounded outwards to whole pairs, unless ``truncate`` is
+    false.
     """
     pairs = len(plain)
 
     def pair_of(turns: float) -> float:
         return pairs * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_of(scaling.beta_slow)), 2 * pairs - 1)
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = (torch.arange(pairs, dtype=torch.float64) - low) / (high - low if high != low else 0.001)
     divided = ramp.clamp(0.0, 1.0)
     return plain * (1.0 - divided) + plain / scaling.factor * divided

@@ -58,13 +58,16 @@ class Router(nn.Module):
         self.bias: nn.Parameter | None = None
         if self.moe.bias_rate is not None:
             self.bias = nn.Parameter(torch.zeros(self.moe.experts), requires_grad=False)
+        self.logit_bias = nn.Parameter(torch.zeros(self.moe.experts)) if self.moe.bias else None
+        """Added to the logits, and trained as the matrix is; None without."""
         self.observer: Observer | None = None
         """Follows the load; without one all choices are kept, and no loss is added."""
 
     def forward(self, x_TH: torch.Tensor, sequences: int) -> Choices:
         """Return the choices of tokens ``[T, H]``, which are those of ``sequences`` sequences, one after the other."""
         wide = wide_dtype(x_TH.dtype)
-        logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
+        bias_E = None if self.logit_bias is None else self.logit_bias.to(wide)
+        logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide), bias_E)
         softmax = self.moe.scores == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
         experts_TK = choose(scores_TE.detach(), self.bias, self.moe)

@@ -60,17 +60,10 @@ class _Runner:
 
     def evaluate(self) -> dict[str, Any]:
         """Run the tasks; return their metrics, and the log-likelihood of each request."""
-        from lm_eval.evaluator import simple_evaluate
+        from partool_runtime.tasks.harness import results_of
 
         self._model.requests.clear()
-        results: Any = simple_evaluate(
-            model=self._model,
-            tasks=list(self._settings.tasks),
-            task_manager=self._manager,
-            limit=self._settings.limit,
-            num_fewshot=self._settings.num_fewshot,
-            log_samples=False,
-        )
+        results = results_of(self._model, self._manager, self._settings)
         counts = {name: int(each["effective"]) for name, each in (results.get("n-samples") or {}).items()}
         rows = {**(results.get("groups") or {}), **results["results"]}
         tasks = {name: {"documents": counts.get(name), "metrics": metrics_of(row)} for name, row in rows.items()}

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from partool.layout.adapters import A
+from partool.layout.parameters import LOGIT_BIAS, SINKS
 from partool.spec.model import ModelConfig
 from partool_runtime.hashing import mixed
 
@@ -32,7 +33,7 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
 
     Matrices are normal with ``init_std``. For matrices that write into the residual stream (``o``, ``down``) the
     standard deviation is divided by √(2·layers), since there are 2·layers such additions (GPT-2, Radford et al. 2019,
-    section 2.3). Norms are one, biases zero.
+    section 2.3). Norms are one, biases and sinks zero.
     """
     return partial(_block, config=config, values=partial(_normal, seed=seed))
 
@@ -66,6 +67,10 @@ def block_rows(shape: Shape) -> int:
     return max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
 
 
+_ZEROS = (".bias", f".{LOGIT_BIAS}", f".{SINKS}")
+"""Endings of the names of vectors that begin at zero."""
+
+
 def _block(
     name: str,
     shape: Shape,
@@ -76,7 +81,7 @@ def _block(
     values: Callable[[str, Shape, Shape, Shape], torch.Tensor],
 ) -> torch.Tensor:
     if len(shape) <= 1:
-        return torch.full(sizes, 0.0 if name.endswith(".bias") else 1.0)
+        return torch.full(sizes, 0.0 if name.endswith(_ZEROS) else 1.0)
     residual = name.endswith((".o.weight", ".down.weight"))
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
     return values(name, shape, offsets, sizes).mul_(std)

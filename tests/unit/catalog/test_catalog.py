@@ -15,7 +15,7 @@ from partool.catalog.lookup import table
 from partool.catalog.models import resolve_model
 from partool.layout.parameters import count, parameters
 from partool.spec.hardware import HardwareSpec
-from partool.spec.model import Attention, LayerPattern, ModelSpec
+from partool.spec.model import Attention, LayerPattern, ModelConfig, ModelSpec
 
 HERE = Path(__file__).parents[1]
 PUBLISHED = {
@@ -27,6 +27,8 @@ PUBLISHED = {
     "qwen2-7b": 7_615_616_512,
     "qwen3-32b": 32_762_123_264,
     "mixtral-8x7b": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
 }
@@ -146,8 +148,41 @@ def test_experts_of_other_families() -> None:
     }  # fmt: skip
     v2 = moe_of(**DEEPSEEK_V2, aux_loss_alpha=0.003, seq_aux=False, n_group=4, topk_group=2)
     assert (v2["aux_loss"], v2["aux_scope"], v2["normalise"], "groups" in v2) == (0.003, "micro_batch", False, False)
-    gpt_oss = convert({"model_type": "gpt_oss"})[1]
-    assert "model: {hf: FOLDER}" in str(gpt_oss[0].help)
+
+
+def test_the_preset_of_gpt_oss_is_its_configuration() -> None:
+    """The published keys, without the quantization of the published weights."""
+    published = {
+        "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880, "num_attention_heads": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    }  # fmt: skip
+    fields, found = convert(published)
+    assert not found
+    preset = resolve_model(ModelSpec(preset="gpt-oss-20b"), HERE).config
+    assert preset is not None
+    read = ModelConfig(**(fields or {}))
+    assert read.model_dump(exclude_defaults=True) == preset.model_dump(exclude_defaults=True)
+    bare = {key: published[key] for key in ("model_type", "num_hidden_layers", "num_local_experts")}
+    sizes = {key: published[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")}
+    assert ModelConfig(**(convert(bare | sizes | {"intermediate_size": 2880})[0] or {})) == read
+
+
+def test_fields_of_gpt_oss_are_changed_one_by_one() -> None:
+    plain = ModelSpec(preset="gpt-oss-20b", activation="swiglu", attention=Attention(sinks=False))
+    config = resolve_model(plain, HERE).config
+    assert config is not None
+    assert (config.activation, config.sinks, config.window) == ("swiglu", False, 128)
+    assert "swiglu_limit" not in config.model_dump()
+    unread = resolve_model(ModelSpec(preset="llama3-8b", swiglu_limit=3.0), HERE)
+    assert [finding.code for finding in unread.diagnostics] == ["PT402"]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +192,9 @@ def test_experts_of_other_families() -> None:
         ({"hidden_act": "relu"}, "PT253", "relu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "PT253", "dynamic"),
         ({"rope_scaling": YARN | {"attention_factor": 1.2}}, "PT253", "attention_factor"),
-        ({"rope_scaling": YARN | {"truncate": False}}, "PT253", "truncate"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "PT253", "partial_rotary"),
         ({"quantization_config": {"bits": 4}}, "PT253", "quantization_config"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "PT253", "mxfp4"),
         ({"num_nextn_predict_layers": 1}, "PT253", "multi-token"),
         ({"hidden_size": "64"}, "PT253", "hidden_size"),
         ({"num_attention_heads": 0}, "PT253", "num_attention_heads"),

@@ -127,7 +127,13 @@ FEW, MANY, WIDE = (
     for experts, top_k, inner in ((8, 2, 512), (16, 4, 256), (4, 1, 2048))
 )
 WITH_SHARED = {"moe": Moe(experts=8, top_k=2, ffn_hidden=512, shared_experts=1)}
+GPT_OSS = {
+    "activation": "swiglu_clamped", "sinks": True, "qkv_bias": True, "out_bias": True,
+    "moe": Moe(experts=8, top_k=2, ffn_hidden=512, bias=True),
+}  # fmt: skip
 NAMED: dict[str, LayerCase] = {
+    "gpt-oss": LayerCase(model=GPT_OSS),
+    "clamped": LayerCase(model={"activation": "swiglu_clamped", "sinks": True}),
     "fused": LayerCase(),
     "of torch's operators": LayerCase(fused=False),
     "plain network": LayerCase(model={"norm": "layernorm", "activation": "gelu"}),
@@ -157,7 +163,7 @@ KINDS: dict[str, LayerCase] = {
         ("rmsnorm", "layernorm"), ("swiglu", "gelu", "relu"), ("bf16", "fp32"), (False, True), (False, True)
     )
 }
-OFTEN = ("fused", "of torch's operators", "rebuilt", "wide experts")
+OFTEN = ("fused", "gpt-oss", "of torch's operators", "rebuilt", "wide experts")
 
 
 @pytest.mark.parametrize("case", named(NAMED | KINDS, OFTEN))

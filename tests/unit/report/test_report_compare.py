@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from _histories import BEGAN, end, run_folder, start, steps, validation, write_log
+from _histories import BEGAN, EventRow, end, run_folder, start, steps, validation, write_log
 from _telemetry import small_plan
 from test_report_curves import home, resumed, shown
 from test_report_html import Page
@@ -92,6 +92,41 @@ def test_data_hold_figures_and_raw_values(runs: list[str], capsys: pytest.Captur
     assert rows["training.global_batch"] == [None, 20, None, 4, None]
     assert rows["optimizer.lr"] == [0.001, 0.002, 0.001, 0.001, None]
     assert "training.steps" in rows  # 12 and 4
+
+
+def of_sets(step: int, **losses: float) -> EventRow:
+    kind, at, data = validation(step, sum(losses.values()) / len(losses), BEGAN + 2 * step)
+    sets = {name: {"loss": loss, "perplexity": 2.0, "tokens": 8} for name, loss in losses.items()}
+    return kind, at, data | {"sets": sets}
+
+
+def test_named_sets_have_curves_and_rows(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that some of the runs lack, and names that do not fit a column."""
+    long = "recipes-of-northern-countries"
+    plan = small_plan(spec=spec()).to_json()
+    first = [start(), *steps(1, 12), of_sets(6, code=3.25, **{long: 2.5}), of_sets(12, code=3.5, **{long: 2.0})]
+    run_folder(home, "first-20260101-000000-aaaa", first, plan)
+    run_folder(home, "other-20260101-000000-bbbb", [start(), *steps(1, 12), of_sets(12, code=1.125)], plan)
+    code, out, _ = shown(capsys, "compare", "first", "other", "--html", home / "c.html")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    for title in ("validation loss of code", f"validation loss of {long}"):
+        assert title in out
+    assert re.search(r"best code +3\.2500 +1\.1250$", out, re.MULTILINE)
+    assert re.search(r"2\.0000 +–$", out, re.MULTILINE)
+    results = [
+        each["result"] for each in json.loads(shown(capsys, "compare", "first", "other", "--output", "json")[1])["runs"]
+    ]
+    assert results[0]["validation_sets"] == {"code": {"loss": 3.25, "step": 6}, long: {"loss": 2.0, "step": 12}}
+    assert results[1]["validation_sets"] == {"code": {"loss": 1.125, "step": 12}}
+    source = (home / "c.html").read_text()
+    page = Page(source)
+    charts = [str(svg["id"]).removesuffix("-steps") for svg in page.of("svg") if str(svg["id"]).endswith("-steps")]
+    assert charts[2:] == ["curves-validation_set_code", f"curves-validation_set_{long}"]
+    assert f"Best {long}</th>" in source
+    many = {f"set{number}": 1.0 + number for number in range(7)}
+    folder = run_folder(home, "many-20260101-000000-cccc", [start(), *steps(1, 12), of_sets(12, **many)], plan)
+    assert "--html F draws the losses of 5 more sets." in shown(capsys, "compare", "first", folder)[1]
 
 
 def test_what_cannot_be_compared_is_refused(runs: list[str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:

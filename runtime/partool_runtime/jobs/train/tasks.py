@@ -85,6 +85,8 @@ class TrainingTasks:
 
     def _check(self, figures: dict[str, float]) -> None:
         """Warn of a figure that decides what is kept, or when the run ends, and that no task gives."""
-        judged = (self._plan.checkpoint.best, self._plan.training.early_stop)
-        for metric in {each.metric for each in judged if each is not None and "/" in each.metric} - figures.keys():
+        judged, sets = (self._plan.checkpoint.best, self._plan.training.early_stop), self._plan.data.validation_sets
+        of_names = {each.metric for each in judged if each is not None and "/" in each.metric}
+        of_tasks = {metric for metric in of_names if metric.rpartition("/")[0] not in sets}
+        for metric in sorted(of_tasks - figures.keys()):
             self._recorder.warning(f"PT429: no task gives {metric}; there are {', '.join(figures) or 'none'}")

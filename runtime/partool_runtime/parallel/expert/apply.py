@@ -43,6 +43,8 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
     team = make_team(plan, ranks) if ranks.tp.size > 1 else None
     if team is not None:
         _divide(layers.values(), team, expert is not None)
+        for number, layer in layers.items():
+            _first_column(model, f"layers.{number}.moe", layer, 1)
     if expert is None:
         return
     token_places = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
@@ -83,35 +85,47 @@ def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, ax
     placements = dict(model.placements)
     for leaf, stacked in layer.experts.stacked():
         for ending, parameter in list(stacked.named_parameters(recurse=False)):
-            shape = parameter.shape
-            placement = expert_placement(leaf, (shape[0], shape[1]), layer.number, (axis.place, axis.size), parts)
+            place = (axis.place, axis.size)
+            placement = expert_placement(leaf, tuple(parameter.shape), layer.number, place, parts)
             part = torch.empty(placement.local_shape, dtype=parameter.dtype, device=parameter.device)
             setattr(stacked, ending, nn.Parameter(part, requires_grad=parameter.requires_grad))
             full = f"{name}.experts.{leaf}.{ending}"
             placements[full] = placement
             model.copies -= {full}
     model.placements = MappingProxyType(placements)
+    _first_column(model, name, layer, parts)
 
 
-def expert_placement(leaf: str, shape: tuple[int, int], experts: int, among: tuple[int, int], parts: int) -> Placement:
-    """Return the place of a rank's part of a layer's stacked matrices, which have ``shape``.
+def _first_column(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, cuts: int) -> None:
+    """Tell the experts' last matrices to which columns of the sum over ranks this rank adds its biases."""
+    down = layer.experts.down
+    placement = model.placements.get(f"{name}.experts.down.bias")
+    if down.bias is None or placement is None:
+        return
+    spans, width = placement.spans[0], placement.shape[0] // layer.number
+    down.first_column = spans[0][0] % width if spans else 0
+
+
+def expert_placement(leaf: str, shape: tuple[int, ...], experts: int, among: tuple[int, int], parts: int) -> Placement:
+    """Return the place of a rank's part of a layer's stacked matrices or biases, which have ``shape``.
 
     ``among`` is the rank's place among the ranks that share the layer's experts, and the number of these ranks.
-    ``parts`` neighbours hold consecutive ranges of the inner widths, the columns of ``down``, of the same experts.
+    ``parts`` neighbours hold consecutive ranges of the inner widths, the columns of ``down``, of the same experts. As
+    their results are summed, they share the bias of ``down`` by ranges of the hidden width.
     """
-    rows, columns = shape
+    rows, *columns = shape
     place, ranks = among
     place, part = divmod(place, parts)
     here = experts * parts // ranks
     each = rows // experts
     first = place * here * each
     row_ranges: tuple[Range, ...] = ((first, first + here * each),)
-    if leaf == "down":
-        return Placement((rows, columns), (row_ranges, (_bounds(columns, parts, part),)))
+    if leaf == "down" and columns:
+        return Placement(shape, (row_ranges, (_bounds(columns[0], parts, part),)))
     if parts > 1:
         start, stop = _bounds(each, parts, part)
         row_ranges = tuple((at + start, at + stop) for at in range(first, first + here * each, each))
-    return Placement((rows, columns), (row_ranges, ((0, columns),)))
+    return Placement(shape, (row_ranges, *(((0, width),) for width in columns)))
 
 
 def _bounds(size: int, parts: int, part: int) -> Range:

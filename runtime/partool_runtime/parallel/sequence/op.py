@@ -73,6 +73,8 @@ class ExchangeAttend:
         v_BKSD: torch.Tensor,
         layout: AttentionLayout,
         tokens: Tokens | None = None,
+        *,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of this rank's queries, ``[B, N, S, D]``.
 
@@ -82,4 +84,4 @@ class ExchangeAttend:
             fix = "Use parallel.sequence: {method: dsp} or ulysses."
             raise ConfigurationError("PT653", "this method cannot attend along the rows or columns of a grid", fix)
         documents_BL = None if tokens is None else tokens.documents_BL
-        return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL, self.name)
+        return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL, self.name, sinks_N)

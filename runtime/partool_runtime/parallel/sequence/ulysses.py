@@ -107,8 +107,13 @@ def _attended(
     attention: SelfAttention | LatentAttention, exchange: HeadExchange, travelling: list[Started], context: Context
 ) -> torch.Tensor:
     """Return the layer's result from keys, queries and values whose exchange is in flight."""
-    core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
+    sinks_n = getattr(attention, "sinks", None)
+    if sinks_n is not None:
+        sinks_n = sinks_n[slice(*travelling[1].way.heads[exchange.rank])]
+    core = partial(attention.core, layout=attention.layout, tokens=context.tokens, sinks_N=sinks_n)
     out_BnLD, way = exchange.compute(travelling, core)
+    if sinks_n is not None and not len(sinks_n):
+        out_BnLD = out_BnLD + sinks_n.sum()  # every rank has a gradient of the sinks, which ranks sum
     # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.
     if torch.compiler.is_compiling() or deferral.is_splitting():
         apart = True
@@ -132,8 +137,12 @@ class WholeSequences:
         v_BKSD: torch.Tensor,
         layout: AttentionLayout,
         tokens: Tokens | None,
+        *,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of all tokens, see :func:`partool_runtime.model.attention.attend`."""
         if tokens is not None:
             tokens = Tokens(tokens.length, None, tokens.documents_BL, tokens.grid)
-        return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
+        if sinks_N is None:  # attention of transformers' models takes none
+            return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
+        return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens, sinks_N=sinks_N)

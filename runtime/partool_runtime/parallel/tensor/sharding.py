@@ -92,7 +92,9 @@ def no_heads(
     v_BKSD: torch.Tensor,
     layout: AttentionLayout,
     tokens: Tokens | None = None,
+    *,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute :func:`partool_runtime.model.attend` for zero heads, which device kernels may not support."""
-    del layout, tokens
+    del layout, tokens, sinks_N
     return v_BKSD + (q_BNSD.sum() + k_BKSD.sum())

@@ -48,6 +48,27 @@ CONFIGS = {
     "gelu": ModelConfig(**BASE, activation="gelu", position="none"),
     "relu": ModelConfig(**BASE, activation="relu", window=20, layer_types=("sliding", "sliding")),
     "grid": ModelConfig(**BASE | {"layers": 3}, grid=(5, 3), layer_types=("row", "column", "full")),
+    "sinks": ModelConfig(
+        **BASE | {"layers": 3},
+        activation="swiglu_clamped",
+        swiglu_limit=0.7,
+        swiglu_alpha=1.4,
+        ffn_bias=True,
+        sinks=True,
+        window=3,
+        grid=(5, 3),
+        layer_types=("sliding", "row", "full"),
+        rope_theta=50.0,
+        rope_scaling=RopeScaling(
+            kind="yarn",
+            factor=4.0,
+            beta_fast=2,
+            original_max_position=32,
+            truncate=False,
+            mscale=0.5,
+            mscale_all_dim=0.8,
+        ),
+    ),
     "latent": ModelConfig(
         **LATENT,
         qkv_bias=True,
@@ -115,6 +136,11 @@ def ref_frequency(pair: int, config: ModelConfig) -> float:
     scaling = config.rope_scaling
     if scaling is None:
         return plain
+    if scaling.kind == "yarn" and not scaling.truncate:
+        # Pairs turn more than twice, and less than once, within 32 positions before and after these fractions of pairs.
+        low, high = (math.log(32 / (turns * 2 * math.pi)) / math.log(config.rope_theta) * 2 for turns in (2, 1))
+        divided = min(max((pair - low) / (high - low), 0), 1)
+        return plain / scaling.factor * divided + plain * (1 - divided)
     if scaling.kind == "yarn":
         # Both pairs are between the first that turns less than 32 times within 8 positions and the last that turns
         # less than once: a ramp from 0 to 1 over ceil(log(8 / 2π) · 2 / log θ) = 1 pair.
@@ -188,7 +214,8 @@ def ref_attention(p: dict[str, torch.Tensor], layer: int, xs: list[torch.Tensor]
         for head in range(config.heads):
             shared = head // (config.heads // config.kv_heads)
             scores = torch.stack([q[i][head] @ k[j][shared] * scale for j in seen])
-            weights = scores.exp() / scores.exp().sum()
+            sink = p[f"{name}.sinks"][head].exp() if config.sinks else 0.0
+            weights = scores.exp() / (scores.exp().sum() + sink)
             mixed.append(sum(w * v[j][shared] for w, j in zip(weights, seen, strict=True)))
         out.append(ref_linear(p, f"{name}.o", torch.cat(mixed)))
     return out
@@ -213,7 +240,11 @@ def ref_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
 def ref_ffn(p: dict[str, torch.Tensor], layer: int, x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     name = f"layers.{layer}.ffn"
     up = ref_linear(p, f"{name}.up", x)
-    if config.activation in ("swiglu", "geglu"):
+    if config.activation == "swiglu_clamped":
+        gate = ref_linear(p, f"{name}.gate", x).clamp(max=config.swiglu_limit)
+        inner = (up.clamp(-config.swiglu_limit, config.swiglu_limit) + 1) * gate
+        inner = inner / (1 + (-config.swiglu_alpha * gate).exp())
+    elif config.activation in ("swiglu", "geglu"):
         inner = ref_activation(ref_linear(p, f"{name}.gate", x), config.activation) * up
     else:
         inner = ref_activation(up, config.activation)
@@ -489,8 +520,10 @@ def test_products_are_those_that_the_planner_lists(name: str) -> None:
 
 # torch reads .grad in a check and tries to silence the warning, which fails if warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_block_compiles_in_one_graph():
-    config = CONFIGS["qwen-like"]
+@pytest.mark.parametrize("case", ["qwen-like", "sinks"])
+def test_block_compiles_in_one_graph(case):
+    kinds = ("sliding", "full", "full")[: CONFIGS[case].layers]
+    config = CONFIGS[case].model_copy(update={"grid": None, "layer_types": kinds})
     model, plain = make(config), make(config)
     model.layers[0].compile(fullgraph=True, backend="aot_eager")
     tokens_BS, labels_BS = batch(config)
