@@ -97,8 +97,13 @@ def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
         message, help = "upcycle: true, and the model has no experts", "write moe: {experts: 8, top_k: 2, …}"
         yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)
         return
+    keys = [(("layers", key), shape.ffn_hidden) for key, shape in (moe.layers or {}).items() if shape.ffn_hidden]
+    for place, width in [((), moe.ffn_hidden), *keys]:
+        if width != model.ffn_hidden and width in model.expert_widths:
+            message = f"ffn_hidden: {width} of the experts does not fit copies of a dense network"
+            help = f"use {model.ffn_hidden}, the width of the dense network"
+            yield Diagnostic("PT229", message, path=(*path, *place, "ffn_hidden"), help=help)
     wrong = (
-        *(("ffn_hidden", width, model.ffn_hidden, "the width of the dense network") for width in model.expert_widths),
         ("shared_experts", moe.shared_experts, 0, "as tokens use no more than copies"),
         ("normalise", moe.normalise, True, "so that the weights of a token's copies add up to 1"),
         ("scaling_factor", moe.scaling_factor, 1.0, "so that the weights of a token's copies add up to 1"),

@@ -227,6 +227,8 @@ def with_experts(**changes: Any) -> str:
     return yaml.safe_dump({**made, "data": "python-stdlib"})
 
 
+PYRAMID = {"layers": {"3-4": {"experts": 64, "top_k": 3}, "5": {"experts": 48, "top_k": 1, "ffn_hidden": 640}}}
+"""More experts in later layers, and wider ones in the last layer."""
 EXPERTS = {
     "saved": {"parallel__recompute": "none"},
     "recomputed": {},
@@ -247,6 +249,11 @@ EXPERTS = {
     "large dense first": {"model__moe": {"first_dense_layers": 1, "shared_experts": 1}, "model__ffn_hidden": 8192,
                           "parallel__recompute": "none"},
     "every second layer": {"model__moe": {"every": 2}, "parallel__recompute": "none"},
+    "pyramid": {"model__moe": PYRAMID, "parallel__recompute": "none"},
+    "pyramid, recomputed": {"model__moe": {**PYRAMID, "first_dense_layers": 1}},
+    "pyramid, accumulated": {"model__moe": PYRAMID, "parallel__data": {"zero": 2}, "training__global_batch": 64},
+    "pyramid on tensor ranks": {"model__moe": PYRAMID, "parallel__tensor": 2, "parallel__recompute": "none",
+                                "parallel__data": {"shard": 8}, "training__global_batch": 16},
     "compiled": {"parallel__compile": "block"},
     "wide numbers": {"training__precision": "fp32", "parallel__recompute": "none"},
     "ZeRO-0": {"model__moe": {"experts": 4}, "parallel__data": {"zero": 0, "shard": "auto"}, "parallel__expert": 1},
