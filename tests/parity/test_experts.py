@@ -230,7 +230,7 @@ def node_cases(text: Path) -> Cases:
 @cache
 def balanced_cases(text: Path) -> dict[str, Plan]:
     """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
-    model = SHORT | {"moe": MIXED["moe"] | {"routing": "balanced"}}
+    model = SHORT | {"moe": PYRAMID["moe"] | {"routing": "balanced"}}
     make = partial(tensor_plan, text, model=model, training={"sequence_length": 16})
     once = {"expert": 2, "micro_batches": 1, "recompute": "full"}
     return {

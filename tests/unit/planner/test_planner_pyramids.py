@@ -56,7 +56,7 @@ def test_a_pyramid_of_two_halves_has_the_mean_of_both_prices() -> None:
     ("layers", "code", "path", "says"),
     [
         ('"2-9": {experts: 16}', "PT413", "2-9", "use layers 0 to 3"),
-        ("2-3: {experts: 6}", "PT265", "", "6 experts cannot be split over expert: 4"),
+        ("2-3: {experts: 6}", "PT266", "", "6 experts cannot be split over expert: 4"),
         ("2-3: {experts: 1}", "PT210", "2-3.experts", "use 2 or more"),
         ("2-3: {}", "PT413", "2-3", "says nothing about its layers"),
         ("1-2: {experts: 16}, 2: {top_k: 1}", "PT413", "2", "name each layer once"),
