@@ -21,6 +21,13 @@ class Kind(NamedTuple):
     turns: int = 0
     """With DSP, number of times that the sharded axis of the hidden state changes right before and right after the
     layer."""
+    shape: int = 0
+    """Place of the layer's experts in :attr:`ModelConfig.expert_shapes`; 0 for a dense layer."""
+
+    @property
+    def place(self) -> int:
+        """Place of the layer's parameters among those of the model's kinds: 0 if dense, else 1 and more, by shape."""
+        return 1 + self.shape if self.moe else 0
 
 
 @lru_cache(maxsize=64)
@@ -39,9 +46,21 @@ def kinds(model: ModelConfig) -> tuple[Kind, ...]:
             model.is_moe_layer(layer),
             axes[layer],
             axis_changes[layer],
+            model.expert_shape(layer),
         )
         for layer in range(model.layers)
     )
+
+
+@lru_cache(maxsize=64)
+def layer_places(model: ModelConfig) -> tuple[int, ...]:
+    """Return :attr:`Kind.place` of every layer."""
+    return tuple(kind.place for kind in kinds(model))
+
+
+def places_of(model: ModelConfig) -> range:
+    """Return the places that :func:`layer_places` may have; of a dense model only 0."""
+    return range(1 + len(model.expert_shapes) if model.moe is not None else 1)
 
 
 def axis_of(model: ModelConfig, layer: int) -> Axis | None:
@@ -51,14 +70,15 @@ def axis_of(model: ModelConfig, layer: int) -> Axis | None:
 
 
 @lru_cache(maxsize=64)
-def trained_matrices(model: ModelConfig, frozen: tuple[str, ...], *, moe: bool) -> float:
-    """Return the share of the elements of matrices that is trained in layers with experts, or in the others.
+def trained_matrices(model: ModelConfig, frozen: tuple[str, ...], *, moe: bool, shape: int = 0) -> float:
+    """Return the trained share of the elements of matrices in layers with experts of a shape, or in dense ones.
 
     Matrices that an adapter adds are left out.
     """
     if not frozen:
         return 1.0
-    layers = [layer for layer in range(model.layers) if model.is_moe_layer(layer) == moe]
+    place = 1 + shape if moe else 0
+    layers = [layer for layer, its_place in enumerate(layer_places(model)) if its_place == place]
     infos = [info for layer in layers for info in layer_parameters(model, layer) if projection_of(info) is not None]
     elements = sum(info.elements for info in infos)
     return sum(info.elements for info in infos if not is_frozen(info.name, frozen)) / max(elements, 1)

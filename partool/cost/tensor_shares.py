@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost.case import Column, Layouts
+from partool.cost.kinds import layer_places
 from partool.layout.matrices import takes_whole_matrices
 from partool.layout.parameters import ParameterInfo, groups
 from partool.layout.quantised import FewBits, weighed
@@ -72,8 +73,9 @@ class Shares(NamedTuple):
     """Shares of each kind of group; the parameters of one group are all-gathered together."""
 
     embedding: Share
-    layers: tuple[Share, Share]
-    """Shares of one dense layer and of one layer with experts; zeros if the model has no layer of that kind."""
+    layers: tuple[Share, ...]
+    """Shares of one dense layer, and of one layer of each shape of experts (:attr:`partool.cost.kinds.Kind.place`);
+    zeros if the model has no layer of that kind."""
     head: Share
 
 
@@ -90,7 +92,8 @@ def shares(  # noqa: PLR0917 - a cached function of plain values
 
     A matrix in few bits counts as fewer elements, of as many bytes.
     """
-    first = [next((at for at in range(model.layers) if model.is_moe_layer(at) == moe), None) for moe in (False, True)]
+    places = layer_places(model)
+    first = [places.index(kind) if kind in places else None for kind in range(1 + len(model.expert_shapes))]
     # Layers after the first of each kind have the same sizes, and cutting the parameters of all layers takes long.
     changes: dict[str, object] = {"layers": 1 + max(at for at in first if at is not None)}
     changes |= {} if padded_vocab is None else {"vocab": padded_vocab}
@@ -102,7 +105,7 @@ def shares(  # noqa: PLR0917 - a cached function of plain values
         return _share(infos, by_name(partition, [info.name for info in infos]), tensor, few_bits)
 
     layers = [Share(0, 0, 0, 0) if at is None else share(by_group[1 + at]) for at in first]
-    return Shares(share(by_group[0]), (layers[0], layers[1]), share(by_group[-1]))
+    return Shares(share(by_group[0]), tuple(layers), share(by_group[-1]))
 
 
 def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int, few_bits: FewBits | None) -> Share:
@@ -129,15 +132,15 @@ class ShareColumns(NamedTuple):
     """:class:`Shares` of many layouts; columns are numbers of each group's elements outside and inside of experts."""
 
     embedding: Column
-    layers: tuple[tuple[Column, Column], tuple[Column, Column]]
-    """For a dense layer and for a layer with experts: number of elements outside of experts, and number of elements of
+    layers: tuple[tuple[Column, Column], ...]
+    """For a dense layer and for a layer of each shape of experts: number of elements outside of experts, and that of
     experts (of the fullest of the ranks that share experts where there are any, else of the tensor rank's shards)."""
     head: Column
-    summed: tuple[Column, tuple[Column, Column], Column]
+    summed: tuple[Column, tuple[Column, ...], Column]
     """Numbers of elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""
-    matrices: tuple[Column, Column]
-    """For a dense layer and for a layer with experts, number of elements outside of experts that an optimizer of whole
-    matrices updates."""
+    matrices: tuple[Column, ...]
+    """For a dense layer and for a layer of each shape of experts, number of elements outside of experts that an
+    optimizer of whole matrices updates."""
 
 
 def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
@@ -158,21 +161,20 @@ def share_columns(job: Workload, layouts: Layouts) -> ShareColumns:
         return column([share.common for share in cut])
 
     layers = []
-    for kind in (0, 1):
+    every_kind = range(len(table[0].layers))
+    for kind in every_kind:
         of_kind = [one.layers[kind] for one in table]
         expert_elements = of_kind[0].whole_expert
         expert: Column = 0.0
-        if expert_elements and job.model.moe is not None:
-            size, parts = job.model.moe.ffn_hidden, np.asarray(layouts.etp)
+        if expert_elements and (moe := job.model.expert_shapes[kind - 1].moe) is not None:
+            size, parts = moe.ffn_hidden, np.asarray(layouts.etp)
             shared = expert_elements / size * width(size, parts) / layouts.ep
             expert = np.where(layouts.ep > 1, shared, column([share.expert for share in of_kind]))
         layers.append((column([share.common for share in of_kind]), expert))
     summed = (
         column([one.embedding.summed for one in table]),
-        (column([one.layers[0].summed for one in table]), column([one.layers[1].summed for one in table])),
+        tuple(column([one.layers[kind].summed for one in table]) for kind in every_kind),
         column([one.head.summed for one in table]),
     )
-    matrices = [column([one.layers[kind].matrices for one in table]) for kind in (0, 1)]
-    return ShareColumns(
-        outside("embedding"), (layers[0], layers[1]), outside("head"), summed, (matrices[0], matrices[1])
-    )
+    matrices = tuple(column([one.layers[kind].matrices for one in table]) for kind in every_kind)
+    return ShareColumns(outside("embedding"), tuple(layers), outside("head"), summed, matrices)

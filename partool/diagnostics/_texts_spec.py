@@ -1,4 +1,4 @@
-"""Rules about a spec alone (PT2xx, PT43x, PT46x and PT47x)."""
+"""Rules about a spec alone (PT2xx, PT413, PT43x, PT46x and PT47x)."""
 
 from __future__ import annotations
 
@@ -102,6 +102,14 @@ RULES: tuple[Rule, ...] = (
         "(DeepSeek-V2, arXiv 2405.04434, section 2.2.2).",
         _model("heads: 4, moe: {experts: 8, top_k: 3, ffn_hidden: 32, groups: 4, top_groups: 1}"),
         _model("heads: 4, moe: {experts: 8, top_k: 3, ffn_hidden: 32, groups: 4, top_groups: 2}"),
+    ),
+    Rule(
+        "PT413",
+        "Layers whose experts cannot differ so",
+        "A key of moe.layers names layers that have experts, each layer once: a layer or an inclusive range, counted "
+        "from 0. Its value says what is different there (pyramids of experts, arXiv 2201.05596, section 4.1.1).",
+        _model('heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32, layers: {"1-2": {experts: 8}}}'),
+        _model('heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32, layers: {"1": {experts: 8}}}'),
     ),
     Rule(
         "PT211",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from partool.engines.fields import complaint
+from partool.engines.megatron_experts import by_layer, expert_numbers
 from partool.engines.recipes import carried
 from partool.engines.settings import Sheet, shown, whole_of
 from partool.spec.numbers import MOST_LAYERS
@@ -58,8 +59,9 @@ def model_of(sheet: Sheet, tensor: int) -> dict[str, object]:
             model.pop(name, None)
     for name in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"):
         sheet.get(name, to=sheet.carried.get(name, "nothing: there is no latent attention"))
-    if sheet.integer("num-experts", 0, to="model.moe.experts", least=0) > 1:
-        model["moe"] = _experts(sheet, model)
+    numbers = expert_numbers(sheet)
+    if max(numbers, default=0) > 1:
+        model["moe"] = _experts(sheet, model, numbers)
     for name in sheet.settings if "moe" not in model else ():
         if name in _OF_EXPERTS.split():
             sheet.get(name, to="nothing: there are no experts")
@@ -177,7 +179,7 @@ def _latent(sheet: Sheet) -> dict[str, Any]:
     return {name: value for name, value in ranks.items() if value is not None}
 
 
-def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
+def _experts(sheet: Sheet, model: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
     inner = sheet.integer("moe-ffn-hidden-size", model.get("ffn_hidden"), to="model.moe.ffn_hidden")
     theirs = "deepspeed" in sheet.settings
     topk = sheet.integer("topk", 1 if theirs else 2, to="model.moe.top_k")
@@ -185,7 +187,7 @@ def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
     if sheet.switch("disable-moe-token-dropping", to="model.moe.capacity"):
         trained = None
     fields: dict[str, Any] = {
-        "experts": sheet.integer("num-experts", to="model.moe.experts"),
+        "experts": numbers[0],
         "top_k": sheet.integer("moe-router-topk", topk, to="model.moe.top_k"),
         "ffn_hidden": inner,
         "scores": str(sheet.get("moe-router-score-function", "softmax", to="model.moe.scores")),
@@ -206,7 +208,9 @@ def _experts(sheet: Sheet, model: dict[str, Any]) -> dict[str, Any]:
     early = sheet.switch("moe-router-pre-softmax", to="model.moe.normalise") and fields["scores"] == "softmax"
     if early or fields["top_k"] == 1:
         fields["normalise"] = False
-    fields |= _shared(sheet, inner) | _frequency(sheet, model.get("layers") or 0, "2" if theirs else "1")
+    layers = model.get("layers") or 0
+    fields |= _shared(sheet, inner) | _frequency(sheet, layers, "2" if theirs else "1")
+    fields |= by_layer(sheet, numbers, layers, fields)
     return {name: value for name, value in fields.items() if value is not None}
 
 

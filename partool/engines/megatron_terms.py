@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from partool.engines.written import EngineTerms
 from partool.plan.types import Plan
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 
 _EXCHANGES = {"ring": "p2p", "ulysses": "a2a", "all_gather": "all_gather"}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -97,6 +98,8 @@ def _experts(to: EngineTerms, moe: Moe, layers: int) -> None:
         to.cannot("dense layers first, then experts in every n-th", "model.moe.every", "use every: 1")
     else:
         to.put("moe-layer-freq", moe.every if moe.every > 1 else None, "model.moe.every")
+    if moe.layers:
+        to.cannot("experts that differ by layer", "model.moe.layers", "drop layers: all layers of experts are alike")
     if moe.bias:
         to.cannot("biases of routers and experts", "model.moe.bias", "drop bias")
     if moe.residual:

@@ -116,16 +116,31 @@ def gemms(
     ]
     if moe_layers < model.layers:
         products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
-    if model.moe is not None and moe_layers:
-        products.append(Gemm("moe.router", model.moe.experts, cut.hidden(model.hidden), rows, moe_layers))
-        if model.moe.residual:
-            products.append(Gemm("moe.coefficients", 2, cut.hidden(model.hidden), rows, moe_layers))
-        if model.moe.shared_experts:
-            width = cut.width(model.moe.shared_experts * model.moe.ffn_hidden)
-            products += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))
-        products += _experts(model, cut, (expert, expert_tensor), tokens, moe_layers)
+    for shape, layers in _layers_by_shape(model):
+        products += _of_expert_layers(shape, cut, (expert, expert_tensor), rows, layers)
     products.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
     return products
+
+
+def _layers_by_shape(model: ModelConfig) -> Iterator[tuple[ModelConfig, int]]:
+    """Yield the model of each sort of layers of experts, and the number of these layers; none of a dense model."""
+    places = [model.expert_shape(layer) for layer in range(model.layers) if model.is_moe_layer(layer)]
+    for place in dict.fromkeys(places):
+        yield model.expert_shapes[place], places.count(place)
+
+
+def _of_expert_layers(model: ModelConfig, cut: _Cut, form: tuple[int, int], rows: Rows, layers: int) -> Iterator[Gemm]:
+    """Yield the products of ``layers`` layers of experts; ``form`` is (``expert``, ``expert_tensor``)."""
+    moe, hidden = model.moe, cut.hidden(model.hidden)
+    assert moe is not None, "a dense model"
+    yield Gemm("moe.router", moe.experts, hidden, rows, layers)
+    if moe.residual:
+        yield Gemm("moe.coefficients", 2, hidden, rows, layers)
+    if moe.shared_experts:
+        yield from _network(
+            model, "moe.shared", (cut.width(moe.shared_experts * moe.ffn_hidden), cut), (rows, layers, 1)
+        )
+    yield from _experts(model, cut, form, rows.most, layers)
 
 
 def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:

@@ -47,7 +47,10 @@ def stack_of(model: ModelConfig, info: ParameterInfo) -> MatrixStack:
 
 
 def _count(model: ModelConfig, info: ParameterInfo) -> int:
-    return model.moe.experts if info.kind == "expert" and model.moe is not None else 1
+    if info.kind != "expert" or info.layer is None:
+        return 1
+    moe = model.of_layer(info.layer).moe
+    return 1 if moe is None else moe.experts
 
 
 def matrix_stacks(model: ModelConfig, frozen: Iterable[str] = ()) -> list[MatrixStack]:

@@ -51,7 +51,7 @@ def parameters(config: ModelConfig) -> list[ParameterInfo]:
 
 def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
     """Return the parameters of one layer; layers are counted from 0."""
-    prefix = f"layers.{layer}"
+    prefix, config = f"layers.{layer}", config.of_layer(layer)
     attention = _latent_attention if config.mla else _attention
     network = _experts if config.is_moe_layer(layer) else _ffn
     infos = [

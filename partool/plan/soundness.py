@@ -26,7 +26,7 @@ def experts_contradiction(model: ModelConfig, layout: Layout, per_node: int) -> 
 
     ``per_node`` is the number of ranks that the fast link joins.
     """
-    experts = 0 if model.moe is None else model.moe.experts
+    undivided = next((number for number in model.expert_numbers if number % layout.expert), None)
     if layout.expert == 1:
         parts = layout.expert_tensor
         if layout.expert_exchange != "direct":
@@ -34,14 +34,15 @@ def experts_contradiction(model: ModelConfig, layout: Layout, per_node: int) -> 
         return "" if parts == 1 else f"layout.expert_tensor is {parts} with expert: 1, and must be 1"
     if (layout.expert_exchange == "padded") != (layout.expert_rank_capacity is not None):
         return f"layout.expert_rank_capacity is {layout.expert_rank_capacity} with {layout.expert_exchange}"
-    if not experts or experts % layout.expert:
-        return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
+    if model.moe is None or undivided is not None:
+        return f"layout.expert is {layout.expert}, the model has {undivided or 'no'} experts"
     mesh, ranks = layout.mesh, layout.expert_ranks
     sharers = mesh.dp_shard * mesh.cp * mesh.tp
     if layout.data.zero == 0:
         return f"layout.expert is {layout.expert}, which needs ZeRO 1, 2 or 3"
-    if model.moe is not None and not all_have_rows(model.moe.ffn_hidden, layout.expert_tensor):
-        return f"layout.expert_tensor is {layout.expert_tensor}, of an inner width of {model.moe.ffn_hidden}"
+    for width in model.expert_widths:
+        if not all_have_rows(width, layout.expert_tensor):
+            return f"layout.expert_tensor is {layout.expert_tensor}, of an inner width of {width}"
     name = f"layout.expert is {layout.expert}"
     if layout.expert_tensor > 1:
         name += f" × expert_tensor {layout.expert_tensor}"

@@ -31,7 +31,7 @@ def has_experts(cells: Cells) -> bool:
 
 
 def experts_of(cells: Cells) -> dict[str, Any] | None:
-    """Return the numbers of experts as fields of :class:`partool.spec.model.Moe`; None if a row states none.
+    """Return the numbers of experts as fields of :class:`partool.spec.experts.Moe`; None if a row states none.
 
     The width of an expert is not among them. Notes count only where the model's name or a degree of expert parallelism
     says that there are experts, since notes compare with other models.

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from partool.catalog.lookup import table
 from partool.replay.cells import Cells
 from partool.replay.experts import experts_of, has_experts
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 
 DIMENSIONS = Path(__file__).parent / "model_dims.csv"
 _GPT_SHAPES = (

@@ -96,9 +96,11 @@ _AXIS_COLLECTIVES: tuple[tuple[str, tuple[Operation, ...]], ...] = (
 def _other_prices(work: Workload, layouts: Layouts) -> Iterator[tuple[str, PriceOrigin]]:
     """Yield what prices attention, a layer of experts, and the collectives inside of a node."""
     yield "attention", attention.origin(work, layouts, backward=False)
-    sizes = expert_sizes(work, layouts, tokens(work, layouts))
-    if sizes is not None:
-        yield "experts", experts.origin(work, sizes)
+    for shape, model in enumerate(work.model.expert_shapes):
+        sizes = expert_sizes(work.of_shape(shape), layouts, tokens(work, layouts))
+        if sizes is not None and model.moe is not None:
+            name = "experts" if model is work.model else f"layers of {model.moe.experts} experts"
+            yield name, experts.origin(work, sizes)
     for axis, operations in _AXIS_COLLECTIVES:
         ranks = axis_group(work, layouts, axis)
         for operation in operations if ranks.inside > 1 else ():

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
 from partool.spec.evaluation_checks import check_evaluation
+from partool.spec.expert_checks import check_experts
 from partool.spec.judging_checks import check_judged
 from partool.spec.launch_checks import ERRORS, LaunchRule
-from partool.spec.model import LayerPattern, Moe
+from partool.spec.model import LayerPattern
 from partool.spec.numbers import duration_s
 from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
@@ -233,41 +234,6 @@ def _window(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT209", message, path=path, help="name every layer, or write {pattern: [...]}")
 
 
-def _moe(spec: Spec) -> Iterator[Diagnostic]:
-    moe = spec.model.moe
-    if moe and moe.top_k > moe.experts:
-        message = f"top_k: {moe.top_k} is more than the {moe.experts} experts"
-        yield Diagnostic("PT210", message, path=("model", "moe", "top_k"), help=f"use at most {moe.experts}")
-    elif moe:
-        yield from _expert_groups(moe)
-    if moe and moe.residual and not moe.shared_experts:
-        message = "residual: true weighs the shared experts against the routed ones, but there are no shared experts"
-        help = "add shared_experts: 1, or drop residual"
-        yield Diagnostic("PT256", message, path=("model", "moe", "residual"), help=help)
-    if moe and moe.top_k == 1 and moe.normalise:
-        message = (
-            "normalise: true makes the only weight of each token 1, so that the model's loss does not train the router"
-        )
-        help = "write normalise: false, as Switch Transformers (arXiv 2101.03961, section 2.1), or use top_k: 2"
-        yield Diagnostic("PT240", message, severity="warning", path=("model", "moe", "normalise"), help=help)
-
-
-def _expert_groups(moe: Moe) -> Iterator[Diagnostic]:
-    path = ("model", "moe", "groups")
-    if moe.experts % moe.groups:
-        message = f"{moe.experts} experts cannot be divided into {moe.groups} groups"
-        yield Diagnostic("PT237", message, path=path, help=f"use a divisor of {moe.experts}")
-    elif moe.top_groups > moe.groups:
-        message = f"top_groups: {moe.top_groups} is more than the {moe.groups} groups"
-        yield Diagnostic("PT237", message, path=("model", "moe", "top_groups"), help=f"use at most {moe.groups}")
-    elif moe.top_k > (most := moe.top_groups * (moe.experts // moe.groups)):
-        message = f"top_k: {moe.top_k} is more than the {most} experts of {moe.top_groups} of {moe.groups} groups"
-        yield Diagnostic("PT237", message, path=("model", "moe", "top_k"), help=f"use at most {most}, or more groups")
-    elif moe.groups > 1 and moe.group_score == "top2" and moe.experts == moe.groups:
-        message = "group_score: top2 adds two scores, and the groups have one expert each"
-        yield Diagnostic("PT237", message, path=("model", "moe", "group_score"), help="use group_score: max")
-
-
 def _weights(spec: Spec) -> Iterator[Diagnostic]:
     weights = spec.model.weights
     in_model_folder = weights.source == "hf" and spec.model.hf is not None  # the model's own folder
@@ -408,7 +374,7 @@ CHECKS: tuple[Check, ...] = (
     _rope_scaling,
     _window,
     check_grid,
-    _moe,
+    check_experts,
     _weights,
     _length,
     _steps,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Section
 from partool.spec.adapter import LowRank
+from partool.spec.experts import Moe
 from partool.spec.numbers import (
-    Coefficient,
-    Experts,
-    ExpertsOrNone,
     Factor,
     Heads,
     Layers,
-    LayersOrNone,
     TokenId,
     Tokens,
     Vocabulary,
@@ -102,70 +100,6 @@ class Attention(Section):
     sinks: bool | None = None
     """Whether each head has a trained number that softmax counts as the score of one more key, whose value is zero
     (GPT-OSS; after arXiv 2309.17453). Default: as the preset or the file, else false."""
-
-
-Scores = Literal["softmax", "sigmoid"]
-"""Function from a router's logits to scores: over all experts of a token, or of each expert by itself."""
-GroupScore = Literal["top2", "max"]
-"""Score of a group of experts: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
-BalanceScope = Literal["micro_batch", "sequence", "global_batch"]
-"""Tokens over which the experts' shares of the load are counted: those of a data-parallel rank's micro-batch, of each
-sequence, or of the micro-batches of all ranks so far in the step (arXiv 2501.11873)."""
-
-
-class Moe(Section):
-    """Mixture-of-experts feed-forward layers, and how their routers choose and balance experts."""
-
-    experts: Experts
-    """Routed experts per layer."""
-    top_k: Experts
-    """Experts that each token is sent to."""
-    ffn_hidden: Width
-    """Width of one expert."""
-    shared_experts: ExpertsOrNone = 0
-    """Experts that every token is sent to in addition."""
-    residual: bool = False
-    """Whether a layer's result is c0 · routed experts + c1 · shared experts instead of their sum; c is a softmax of two
-    logits per token (residual experts of DeepSpeed-MoE, arXiv 2201.05596, section 4.1.1)."""
-    first_dense_layers: LayersOrNone = 0
-    """Layers at the start that keep a dense feed-forward network."""
-    every: Layers = 1
-    """Every n-th layer has experts, counted after the first dense ones."""
-    scores: Scores = "softmax"
-    """softmax over all experts, or a sigmoid of each (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
-    normalise: bool = True
-    """Whether the weights of a token's chosen experts are divided by their sum."""
-    scaling_factor: Factor = 1.0
-    """Factor of the weights after that (``routed_scaling_factor`` of Hugging Face configurations)."""
-    groups: Experts = 1
-    """Number of groups of consecutive experts; a token chooses experts of only ``top_groups`` groups."""
-    top_groups: Experts = 1
-    """Groups that a token may choose from."""
-    group_score: GroupScore = "top2"
-    """How a group is scored."""
-    bias_rate: Coefficient | None = None
-    """Change of the router's selection bias per step, up for experts with less than the mean load, down for others
-    (arXiv 2408.15664); 0 keeps the bias as it is, null: there is no bias."""
-    aux_loss: Coefficient = 0.0
-    """Coefficient of the load-balancing loss of each layer, which is 1 if tokens are spread evenly; the coefficients of
-    Hugging Face configurations are for one loss of all layers, which is ``top_k`` there."""
-    aux_scope: BalanceScope = "micro_batch"
-    """Tokens over which the load-balancing loss counts the experts' load."""
-    z_loss: Coefficient = 0.0
-    """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
-    capacity: Factor | None = None
-    """Most tokens of an expert, as a multiple of the mean, within a data-parallel rank's micro-batch; the choices of
-    later tokens are dropped. null: none are dropped."""
-    routing: Literal["learned", "balanced"] = "learned"
-    """learned: by the router; balanced: experts in turn, whatever the router says, for benchmarks only."""
-    bias: bool = False
-    """Biases in routers' logits, and in the projections of routed experts (GPT-OSS)."""
-
-    @model_serializer(mode="wrap")
-    def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the fields, of ``bias`` only true: earlier versions of partool did not know it."""
-        fields: dict[str, Any] = dump(self)
-        return {name: value for name, value in fields.items() if name != "bias" or value}
 
 
 class Mla(Section):
@@ -345,6 +279,45 @@ class ModelConfig(Section):
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return True if the feed-forward network of this layer (counted from 0) has experts."""
-        if self.moe is None or layer < self.moe.first_dense_layers:
-            return False
-        return (layer - self.moe.first_dense_layers) % self.moe.every == 0
+        return self.moe is not None and self.moe.has_experts(layer)
+
+    @property
+    def expert_shapes(self) -> tuple[ModelConfig, ...]:
+        """Models with one sort of layers of experts each: those of this model, in the order of its layers.
+
+        Without pyramids of experts that is the model itself.
+        """
+        return _shapes(self)[0] if self.moe is not None and self.moe.layers else (self,)
+
+    def expert_shape(self, layer: int) -> int:
+        """Return the place in ``expert_shapes`` of a layer's experts; 0 for a dense layer."""
+        return _shapes(self)[1][layer] if self.moe is not None and self.moe.layers else 0
+
+    @property
+    def expert_numbers(self) -> tuple[int, ...]:
+        """Numbers of experts of layers, each once; empty for a dense model."""
+        return tuple(dict.fromkeys(shape.moe.experts for shape in self.expert_shapes if shape.moe))
+
+    @property
+    def expert_widths(self) -> tuple[int, ...]:
+        """Widths of the experts of layers, each once; empty for a dense model."""
+        return tuple(dict.fromkeys(shape.moe.ffn_hidden for shape in self.expert_shapes if shape.moe))
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Return the model whose layers of experts are all as this layer, counted from 0."""
+        return self.expert_shapes[self.expert_shape(layer)]
+
+
+@lru_cache(maxsize=64)
+def _shapes(model: ModelConfig) -> tuple[tuple[ModelConfig, ...], tuple[int, ...]]:
+    """Return the models of :attr:`ModelConfig.expert_shapes`, and for each layer the place of its experts there."""
+    assert model.moe is not None, "a dense model"
+    shapes: list[Moe] = []
+    places = [0] * model.layers
+    for layer in filter(model.is_moe_layer, range(model.layers)):
+        moe = model.moe.of_layer(layer)
+        if moe not in shapes:
+            shapes.append(moe)
+        places[layer] = shapes.index(moe)
+    shapes = shapes or [model.moe.of_layer(0)]
+    return tuple(model.model_copy(update={"moe": moe}) for moe in shapes), tuple(places)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from partool.layout.parameters import is_frozen
 from partool.layout.quantised import FewBits
@@ -21,6 +21,8 @@ COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp
 and are cast to fp8 only for matrix products."""
 IMBALANCE = 1.1
 """Default of ``limits.expert_imbalance``: 1.0 to 1.3 with trained or forced balancing."""
+
+AnyWorkload = TypeVar("AnyWorkload", bound="Workload")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,19 @@ class Workload:
     passes; layers are priced with equal parts of them."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Prices of this workload that repeat (:mod:`partool.cost.repeats`), by the name of what is priced."""
+
+    def of_shape(self: AnyWorkload, shape: int) -> AnyWorkload:
+        """Return the same work for the model whose layers of experts all have one shape of this model's experts.
+
+        ``shape`` is a place in :attr:`ModelConfig.expert_shapes`; a model whose experts are alike has only itself.
+        """
+        if self.model.moe is None or self.model.moe.layers is None:
+            return self
+        key = f"shape {shape}"
+        if key not in self.memo:
+            self.memo[key] = replace(self, model=self.model.expert_shapes[shape])
+        of_shape: AnyWorkload = self.memo[key]
+        return of_shape
 
     @property
     def trains_head(self) -> bool:

@@ -18,7 +18,8 @@ from _experts_job import TOP_K, Job
 from torch import nn
 from torch.nn import functional as F
 
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows, routed
 

@@ -15,7 +15,8 @@ from _ranks import joined
 from torch import nn
 
 from partool.cost.traffic.node_first import LevelBytes, NodeExchange
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.groups import Groups
 from partool_runtime.model.moe import Dispatch, MixtureOfExperts
 from partool_runtime.model.routing import Choices

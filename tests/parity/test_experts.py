@@ -43,6 +43,8 @@ SPREAD: dict[str, Any] = {
     }
 }  # fmt: skip
 """One expert per token; the load is counted over all ranks."""
+PYRAMID = MIXED | {"moe": MIXED["moe"] | {"layers": {"2": {"experts": 8, "top_k": 1, "ffn_hidden": 11}}}}
+"""Another number of experts, of another width, in one layer, of which a token uses one."""
 SINKS: dict[str, Any] = {
     "heads": 6, "kv_heads": 3, "head_dim": 4, "sinks": True, "window": 5, "layer_types": ("sliding", "full") * 2,
     "qkv_bias": True, "out_bias": True, "activation": "swiglu_clamped", "swiglu_limit": 0.05,
@@ -51,14 +53,15 @@ SINKS: dict[str, Any] = {
 """GPT-OSS: sinks, windows in turn with full attention, biases everywhere, and gates that the limit cuts."""
 DENSE_SINKS = {name: value for name, value in SINKS.items() if name != "moe"} | {"ffn_bias": True}
 GRID_SINKS = DENSE_SINKS | {"window": None, "grid": (3, 5), "layer_types": ("row", "column") * 2}
-SHORT = MIXED | {"layers": 3}
-DEEPSEEK = SHORT | LATENT | {"moe": SHORT["moe"] | {"residual": False}}
+SHORT = PYRAMID | {"layers": 3}
+DEEPSEEK = SHORT | LATENT | {"moe": MIXED["moe"] | {"residual": False}}
 """Latent attention, a dense layer, and layers of experts with a shared one."""
 MODELS = {
     "deepseek": DEEPSEEK,
     "mixed": MIXED,
+    "pyramid": PYRAMID,
     "short": SHORT,
-    "limited": LIMITED | {"layers": 2},
+    "limited": LIMITED | {"layers": 2, "moe": LIMITED["moe"] | {"layers": {"1": {"experts": 8, "ffn_hidden": 11}}}},
     "spread": SPREAD | {"layers": 2},
     "sinks": SINKS,
     "sinks of three heads": SINKS | {"heads": 3},
@@ -86,7 +89,7 @@ def on_nodes(plan: Plan, exchange: str) -> Plan:
 def core_cases(text: Path) -> Cases:
     """Return a few plans that together use everything once; pipelines have more layers than the others."""
     make = partial(tensor_plan, text, model=SHORT, expert=2)
-    piped = partial(make, model=MIXED)
+    piped = partial(make, model=PYRAMID)
     limited, spread = MODELS["limited"], MODELS["spread"]
     return {
         "two ranks zero-3": (make(Mesh(dp_shard=2), settings={"zero": 3}, recompute="full"), "short"),
@@ -96,10 +99,10 @@ def core_cases(text: Path) -> Cases:
             "short",
         ),
         "widths of experts": (make(Mesh(dp_shard=2, tp=2), expert=1, **NORMS), "short"),
-        "zb-v": (piped(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "mixed"),
+        "zb-v": (piped(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "pyramid"),
         "1f1b of tensor ranks": (
             piped(Mesh(pp=2, tp=2), schedule="1f1b", stages=HALVES, recompute="selective"),
-            "mixed",
+            "pyramid",
         ),
         "limited": (make(Mesh(cp=2, tp=2), model=limited, expert=4, recompute="full", **RING), "limited"),
         "latent attention": (
@@ -260,7 +263,7 @@ def node_cases(text: Path) -> Cases:
 @cache
 def balanced_cases(text: Path) -> dict[str, Plan]:
     """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
-    model = SHORT | {"moe": MIXED["moe"] | {"routing": "balanced"}}
+    model = SHORT | {"moe": PYRAMID["moe"] | {"routing": "balanced"}}
     make = partial(tensor_plan, text, model=model, training={"sequence_length": 16})
     once = {"expert": 2, "micro_batches": 1, "recompute": "full"}
     return {

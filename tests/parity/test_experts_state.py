@@ -13,7 +13,7 @@ from _plans import write_text
 from _ranks import Pools
 from _tensor_plans import ONE, QUARTERS, tensor_plan
 from _trainer_worker import train_and_die
-from test_experts import MIXED
+from test_experts import PYRAMID
 from test_tensor_trainer import assert_same_state
 
 from partool.layout.mesh import shard_rows
@@ -68,7 +68,7 @@ def expected_bytes(plan: Plan, rank: int) -> dict[str, tuple[int, int]]:
 )
 def test_each_rank_holds_the_bytes_that_its_shards_have(pools: Pools, name: str, zero: int) -> None:
     mesh, expert = MESHES[name]
-    plan = tensor_plan(Path("text"), mesh, model=MIXED, expert=expert, settings={"zero": zero})
+    plan = tensor_plan(Path("text"), mesh, model=PYRAMID, expert=expert, settings={"zero": zero})
     counted = pools.run(4, worker.held_bytes, plan.to_json())
     assert counted == [expected_bytes(plan, rank) for rank in range(4)]
 
@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_in_another_layout(pools: Pools, tmp_path: Path) ->
 
     def plan(steps: int, mesh: Mesh, **fields: Any) -> Plan:
         zero = {"settings": {"steps": steps, "zero": fields.pop("zero", 1)}}
-        return tensor_plan(text, mesh, model=MIXED, **zero, **fields)
+        return tensor_plan(text, mesh, model=PYRAMID, **zero, **fields)
 
     killed = plan(5000, Mesh(dp_shard=2), expert=2, zero=3)
     pools.run(2, train_and_die, killed.to_json(), tmp_path / "broken", lost=[0, 1])

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.model.routing import Router
 from partool_runtime.parallel.expert.load import LayerLoad, Scopes
 from partool_runtime.parallel.expert.tokens import TokenShares

@@ -74,6 +74,7 @@ def micro_batch_tokens(job: Workload, layouts: Layouts) -> Column:
 
 def widths(job: Workload, layouts: Layouts, kind: int) -> LayerWidths:
     """Return the widths of a layer of ``kind``."""
+    job = job.of_shape(max(kind - MOE, 0))
     m, ranks = job.model, tensor_shares.outer(layouts)
     latent: Column = 0.0
     queries, keys = tensor_shares.heads(m, layouts.tp)
@@ -89,7 +90,7 @@ def widths(job: Workload, layouts: Layouts, kind: int) -> LayerWidths:
         key = value = keys * m.head_dim
     inner: Column = tensor_shares.width(m.ffn_hidden, ranks)
     routed: Column = 0.0
-    if kind == MOE and m.moe:
+    if kind >= MOE and m.moe:
         visits: Column = m.moe.top_k * rows_here(job, layouts)
         inner = (visits + m.moe.shared_experts) * tensor_shares.width(m.moe.ffn_hidden, ranks)
         # Each part of an expert is sent the expert's tokens; the parts of its inner width are as wide as the whole.
@@ -111,6 +112,7 @@ def widths(job: Workload, layouts: Layouts, kind: int) -> LayerWidths:
 
 def saved_by_layer(job: Workload, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
     """Return the bytes that a layer of ``kind`` saves per micro-batch under ``policy`` (index in :data:`RECOMPUTE`)."""
+    job, kind = job.of_shape(max(kind - MOE, 0)), min(kind, MOE)
     saved_bytes = _without_adapter(job, layouts, stack, kind, policy)
     if job.model.adapter is None or policy in (FULL, KEEP_ATTENTION):
         return saved_bytes

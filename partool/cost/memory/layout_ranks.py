@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import RECOMPUTE, Column
-from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad, WeightRing
+from partool.cost.kinds import layer_places
+from partool.cost.memory.rank_parameters import MOE, BegunStages, RankLoad, WeightRing
 from partool.cost.time.pipeline import (
     activations_by_ranks,
     layers_by_ranks,
@@ -30,18 +31,21 @@ def loads_of_layout(job: Workload, layout: Layout) -> RankLoad:
     for rank, mine in enumerate(stages):
         for start, stop in (layout.pipeline.bounds[stage] for stage in mine):
             for layer in range(start, stop):
-                key = int(job.model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
+                key = layer_places(job.model)[layer], RECOMPUTE.index(layout.recompute[layer])
                 counts = kept.setdefault(key, np.zeros(len(stages)))
                 counts[rank] += 1  # type: ignore[index]
-    dense, moe = (sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE))
+    layers_of_kinds = tuple(
+        sum(count for (kind, _), count in kept.items() if kind == wanted)
+        for wanted in range(MOE + len(job.model.expert_shapes))
+    )
     begins, ends = (
         np.array([int(stage in mine or ring is not None) for mine in stages]) for stage in (0, last)
     )  # fmt: skip
     in_flight = np.array(activations_by_ranks(layout)) / np.array([len(mine) for mine in stages])
     # Larger stages may have more micro-batches in flight than the mean of a rank's stages.
     in_each = np.array([len(mine) for mine in stages]) * np.array(layers_by_ranks(layout))
-    larger = in_each / np.maximum(dense + moe, 1)
-    return RankLoad((dense, moe), begins, ends, in_flight, kept, ring, larger, **_folded(layout))
+    larger = in_each / np.maximum(sum(layers_of_kinds), 1)
+    return RankLoad(layers_of_kinds, begins, ends, in_flight, kept, ring, larger, **_folded(layout))
 
 
 def _folded(layout: Layout) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from partool.cost.case import HALVED_RING, Column, Layouts, Mask, among
+from partool.cost.kinds import layer_places, places_of
 from partool.cost.memory.in_flight import handed_over
 from partool.cost.tensor_shares import share_columns
 from partool.layout.matrices import takes_whole_matrices
@@ -19,7 +20,8 @@ from partool.spec.model import ModelConfig
 from partool.work.base import Workload
 
 DENSE, MOE = 0, 1
-"""Indices of the kinds of layers: dense layers, and layers with experts."""
+"""Indices of the kinds of layers: dense layers, and layers with experts. Where experts differ by layer, each shape of
+them is a kind, from ``MOE`` on (:attr:`partool.cost.kinds.Kind.place`)."""
 
 
 class Elements(NamedTuple):
@@ -38,16 +40,16 @@ class GatherGroups:
     """The model's groups of parameters; the parameters of one group are all-gathered together."""
 
     embedding: Elements
-    layers: tuple[Elements, Elements]
-    """Elements of one dense layer, and of one layer with experts; zeros where the model has no layer of that kind."""
+    layers: tuple[Elements, ...]
+    """Elements of one dense layer, and of one layer of each kind with experts; zeros where the model has none."""
     head: Elements
     """Elements of the final norm and the head; only those of the norm if embeddings are tied."""
     trained_embedding: float = 1.0
     """Share of the embedding's elements that is trained."""
-    trained_layers: tuple[float, float] = (1.0, 1.0)
-    """Share of elements that is trained: the mean over dense layers, and the mean over layers with experts."""
+    trained_layers: tuple[float, ...] = (1.0, 1.0)
+    """Share of elements that is trained: the mean over dense layers, and over layers of each kind with experts."""
     trained_head: float = 1.0
-    trained_matrices: tuple[float, float] = (1.0, 1.0)
+    trained_matrices: tuple[float, ...] = (1.0, 1.0)
     """As ``trained_layers``, of the elements that an optimizer of whole matrices updates."""
 
 
@@ -59,7 +61,7 @@ class WeightRing:
     """True where weights are passed from rank to rank; elsewhere the other fields have no meaning."""
     inputs: Column
     """Number of stage inputs kept at the peak, counted per micro-batch."""
-    rebuilt: tuple[Column, Column]
+    rebuilt: tuple[Column, ...]
     """For each kind, number of layers whose tensors exist during a backward pass. These are the layers of one stage, or
     of all stages if weight gradients are computed later than input gradients."""
     weights: Column
@@ -86,8 +88,8 @@ class BegunStages:
 class RankLoad:
     """Layers, parameters and micro-batches of one pipeline rank, as columns."""
 
-    layers: tuple[Column, Column]
-    """Number of dense layers, and number of layers with experts."""
+    layers: tuple[Column, ...]
+    """Number of dense layers, and of layers of each kind with experts; of a dense model two, the second 0."""
     first: Column
     """1 where the rank holds the embedding as the input of the first layer."""
     last: Column
@@ -109,8 +111,13 @@ class RankLoad:
 
     @property
     def layer_count(self) -> Column:
-        """Number of layers of both kinds together."""
-        return self.layers[DENSE] + self.layers[MOE]
+        """Number of layers of all kinds together."""
+        return sum(self.layers)
+
+    @property
+    def expert_layers(self) -> Column:
+        """Number of layers with experts."""
+        return sum(self.layers[MOE:])
 
 
 @lru_cache(maxsize=16)
@@ -120,11 +127,16 @@ def model_groups(
     """Return the model's groups of parameters; a matrix in few bits counts as fewer elements, of as many bytes."""
     rows = model if padded_vocab is None else model.model_copy(update={"vocab": padded_vocab})
     kinds: list[Elements] = []
-    for kind in (DENSE, MOE):
-        layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
-        kinds.append(_elements([] if layer is None else layer_parameters(model, layer), few_bits))
+    places = layer_places(model)
+    for kind in range(MOE + len(model.expert_shapes)):
+        infos = layer_parameters(model, places.index(kind)) if kind in places else []
+        kinds.append(_elements(infos, few_bits))
     outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
-    all_trained = GatherGroups(_elements(outer[0], few_bits), (kinds[0], kinds[1]), _elements(outer[-1], few_bits))
+    every = (1.0,) * len(kinds)
+    all_trained = GatherGroups(
+        _elements(outer[0], few_bits), tuple(kinds), _elements(outer[-1], few_bits), trained_layers=every,
+        trained_matrices=every,
+    )  # fmt: skip
     return replace(all_trained, **_trained(model, frozen, few_bits)) if frozen else all_trained
 
 
@@ -138,8 +150,8 @@ def _trained(model: ModelConfig, frozen: tuple[str, ...], few_bits: FewBits | No
     """Return the trained shares of the groups; for layers, the mean over all layers of a kind."""
     first, *layers, last = groups(model)
     kinds = [
-        [info for at, layer in enumerate(layers) if model.is_moe_layer(at) == bool(kind) for info in layer]
-        for kind in (DENSE, MOE)
+        [info for place, layer in zip(layer_places(model), layers, strict=True) if place == kind for info in layer]
+        for kind in range(MOE + len(model.expert_shapes))
     ]
     return {
         "trained_embedding": _share(first, frozen, few_bits),
@@ -169,13 +181,14 @@ def load_of_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Colum
         folded = sum((stage < odd) & exists for stage, exists in _stages_of_rank(layouts, rank))
         extra = np.where(layouts.folded, folded, extra)
     count = each * chunks + extra
-    moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
-    kinds = (count - moe, moe)
+    with_experts = places_of(job.model)[MOE:]
+    moe = [_layers_of_rank(job.model, layouts, rank, (each, odd), kind) for kind in with_experts] or [0]
+    kinds = (count - sum(moe), *moe)
     # The first layers of the rank follow the policy; their number is the share rounded up.
     under = np.ceil(layouts.recompute_share * count - 1e-9) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
     policies = sorted({0, *np.asarray(layouts.recompute).ravel().tolist()})
-    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+    for kind in places_of(job.model):
         for policy in policies:
             chosen = np.where(layouts.recompute == policy, 1.0 if policy == 0 else under, 0.0)
             if policy == 0:
@@ -191,17 +204,21 @@ def load_of_rank(job: Workload, layouts: Layouts, rank: Column, in_flight: Colum
 
 def _ring(job: Workload, layouts: Layouts, most: Column) -> WeightRing:
     """Return the numbers of tensors that a rank holds to pass weights on, if a stage has at most ``most`` layers."""
-    share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
+    places = layer_places(job.model)
+    shares = [places.count(kind) / job.model.layers for kind in range(MOE + len(job.model.expert_shapes))]
     layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
     each = [common + expert for common, expert in share_columns(job, layouts).layers]
     stages = layouts.pp * layouts.chunks
-    return WeightRing(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,
-                most * (share * each[DENSE] + (1 - share) * each[MOE]))  # fmt: skip
+    return WeightRing(layouts.ring, stages, tuple(share * layers for share in shares), np.minimum(stages - 1, 2), 2,
+                most * sum(share * one for share, one in zip(shares, each, strict=True)))  # fmt: skip
 
 
-def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
-    """Return the number of layers with experts on pipeline rank ``rank``."""
-    running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
+def _layers_of_rank(
+    model: ModelConfig, layouts: Layouts, rank: Column, split: tuple[Column, Column], kind: int
+) -> Column:
+    """Return the layers of a kind on pipeline rank ``rank``; ``split`` is layers per stage, stages with one more."""
+    each, odd = split
+    running = np.concatenate([[0], np.cumsum([place == kind for place in layer_places(model)])])
     total: Column = 0
     for stage, exists in _stages_of_rank(layouts, rank):
         start = stage * each + np.minimum(stage, odd)

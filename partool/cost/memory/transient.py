@@ -8,6 +8,7 @@ import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts
+from partool.cost.kinds import places_of
 from partool.cost.memory.activations import early_loss, micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
@@ -139,8 +140,9 @@ def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
 
 def exchange_bytes(job: Workload, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
-    sizes = widths(job, layouts, MOE if job.model.moe else DENSE)
-    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
+    kinds = places_of(job.model)[MOE:] or (DENSE,)
+    routed = np.maximum.reduce(np.broadcast_arrays(*(widths(job, layouts, kind).routed for kind in kinds)))
+    expert = np.where(layouts.ep > 1, routed, 0.0)
     return job.compute_bytes * micro_batch_tokens(job, layouts) * expert + attention_exchange_bytes(job, layouts)
 
 

@@ -166,7 +166,7 @@ def _targets(model: ModelConfig, moe: bool) -> tuple[_Target, ...]:
 
 
 def _of_layer(model: ModelConfig, layer: int) -> Iterator[_Target]:
-    adapter, moe = model.adapter, model.moe
+    adapter, moe = model.adapter, model.of_layer(layer).moe
     assert adapter is not None, "no adapter"
     for number, info in enumerate(layer_parameters(model, layer)):
         name = projection_of(info)

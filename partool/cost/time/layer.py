@@ -72,6 +72,7 @@ def layer(
     share of the matrices whose gradients backward passes compute. With ``bare``, layouts that differ only in what they
     recompute share the prices of their passes.
     """
+    job = job.of_shape(kind.shape)
     if kind.moe and job.stack.experts is not None:
         job = replace(job, stack=job.stack.experts)
     forward, backward, inputs, sent_s = _bare_passes(job, layouts, kind, _Gradients(perturbed > 0.0, trained), bare)

@@ -15,6 +15,7 @@ from partool.cost import tensor_shares
 from partool.cost.case import HALVED_RING, Column, Layouts
 from partool.cost.case import SCHEDULES as NAMES
 from partool.cost.codec import encode
+from partool.cost.kinds import layer_places
 from partool.cost.memory.rank_parameters import WeightRing
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.tensor_shares import share_columns
@@ -103,7 +104,7 @@ def _peak_activations(text: str) -> tuple[int, ...]:
 def stage_elements(job: Workload, layout: Layout) -> list[int]:
     """Return the number of parameters in each stage's layers on one tensor rank; a message of weights holds all."""
     shares = share_columns(job, encode(layout))
-    layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
+    layers = [int(sum(shares.layers[place])) for place in layer_places(job.model)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
 
 
@@ -162,11 +163,10 @@ def ring_by_ranks(job: Workload, layout: Layout) -> list[WeightRing]:
     """Return how many copies of weights and gradients each pipeline rank holds where ranks pass weights on."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
-    moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.pipeline.bounds]
-    kept = (
-        [[layer for stage in moe for layer in stage]] if NAMES.index(layout.pipeline.schedule) in HALVED_RING else moe
-    )
-    rebuilt = max(kept, key=len).count(False), max(kept, key=len).count(True)
+    places = layer_places(job.model)
+    kept = [places[start:stop] for start, stop in layout.pipeline.bounds]
+    longest = places if NAMES.index(layout.pipeline.schedule) in HALVED_RING else max(kept, key=len)
+    rebuilt = tuple(longest.count(kind) for kind in range(1 + len(job.model.expert_shapes)))
     largest = max(stage_elements(job, layout))
     return [
         WeightRing(

@@ -30,7 +30,11 @@ def expert_bytes(job: Workload, layout: Layout) -> int:
 def _of_stages(job: Workload, layout: Layout, stages: Sequence[int]) -> int:
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
     of_layer = {"direct": _of_layer, "padded": _padded}.get(layout.expert_exchange, _by_node)
-    each = [of_layer(job, layout, layout.recompute[layer]) for layer in layers if job.model.is_moe_layer(layer)]
+    each = [
+        of_layer(job.of_shape(job.model.expert_shape(layer)), layout, layout.recompute[layer])
+        for layer in layers
+        if job.model.is_moe_layer(layer)
+    ]
     return layout.derived.accumulation * sum(each)
 
 

@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 
 from partool.cost.case import Column, Layouts
-from partool.spec.model import Moe
+from partool.spec.experts import Moe
 
 
 def nodes_of_token(moe: Moe, layouts: Layouts, inside: int) -> Column:

@@ -133,11 +133,12 @@ def _expert_moves(job: Workload, layouts: Layouts) -> Moves:
     Where ranks share experts, tensor ranks route different tokens: those of their shard of the norms, or shares
     of all tokens, whose results are gathered forward, whose inputs' gradients backward. Elsewhere tensor ranks hold
     parts of all experts, and of the shared ones, and exchange the inputs and results of the layer as a pair does,
-    without products beside the collectives; the gathered inputs are kept. The weights of residual experts' results are
-    gathered with routed results, which the backward pass needs to weigh shared ones.
+    without products beside the collectives; the gathered inputs are kept. The weights of residual experts travel with
+    the results, and as both are multiplied afterwards, recomputation gathers them, too.
     """
     shares, plain = _where(layouts)
     apart, hidden = np.where(layouts.ep > 1, 1, 0), job.model.hidden
+    weighed = plain * apart * int(job.model.moe is not None and job.model.moe.residual)
     rows, padded = tokens(job, layouts) * plain * (1 - apart), padded_tokens(job, layouts)
     gathered, sharded = padded * plain * apart, padded * shares * (1 - apart)
     pass_ = [
@@ -145,11 +146,10 @@ def _expert_moves(job: Workload, layouts: Layouts) -> Moves:
         Move("all_gather", "tp", gathered + sharded, hidden),
         Move("reduce_scatter", "tp", sharded, hidden),
     ]
-    recompute = [Move("all_gather", "tp", sharded, hidden)]
-    if job.model.moe is None or not job.model.moe.residual:
-        return Moves(pass_, pass_, recompute)
-    weights = Move("all_gather", "tp", gathered, 1)
-    return Moves([*pass_, weights], pass_, [*recompute, Move("all_gather", "tp", gathered, hidden), weights])
+    if not np.any(weighed):
+        return Moves(pass_, pass_, [Move("all_gather", "tp", sharded, hidden)])
+    forward = [pass_[0], Move("all_gather", "tp", gathered + sharded, hidden + weighed), pass_[2]]
+    return Moves(forward, pass_, [Move("all_gather", "tp", gathered * weighed + sharded, hidden + weighed)])
 
 
 def head_moves(job: Workload, layouts: Layouts) -> Moves:

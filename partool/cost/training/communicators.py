@@ -11,7 +11,7 @@ from partool.cost.case import BY_NODE, SCHEDULES, Column, Layouts, Mask, among
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool.schedule import connected
-from partool.spec.model import Moe
+from partool.spec.experts import Moe
 from partool.spec.numbers import MIB
 from partool.work.training import TrainingWork
 

@@ -177,7 +177,7 @@ def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
 
 def _micro(job: TrainingWork, layouts: Layouts, priced: dict[Any, BarePasses]) -> Micro:
     counts, bare = Counter(kinds(job.model)), BareCases(_case(job, layouts, _BARE_CASE), priced)
-    shares = {kind: trained_matrices(job.model, job.frozen, moe=kind.moe) for kind in counts}
+    shares = {kind: trained_matrices(job.model, job.frozen, moe=kind.moe, shape=kind.shape) for kind in counts}
     more = job.reference_passes
     passes = {
         kind: layer(job, layouts, kind, job.perturbed, shares[kind], more_forward=more, bare=bare) for kind in counts
@@ -197,7 +197,7 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
         for name in COMMUNICATION
     }
     shares = share_columns(job, layouts)
-    dense, expert = shares.layers[int(kind.moe)]
+    dense, expert = shares.layers[kind.place]
     return UnitSeconds(
         forward_s=costs.forward.total_s(job),
         backward_s=backward,
@@ -206,7 +206,7 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
         exposed_forward_s=sum(costs.forward.exposed.values()),
         dense=dense,
         expert=expert,
-        summed=job.backward * shares.summed[1][int(kind.moe)],
+        summed=job.backward * shares.summed[1][kind.place],
         recompute_s=recompute_s,
     )
 

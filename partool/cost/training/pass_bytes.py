@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from partool.cost.case import FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, among
+from partool.cost.kinds import places_of
 from partool.cost.memory import sequence as sequence_memory
 from partool.cost.memory.activations import (
     early_loss,
@@ -118,7 +119,10 @@ class PassBytes:
 def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
     (dense_peak_bytes,) = _largest(load, layers, DENSE)
-    moe_peak_bytes, expert_reduction_bytes, after_experts_bytes, recompute_end_bytes = _largest(load, layers, MOE, 4)
+    of_shapes = [_largest(load, layers, MOE + shape, 4) for shape in range(len(job.model.expert_shapes))]
+    moe_peak_bytes, expert_reduction_bytes, after_experts_bytes, recompute_end_bytes = (
+        np.maximum.reduce(np.broadcast_arrays(*each)) for each in zip(*of_shapes, strict=True)
+    )
     stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     of_norm = _norm_bytes(job, layouts, stack, load)
     saved = _activations(layouts, stack, load, layers, stream) + of_norm
@@ -259,7 +263,7 @@ def bytes_of_layers(job: TrainingWork, layouts: Layouts, stack: MemoryStack, loa
     """Return the bytes of one layer by (kind, policy)."""
     policies = sorted({0} | {policy for each in loads for _, policy in each.kept})
     layer_bytes: Layers = {}
-    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+    for kind in places_of(job.model):
         all_saved = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
         passing = _backward_bytes(job, layouts, stack, kind, all_saved)
         for policy in policies:
@@ -285,6 +289,7 @@ def _backward_bytes(
     job: TrainingWork, layouts: Layouts, stack: MemoryStack, kind: int, saved_bytes: Column
 ) -> BackwardBytes:
     """Return what the backward pass of a layer of ``kind`` takes, without the tensors that it rebuilds."""
+    job, kind = job.of_shape(max(kind - MOE, 0)), min(kind, MOE)
     if job.devices.backend == "cpu":
         return BackwardBytes(0.0)
     traced = None
@@ -317,7 +322,7 @@ def _backward_peak(load: RankLoad, layers: Layers, peak_bytes: Column) -> Column
     """Return ``peak_bytes`` of the rank's layers, or those of layers that save all where ranks pass weights on."""
     if load.ring is None:
         return peak_bytes
-    every = [layers[key].backward_peak_bytes for key in ((DENSE, 0), (MOE, 0)) if key in layers]
+    every = [layer.backward_peak_bytes for (_, policy), layer in layers.items() if not policy]
     return np.where(load.ring.passes_weights, np.maximum.reduce(np.broadcast_arrays(*every)), peak_bytes)
 
 

@@ -52,7 +52,8 @@ def matmul_flops_per_token(model: ModelConfig, frozen: tuple[str, ...] | None = 
             continue
         if info.kind in ("embedding", "position", "norm") or len(info.shape) < 2:
             continue
-        share = model.moe.top_k / model.moe.experts if info.kind == "expert" and model.moe is not None else 1.0
+        moe = None if info.kind != "expert" or info.layer is None else model.of_layer(info.layer).moe
+        share = 1.0 if moe is None else moe.top_k / moe.experts
         total += 2.0 * share * info.elements
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,12 +220,13 @@ def _units(
     """
     # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
     tied = sizes.input * load.last if job.model.tied_embeddings else 0.0
-    mixed = _dense_first(job.model) & (load.layers[MOE] > 0)
+    mixed = _dense_first(job.model) & (load.expert_layers > 0)
     units = _Units(sizes.dense, sizes.moe, sizes.parallel, sizes.input - tied, sizes.root + tied)
     frozen = _Units()
     if narrow:
         groups = _groups(job)
-        dense, moe = groups.trained_layers
+        dense, *of_experts = groups.trained_layers
+        moe = max(of_experts)
         ends = groups.trained_embedding, np.where(np.asarray(tied) > 0, groups.trained_embedding, groups.trained_head)
         shares = _Units(dense, moe, moe, *ends)
         trained = _Units(*(share * unit for share, unit in zip(shares, units, strict=True)))
@@ -293,7 +295,7 @@ def element_counts(job: TrainingWork, layouts: Layouts, load: RankLoad) -> Eleme
     matrices: Column = 0.0
     matrices_expert: Column = 0.0
     layers: list[Column] = []
-    for kind in (DENSE, MOE):
+    for kind in range(len(shares.layers)):
         (one, experts), count = shares.layers[kind], load.layers[kind]
         one = one - job.shared_elements / job.model.layers
         common, expert = common + one * count, expert + experts * count
@@ -302,8 +304,8 @@ def element_counts(job: TrainingWork, layouts: Layouts, load: RankLoad) -> Eleme
         matrices = matrices + groups.trained_matrices[kind] * shares.matrices[kind] * count
         matrices_expert = matrices_expert + groups.trained_matrices[kind] * experts * count
         layers.append(np.where(count > 0, one + experts, 0.0))
-    largest_layer = np.maximum(layers[DENSE], layers[MOE])
-    parallel = np.where((layers[MOE] > 0) & (layouts.ep > 1), shares.layers[MOE][1], 0.0) if job.model.moe else 0.0
+    largest_layer = np.maximum.reduce(np.broadcast_arrays(*layers))
+    parallel, moe = _largest_units(job, layouts, layers)
     embedding, head = shares.embedding, shares.head
     if not job.stack.vocab_parallel:
         embedding, head = (group.cut + group.replicated for group in (groups.embedding, groups.head))
@@ -327,19 +329,33 @@ def element_counts(job: TrainingWork, layouts: Layouts, load: RankLoad) -> Eleme
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
         dense=layers[DENSE],
-        moe=layers[MOE] - parallel,
+        moe=moe,
         parallel=parallel,
         input=input_group,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),
         largest_trained=np.maximum.reduce(
             np.broadcast_arrays(
-                groups.trained_layers[DENSE] * layers[DENSE],
-                groups.trained_layers[MOE] * layers[MOE],
+                *(share * layer for share, layer in zip(groups.trained_layers, layers, strict=True)),
                 groups.trained_embedding * input_group,
                 groups.trained_head * root,
             )
         ),
     )
+
+
+def _largest_units(job: TrainingWork, layouts: Layouts, layers: Sequence[Column]) -> tuple[Column, Column]:
+    """Return the most elements of experts that ranks share of any layer, and the most of the rest of such a layer.
+
+    ``layers`` are the elements of a layer of each kind, 0 where a rank has none.
+    """
+    if not job.model.moe:
+        return 0.0, layers[MOE]
+    shared = [
+        np.where((layer > 0) & (layouts.ep > 1), experts, 0.0)
+        for layer, (_, experts) in zip(layers[MOE:], share_columns(job, layouts).layers[MOE:], strict=True)
+    ]
+    rest = [layer - experts for layer, experts in zip(layers[MOE:], shared, strict=True)]
+    return tuple(np.maximum.reduce(np.broadcast_arrays(*each)) for each in (shared, rest))
 
 
 def _gathered(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from partool.cost.codec import encode
+from partool.cost.kinds import layer_places
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
@@ -136,8 +137,9 @@ def _of_experts(job: TrainingWork, layout: Layout, stages: Sequence[int]) -> Zer
     """Return the traffic of a rank's experts among the ranks with the same experts."""
     mesh, zero, k = layout.mesh, layout.data.zero, layout.derived.accumulation
     layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
-    units = sum(job.model.is_moe_layer(layer) for layer in layers)
-    elements = units * int(share_columns(job, encode(layout)).layers[True][1])
+    shares, places = share_columns(job, encode(layout)).layers, layer_places(job.model)
+    each = [int(shares[places[layer]][1]) for layer in layers if job.model.is_moe_layer(layer)]
+    units, elements = len(each), sum(each)
     trained = elements * _trained_experts(job.model, job.frozen, job.few_bits)
     shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert_ranks
     ring, replicas = (shards - 1) / shards, mesh.dp_replicate
@@ -209,5 +211,4 @@ def _group_elements(job: TrainingWork, layout: Layout) -> list[int]:
     """
     shares = share_columns(job, encode(layout))
     layers = [int(common + (expert if layout.expert == 1 else 0)) for common, expert in shares.layers]
-    moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]
-    return [int(shares.embedding), *(layers[kind] for kind in moe), int(shares.head)]
+    return [int(shares.embedding), *(layers[place] for place in layer_places(job.model)), int(shares.head)]

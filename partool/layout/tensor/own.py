@@ -118,9 +118,12 @@ def own_partition(
     if tensor == 1:
         return ()
     ranks = _Ranks(config, tensor, inner, sequence_norms, expert)
-    # Layers with the same parameters have the same partition.
+    # Layers with the same parameters have the same partition; where shapes differ by layer, each has rows of its own.
     infos = parameters(config)
-    names = [collapsed_name(info.name) for info in infos]
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for info in infos:
+        shapes.setdefault(collapsed_name(info.name), set()).add(info.shape)
+    names = [name if len(shapes[name := collapsed_name(info.name)]) == 1 else info.name for info in infos]
     counts = Counter(names)
     different = dict(zip(names, infos, strict=True))
     return collapse(
@@ -257,7 +260,8 @@ def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     """
     if ranks.expert > 1:
         return _Decision("replicated", why=f"experts, which are divided over {ranks.expert} ranks")
-    moe = ranks.config.moe
+    assert info.layer is not None, "experts outside of the layers"
+    moe = ranks.config.of_layer(info.layer).moe
     assert moe is not None, "experts of a model without experts"
     why, width = "inner widths of every expert", moe.ffn_hidden
     *_, name, ending = info.name.split(".")

@@ -25,7 +25,8 @@ def expert_reasons(best: Priced) -> Iterator[str]:
     domains = -(-ranks // job.domain)
     one, several = ("node", "nodes") if job.domain == job.devices.per_node else ("rack", "racks")
     where = f"inside one {one}" if domains == 1 else f"over {domains} {several}"
-    experts_of_rank = f"{job.model.moe.experts // layout.expert} of a layer's experts"
+    numbers = " or ".join(str(number // layout.expert) for number in job.model.expert_numbers)
+    experts_of_rank = f"{numbers} of a layer's experts"
     if parts > 1:
         experts_of_rank = f"one of {parts} parts of {experts_of_rank}"
     yield (

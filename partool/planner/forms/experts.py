@@ -7,7 +7,7 @@ tensor ranks cut the inner width of each expert.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,17 @@ def forms(problem: Problem, tensor: int, ranks: int) -> list[Form]:
     """
     parallel, moe = problem.spec.parallel, problem.model.moe
     pinned, parts = parallel.expert, parallel.expert_tensor
-    degrees = [pinned] if pinned != "auto" else divisors(1 if moe is None else moe.experts)
+    # One degree divides the experts of all layers.
+    fewest, narrowest = gcd(*problem.model.expert_numbers) or 1, gcd(*problem.model.expert_widths)
+    degrees = [pinned] if pinned != "auto" else divisors(fewest)
     every_form = []
     for expert in degrees:
         if expert == 1:
             every_form += [(1, 1)] if moe is None or parts in ("auto", tensor) else []
         elif parts != "auto":
             every_form.append((expert, parts))
-        elif moe is not None and expert == moe.experts:
-            every_form += [(expert, n) for n in divisors(moe.ffn_hidden) if n == 1 or expert * n <= problem.domain]
+        elif moe is not None and expert == fewest:
+            every_form += [(expert, n) for n in divisors(narrowest) if n == 1 or expert * n <= problem.domain]
         else:
             every_form.append((expert, 1))
     asked = parallel.expert_exchange
@@ -143,12 +145,14 @@ def _of_model(problem: Problem) -> Iterator[Finding]:
     expert, parts = parallel.expert, parallel.expert_tensor
     if moe is None:
         return
-    if expert != "auto" and moe.experts % expert:
-        message = f"{moe.experts} experts cannot be split over expert: {expert}"
-        yield "expert", message, f"use {nearest(expert, _legal(problem, _sharers(problem)[0]))}"
-    if parts != "auto" and not all_have_rows(moe.ffn_hidden, parts):
-        message = f"expert_tensor: {parts} leaves ranks without a part of an expert's inner width of {moe.ffn_hidden}"
-        yield "expert_tensor", message, f"use {nearest(parts, divisors(moe.ffn_hidden))}"
+    for number in problem.model.expert_numbers:
+        if expert != "auto" and number % expert:
+            message = f"{number} experts cannot be split over expert: {expert}"
+            yield "expert", message, f"use {nearest(expert, _legal(problem, _sharers(problem)[0]))}"
+    for width in problem.model.expert_widths:
+        if parts != "auto" and not all_have_rows(width, parts):
+            message = f"expert_tensor: {parts} leaves ranks without a part of an expert's inner width of {width}"
+            yield "expert_tensor", message, f"use {nearest(parts, divisors(gcd(*problem.model.expert_widths)))}"
 
 
 def _of_ranks(problem: Problem) -> Iterator[Finding]:
@@ -176,8 +180,7 @@ def _of_ranks(problem: Problem) -> Iterator[Finding]:
 
 def _legal(problem: Problem, ranks: int) -> list[int]:
     """Return the numbers of ranks, of ``ranks``, that can share the model's experts."""
-    moe = problem.model.moe
-    return [n for n in divisors(ranks) if moe is None or moe.experts % n == 0]
+    return [n for n in divisors(ranks) if all(number % n == 0 for number in problem.model.expert_numbers)]
 
 
 def _sharers(problem: Problem) -> tuple[int, str]:

@@ -118,8 +118,8 @@ def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
     """Yield the inner widths of the feed-forward networks that tensor parallelism cuts."""
     if any(not model.is_moe_layer(layer) for layer in range(model.layers)):
         yield "an inner width", model.ffn_hidden
-    if model.moe is not None:
-        yield "an inner width of experts", model.moe.ffn_hidden
+    for width in model.expert_widths:
+        yield "an inner width of experts", width
 
 
 def overlap_of(problem: Problem, groups: Layouts) -> Any:

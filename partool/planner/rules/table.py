@@ -27,6 +27,7 @@ from partool.planner.rules import (
 from partool.planner.rules.sequence import check_sequence
 from partool.planner.rules.tensor_cuts import check_tensor
 from partool.planner.rules.weights import check_frozen
+from partool.spec.expert_checks import expert_layers
 from partool.spec.watched import independent, note_read, watching
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
@@ -66,6 +67,9 @@ def _expert_layers(problem: Problem) -> Iterator[Diagnostic]:
         message = f"first_dense_layers: {moe.first_dense_layers} leaves none of the {layers} layers with experts"
         help = f"use at most {layers - 1}, or drop moe" if layers > 1 else "use 0, or drop moe"
         yield Diagnostic("PT228", message, path=("model", "moe", "first_dense_layers"), help=help)
+    elif moe is not None and problem.spec.model.layers is None:
+        # Rules about a spec alone know no number of layers that a preset or a file gives.
+        yield from (finding for finding in expert_layers(moe, layers) if finding not in expert_layers(moe, None))
 
 
 def _recompute(problem: Problem) -> Iterator[Diagnostic]:

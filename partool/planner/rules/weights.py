@@ -17,8 +17,9 @@ from partool.planner.problem import Problem
 from partool.planner.rules.data import lies, of_what_is_here
 from partool.planner.rules.optimizer import parameter_names
 from partool.spec.adapter import AdapterSpec
+from partool.spec.experts import Moe
 from partool.spec.launch import LaunchSpec
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.model import ModelConfig
 from partool.spec.spec import Spec
 
 _PATH = ("model", "weights", "path")
@@ -96,8 +97,13 @@ def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
         message, help = "upcycle: true, and the model has no experts", "write moe: {experts: 8, top_k: 2, …}"
         yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)
         return
+    keys = [(("layers", key), shape.ffn_hidden) for key, shape in (moe.layers or {}).items() if shape.ffn_hidden]
+    for place, width in [((), moe.ffn_hidden), *keys]:
+        if width != model.ffn_hidden and width in model.expert_widths:
+            message = f"ffn_hidden: {width} of the experts does not fit copies of a dense network"
+            help = f"use {model.ffn_hidden}, the width of the dense network"
+            yield Diagnostic("PT229", message, path=(*path, *place, "ffn_hidden"), help=help)
     wrong = (
-        ("ffn_hidden", moe.ffn_hidden, model.ffn_hidden, "the width of the dense network"),
         ("shared_experts", moe.shared_experts, 0, "as tokens use no more than copies"),
         ("normalise", moe.normalise, True, "so that the weights of a token's copies add up to 1"),
         ("scaling_factor", moe.scaling_factor, 1.0, "so that the weights of a token's copies add up to 1"),
@@ -175,6 +181,8 @@ def _other_experts(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
         expected, given = in_folder.get(name, Moe.model_fields[name].default), getattr(in_model, name)
         if expected != given:
             yield f"moe.{name} is {given} in the model and {expected} in the folder"
+    if (in_folder.get("layers") or None) != in_model.model_dump(exclude_none=True).get("layers"):
+        yield "the layers whose experts differ (moe.layers) are others in the folder"
     if (in_folder.get("bias_rate") is None) != (in_model.bias_rate is None):
         yield "one of model and folder has selection biases (moe.bias_rate)"
 

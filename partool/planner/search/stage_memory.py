@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Layouts
 from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.in_flight import handed_over, in_flight
-from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
+from partool.cost.memory.rank_parameters import MOE, RankLoad
 from partool.cost.training.peak import ranks_of
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import job_of_rows
@@ -49,12 +49,13 @@ def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: A
     """
     on_ranks = np.einsum("rsvk,ps->rpvk", counts, place)
     kinds = list(dict.fromkeys(problem.layer_kinds))
-    moe = np.array([kind.moe for kind in kinds])
-    by_kind = {DENSE: on_ranks[..., ~moe].sum(axis=-1), MOE: on_ranks[..., moe].sum(axis=-1)}
+    places = np.array([kind.place for kind in kinds])
+    every_kind = range(MOE + len(problem.model.expert_shapes))
+    by_kind = {kind: on_ranks[..., places == kind].sum(axis=-1) for kind in every_kind}
     policy = np.broadcast_to(rows.recompute, len(counts))[:, None]
     kept: dict[tuple[int, int], Any] = {}
     for kind, layers in by_kind.items():
-        if kind == MOE and not moe.any():
+        if kind >= MOE and kind not in places:
             continue
         for index in sorted({0, *np.unique(policy).tolist()}):
             following = np.where(policy == index, layers[:, :, 0], 0.0)
@@ -63,7 +64,7 @@ def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: A
                 following + (layers[:, :, 1] if index == RECOMPUTE.index("none") else 0.0)
             ).ravel()
     first, last = (np.tile(place[:, stage].astype(int), len(counts)) for stage in (0, -1))
-    layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
+    layers_of_ranks = tuple(by_kind[kind].sum(axis=-1).ravel() for kind in every_kind)
     place_of: Any = np.tile(np.arange(len(place)), len(counts))
     micro_batches = in_flight(wide, place_of)
     local_inputs = handed_over(wide, place_of, micro_batches) if np.any(wide.folded) else None

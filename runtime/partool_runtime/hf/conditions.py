@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from partool.spec.model import GroupScore, ModelConfig
+from partool.spec.experts import GroupScore
+from partool.spec.model import ModelConfig
 
 
 class Condition(NamedTuple):
@@ -34,6 +35,7 @@ DENSE = Condition(lambda c: c.moe is None, "there are no experts")
 EXPERTS = (
     Condition(lambda c: c.moe is not None, "there are experts"),
     Condition(lambda c: c.moe is None or c.moe.routing == "learned", "moe.routing is learned"),
+    Condition(lambda c: c.moe is None or c.moe.layers is None, "moe.layers is not given: all experts are alike"),
 )
 NO_SHARED = Condition(lambda c: c.moe is None or not c.moe.shared_experts, "moe.shared_experts is 0")
 SHARED = Condition(
@@ -83,13 +85,13 @@ DEEPSEEK = (
     NO_EXPERT_BIAS,
 )
 V3_CHOICE = (
-    EXPERTS[1],
+    *EXPERTS[1:],
     Condition(lambda c: c.moe is None or c.moe.scores == "sigmoid", "moe.scores is sigmoid"),
     Condition(lambda c: c.moe is None or c.moe.bias_rate is not None, "moe.bias_rate is given"),
     _grouped_by("top2"),
 )
 V2_CHOICE = (
-    EXPERTS[1],
+    *EXPERTS[1:],
     *SOFTMAX,
     Condition(lambda c: c.moe is None or not c.moe.normalise, "moe.normalise is false"),
     _grouped_by("max"),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from partool.plan.types import Generation
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.hf.conditions import all_sliding
 from partool_runtime.hf.families import Family, family_of, place_of
 from partool_runtime.hf.in_turns import joined_in_turns

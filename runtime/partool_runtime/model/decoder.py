@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.ffn: FeedForward | None = None
         self.moe: MixtureOfExperts | None = None
         if config.is_moe_layer(layer):
-            self.moe = MixtureOfExperts(config)
+            self.moe = MixtureOfExperts(config.of_layer(layer))
         else:
             self.ffn = FeedForward(config)
         self.masks = Masks()

@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.model.norm import wide_dtype
 
 

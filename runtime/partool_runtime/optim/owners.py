@@ -75,7 +75,6 @@ class Holders:
         """Number of ranks."""
         self._tensor, self._expert, self._parts = mesh.tp, layout.expert_ranks, layout.expert_tensor
         self._sharers = mesh.dp_shard * mesh.cp if layout.data.zero else 1
-        self._experts = 0 if plan.model.moe is None else plan.model.moe.experts
         self._rows: dict[str, Partition] = by_name(plan.partition, names) if mesh.tp > 1 else {}
         self.part = lru_cache(maxsize=None)(self._part)
         """Returns the place of a rank's part of a parameter, before it is sharded by rows, and its rows of the part."""
@@ -94,7 +93,7 @@ class Holders:
             shard, expert = divmod(place, self._expert)
             shards = self.of_copy // self._expert
             leaf = stack.name.rsplit(".", 2)[1]
-            placement = expert_placement(leaf, shape, self._experts, (expert, self._expert), self._parts)
+            placement = expert_placement(leaf, shape, stack.count, (expert, self._expert), self._parts)
         elif self._rows:
             placement = placement_of(self._rows[stack.name], tensor, self._tensor)
         else:

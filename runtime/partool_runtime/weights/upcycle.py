@@ -31,12 +31,13 @@ def is_new(name: str) -> bool:
 def upcycled(config: ModelConfig, source: BlockSource, seed: int) -> BlockSource:
     """Return the source of a model with experts, given that of the dense model; routers are drawn from ``seed``."""
     drawn = init_source(config, seed)
-    experts = 1 if config.moe is None else config.moe.experts
 
     def block(name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
         if _EXPERTS not in name:
             return (drawn if is_new(name) else source)(name, shape, offsets, sizes)
-        network, each = name.replace(_EXPERTS, ".ffn."), (shape[0] // experts, *shape[1:])
+        moe = config.of_layer(int(name.split(".")[1])).moe
+        assert moe is not None, "experts of a dense model"
+        network, each = name.replace(_EXPERTS, ".ffn."), (shape[0] // moe.experts, *shape[1:])
         parts = [
             source(network, each, (rows.start, *offsets[1:]), (rows.stop - rows.start, *sizes[1:]))
             for _, rows in in_matrices(offsets[0], offsets[0] + sizes[0], each[0])

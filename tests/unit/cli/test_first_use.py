@@ -17,8 +17,9 @@ from partool.catalog.models import resolve_model
 from partool.cli._files import write_or_exit
 from partool.cli.main import run
 from partool.spec import _pydantic, load_text
+from partool.spec.experts import Moe
 from partool.spec.foreign import DEEPSPEED, foreign
-from partool.spec.model import Mla, ModelConfig, ModelSpec, Moe
+from partool.spec.model import Mla, ModelConfig, ModelSpec
 
 HERE = Path(__file__).parents[1]
 SPEC = "model: {preset: gpt2, layers: 2}\ndata: python-stdlib\ntraining: {sequence_length: 256}\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from partool.cost.case import Layouts
 from partool.cost.traffic.node_first import NodeExchange
 from partool.cost.traffic.node_visits import nodes_of_token
-from partool.spec.model import Moe
+from partool.spec.experts import Moe
 
 DRAWS = 4_000
 

@@ -26,8 +26,9 @@ from partool.cost.training.tensor_sums import tensor_bytes
 from partool.layout.parameters import count, groups
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh
+from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import Mla, ModelConfig, Moe
+from partool.spec.model import Mla, ModelConfig
 from partool.work.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER, STACKS, gathering_alone
 from partool.work.training import TrainingWork
 

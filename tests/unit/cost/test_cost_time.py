@@ -28,8 +28,9 @@ from partool.layout.parameters import count, groups, parameters
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh
 from partool.plan.terms import TIME_PARTS, TIME_TERMS, TRAFFIC_TERMS
+from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import Mla, ModelConfig, Moe
+from partool.spec.model import Mla, ModelConfig
 from partool.spec.training import Fused
 from partool.work.stacks import PARTOOL, STACKS, own_stack
 from partool.work.training import TrainingWork

@@ -29,8 +29,9 @@ from partool.plan.layout import Layout, Mesh
 from partool.plan.terms import MEMORY_TERMS
 from partool.schedule import check, in_flight, order
 from partool.schedule.simulate import peak_held
+from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import Mla, ModelConfig, Moe
+from partool.spec.model import Mla, ModelConfig
 from partool.work.stacks import STACKS
 from partool.work.traced import TracedKind, coefficients, shipped
 from partool.work.training import TrainingWork

@@ -25,8 +25,9 @@ from partool.cost.training.forward_moments import forward_moments
 from partool.cost.training.pass_bytes import bytes_of_layers, pass_bytes
 from partool.cost.training.states import states
 from partool.layout.traced import applicable
+from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool.spec.training import Fused, Precision
 from partool.work.evaluation import forward_only

@@ -26,8 +26,9 @@ from partool.cost.training.states import states
 from partool.plan.layout import Layout, Mesh
 from partool.schedule import Action, begun_by_ranks, check
 from partool.schedule.begun import Begun, moments_of
+from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.model import ModelConfig
 from partool.work.stacks import STACKS
 from partool.work.training import TrainingWork
 

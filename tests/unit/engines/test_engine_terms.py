@@ -20,6 +20,7 @@ from partool.engines.write import WRITABLE, terms_of
 from partool.plan.as_spec import as_spec
 from partool.plan.types import Plan, Score
 from partool.render.program import program
+from partool.spec.experts import ExpertShape, Moe
 from partool.strategies.engines import ENGINES
 
 DENSE = """
@@ -31,6 +32,7 @@ kv_heads: 4
 vocab: 32000
 max_position: 4096
 """
+PYRAMID = Moe(experts=8, top_k=2, ffn_hidden=704, layers={"12-23": ExpertShape(experts=16)})
 EXPERTS = DENSE + "moe: {experts: 8, top_k: 2, ffn_hidden: 704}\n"
 
 
@@ -367,9 +369,24 @@ def test_what_has_no_words_is_refused_before_anything_is_written() -> None:
         found = terms_of(plan.model_copy(update={"layout": plan.layout.changed(changes)})).findings
         assert any(says in each.message for each in found), found
         assert all(each.code == "PT828" and each.help for each in found)
-    for model, says in (({"activation": "geglu"}, "geglu"), ({"qkv_bias": False, "out_bias": True}, "biases")):
+    changes_of_model: list[tuple[dict[str, Any], str]] = [
+        ({"activation": "geglu"}, "geglu"),
+        ({"qkv_bias": False, "out_bias": True}, "biases"),
+        ({"moe": PYRAMID}, "experts that differ by layer"),
+    ]
+    for model, says in changes_of_model:
         changed = plan.model_copy(update={"model": plan.model.model_copy(update=model)})
         assert any(says in each.message for each in terms_of(changed).findings)
+
+
+def test_torchtitan_has_no_model_whose_experts_differ_by_layer() -> None:
+    plan = planned(spec_of("torchtitan", TITAN))
+    changes: dict[str, Any] = {
+        "spec": plan.spec | {"model": {}},
+        "model": plan.model.model_copy(update={"moe": PYRAMID}),
+    }
+    (finding,) = terms_of(plan.model_copy(update=changes)).findings
+    assert (finding.code, "registry has no such model" in finding.message) == ("PT828", True)
 
 
 SLOW = {"tensor": {"degree": 8, "sequence_norms": False}, "recompute": "full", "micro_batch": 1, "data": {"zero": 1}}

@@ -16,8 +16,9 @@ from partool.layout.capabilities import CAPABILITIES, GAPS
 from partool.plan.layout import Layout, Mesh
 from partool.planner.forms.runnable import Task, able, aspects, gaps, of_columns
 from partool.spec.adapter import LowRank
+from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
+from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Norm, Position, RopeScaling
 from partool.spec.parallel import Compile, Recompute, ZeroStage
 from partool.spec.training import Precision
 from partool.strategies.schedules import SCHEDULES

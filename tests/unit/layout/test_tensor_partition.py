@@ -24,7 +24,8 @@ from partool.layout.tensor import (
     head_ranges,
     own_partition,
 )
-from partool.spec.model import Mla, ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import Mla, ModelConfig
 from partool.spec.parallel import TensorPattern
 
 SMALL = ModelConfig(

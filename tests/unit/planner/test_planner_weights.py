@@ -21,6 +21,8 @@ DENSE = {
 }  # fmt: skip
 MIXTRAL = DENSE | {"model_type": "mixtral"}
 MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 96}
+NARROW, MORE = ({"layers": {"1": shape}} for shape in ({"ffn_hidden": 64}, {"experts": 16, "top_k": 4}))
+"""Other experts in the second layer."""
 
 
 def write_weights(folder: Path, name: str = "model.safetensors") -> None:
@@ -46,6 +48,9 @@ def findings(config: dict[str, Any], folder: Path, *, upcycle: bool, **model: An
     [
         (DENSE, {}, True, "PT229", "model.weights.upcycle", "no experts"),
         (DENSE, {"moe": MOE | {"ffn_hidden": 64}}, True, "PT229", "model.moe.ffn_hidden", "use 96"),
+        (DENSE, {"moe": MOE | NARROW}, True, "PT229", "model.moe.layers.1.ffn_hidden", "use 96"),
+        (DENSE, {"moe": MOE | MORE}, True, "", "", ""),
+        (MIXTRAL, {"moe": MOE | MORE}, False, "PT621", "model.weights.path", "moe.layers"),
         (DENSE, {"moe": MOE | {"shared_experts": 1}}, True, "PT229", "model.moe.shared_experts", "use 0"),
         (DENSE, {"moe": MOE | {"normalise": False}}, True, "PT229", "model.moe.normalise", "use true"),
         (DENSE, {"moe": MOE | {"scaling_factor": 2.0}}, True, "PT229", "model.moe.scaling_factor", "use 1.0"),

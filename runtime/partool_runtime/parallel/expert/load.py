@@ -18,9 +18,10 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from partool.plan.types import Plan
-from partool.spec.model import Moe
+from partool.spec.experts import Moe
 from partool_kernels.moe.op import route
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import StagedDecoder
@@ -129,10 +130,14 @@ class LayerLoad:
         self.entropy += torch.special.entr(shares_TE).sum()
         return self.counts_E
 
-    def report(self) -> torch.Tensor:
-        """Return ``[E + 2]``: counts of experts, dropped choices and the entropy, of this rank's tokens."""
+    def report(self, most: int) -> torch.Tensor:
+        """Return ``[most + 2]``: counts of up to ``most`` experts, dropped choices and entropy, of this rank's tokens.
+
+        Experts that the layer lacks have counts of 0.
+        """
         dropped = self.dropped / len(self._scopes.shares.places)
-        return torch.cat([self.counts_E.double(), torch.stack([dropped, self.entropy])])
+        counts = F.pad(self.counts_E.double(), (0, most - len(self.counts_E)))
+        return torch.cat([counts, torch.stack([dropped, self.entropy])])
 
 
 # Counts are kept by recomputation, so a second pass adds nothing to them.
@@ -254,7 +259,7 @@ class ExpertLoads:
         for number, block in model.blocks():
             moe = getattr(block, "moe", None)
             if isinstance(moe, MixtureOfExperts):
-                load = LayerLoad(plan.model.moe, scopes, ranks.device, weight)
+                load = LayerLoad(moe.router.moe, scopes, ranks.device, weight)
                 moe.router.observer = load
                 layers.append((number, moe, load))
         return cls(layers, scopes, weight, plan.frozen)
@@ -273,10 +278,11 @@ class ExpertLoads:
         """
         if not self._layers:
             return
-        self._sums_LX = sum_over(torch.stack([load.report() for _, _, load in self._layers]), self._scopes.stage)
-        counts_LE = self._sums_LX[:, :-2]
-        means_L1 = counts_LE.mean(dim=1, keepdim=True)
-        for (number, moe, _), less_E in zip(self._layers, torch.sign(means_L1 - counts_LE), strict=True):
+        most = max(moe.number for _, moe, _ in self._layers)
+        self._sums_LX = sum_over(torch.stack([load.report(most) for _, _, load in self._layers]), self._scopes.stage)
+        for (number, moe, _), sums_X in zip(self._layers, self._sums_LX, strict=True):
+            counts_E = sums_X[: moe.number]
+            less_E = torch.sign(counts_E.mean() - counts_E)
             bias, rate = moe.router.bias, moe.router.moe.bias_rate or 0.0
             if any(fnmatchcase(f"layers.{number}.moe.router.bias", pattern) for pattern in self._frozen):
                 continue
@@ -289,7 +295,7 @@ class ExpertLoads:
             return []
         reports = []
         for (number, moe, _), sums in zip(self._layers, self._sums_LX.tolist(), strict=True):
-            *counts, dropped, entropy = sums
+            counts, (dropped, entropy) = sums[: moe.number], sums[-2:]
             bias = None if moe.router.bias is None else (float(moe.router.bias.min()), float(moe.router.bias.max()))
             choices = max(sum(counts), 1.0)
             tokens = choices / moe.router.moe.top_k

@@ -30,6 +30,8 @@ WORKER = Path(__file__).parents[2] / "_dry_terms.py"
 SPECS = Path(__file__).parents[4] / "specs"
 SHARE, LEAST_BYTES = 0.03, 2**20
 """Two figures agree if they differ by at most this share of the larger one, or by at most these bytes."""
+MOST_PLANNED = 1.1
+"""Most planned bytes of a model whose experts differ by layer, as a multiple of those executed."""
 REFUSED = {}
 """Specs whose plan the runtime refuses, and the finding."""
 MECHANISMS: dict[str, tuple[Any, ...]] = {
@@ -253,6 +255,17 @@ EXPERTS = {
 }  # fmt: skip
 
 
+PYRAMID = {"layers": {"3-4": {"experts": 64, "top_k": 3}, "5": {"experts": 48, "top_k": 1, "ffn_hidden": 640}}}
+"""More experts in later layers, and wider ones in the last layer."""
+PYRAMIDS = {
+    "saved": {"model__moe": PYRAMID, "parallel__recompute": "none"},
+    "recomputed": {"model__moe": {**PYRAMID, "first_dense_layers": 1}},
+    "accumulated": {"model__moe": PYRAMID, "parallel__data": {"zero": 2}, "training__global_batch": 64},
+    "tensor ranks": {"model__moe": PYRAMID, "parallel__tensor": 2, "parallel__recompute": "none",
+                     "parallel__data": {"shard": 8}, "training__global_batch": 16},
+}  # fmt: skip
+
+
 BY_NODE = {
     f"{exchange}, recompute {recompute}": {
         "parallel__recompute": recompute, "parallel__expert": 16, "parallel__expert_exchange": exchange,
@@ -289,6 +302,21 @@ def test_terms_of_experts_agree_with_their_execution(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_terms_of_many_layouts_of_experts_agree_with_their_execution(tmp_path: Path) -> None:
     assert disagreements_of_experts(tuple(EXPERTS), tmp_path) == {}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_layers_whose_experts_differ_need_no_more_than_planned(tmp_path: Path) -> None:
+    """Plans take the largest layer for its neighbours, too: they may count more than is executed, and no less."""
+    cases = [case for changes in PYRAMIDS.values() for case in cases_of(with_experts(**changes))]
+    shares: dict[str, float] = {}
+    for name, case, run in zip(PYRAMIDS, cases, executed(cases, tmp_path), strict=True):
+        peak = run["peak"]
+        assert all(agree(case.terms_bytes[term], peak.get(term, 0)) for term in ("parameters", "optimizer")), name
+        lasting = case.terms_bytes["parameters"] + case.terms_bytes["optimizer"]
+        planned = lasting + max(float(moment.total) for moment in case.moments)
+        shares[name] = planned / sum(peak.get(term, 0) for term in (*VARYING, "working", "parameters", "optimizer"))
+    assert all(1 - SHARE <= share <= MOST_PLANNED for share in shares.values()), shares
 
 
 @pytest.mark.long

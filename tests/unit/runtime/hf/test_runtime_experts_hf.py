@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from partool.catalog.huggingface import convert
 from partool.catalog.lookup import table
-from partool.spec.model import Mla, ModelConfig, Moe, Weights
+from partool.spec.experts import ExpertShape, Moe
+from partool.spec.model import Mla, ModelConfig, Weights
 from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import family_of, open_folder, write_folder
@@ -269,6 +270,7 @@ def test_no_family_for_other_routers() -> None:
         ({"routing": "balanced"}, "moe.routing is learned"),
         ({"bias_rate": 0.0}, "moe.bias_rate is null"),
         ({"groups": 5}, "moe.groups is 1"),
+        ({"layers": {"1": ExpertShape(experts=6)}}, "moe.layers is not given"),
     ):
         with pytest.raises(ConfigurationError) as error:
             family_of(config(moe.model_copy(update=change)))
@@ -285,14 +287,18 @@ def test_copies_of_a_dense_network_compute_the_same(source: str, tmp_path: Path)
     save(plain, tmp_path / "run")
     write_folder(plain.state_dict(), DENSE, tmp_path / "hf")
     path = tmp_path / ("hf" if source == "hf" else "run")
-    moe = Moe(experts=5, top_k=2, ffn_hidden=36, first_dense_layers=1, bias_rate=0.01)
+    more = {"1": ExpertShape(experts=7, top_k=3)}
+    first = 1 if source == "hf" else 0
+    moe = Moe(experts=5, top_k=2, ffn_hidden=36, first_dense_layers=first, bias_rate=0.01, layers=more)
     model = build(config(moe))
     materialise(model, "cpu", torch.float64)
     fill(model, Weights(source=source, path=str(path), upcycle=True), seed=3)
     post_load(model)
     with torch.no_grad():
         torch.testing.assert_close(model.logits(TOKENS_BS), plain.logits(TOKENS_BS), rtol=0.0, atol=1e-12)
-    assert model.state_dict()["layers.1.moe.router.weight"].std() > 0.01
+    state = model.state_dict()
+    assert state["layers.1.moe.router.weight"].std() > 0.01
+    assert state["layers.1.moe.experts.up.weight"].shape == (7 * 36, 24)
 
 
 def test_blocks_of_copies() -> None:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from partool.catalog.huggingface import convert
-from partool.spec.model import ModelConfig, Moe, RopeScaling, Weights
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig, RopeScaling, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import open_folder, write_folder
 from partool_runtime.hf.experts import plain_experts

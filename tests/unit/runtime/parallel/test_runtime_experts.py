@@ -11,7 +11,8 @@ from _routers import BASE, observed
 from torch.nn import functional as F
 
 from partool.layout.parameters import parameters
-from partool.spec.model import ModelConfig, Moe
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig
 from partool_runtime.model import Decoder
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.routing import Router, choose

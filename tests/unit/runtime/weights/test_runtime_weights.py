@@ -21,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from partool.plan.types import Generation
 from partool.spec.data import DataSpec
-from partool.spec.model import ModelConfig, Moe, Weights
+from partool.spec.experts import Moe
+from partool.spec.model import ModelConfig, Weights
 from partool.spec.training import CheckpointSpec
 from partool_runtime.checkpoint import Checkpointer, step_folder
 from partool_runtime.errors import ConfigurationError
