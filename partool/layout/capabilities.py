@@ -134,6 +134,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),
     Capability("continued prompts", "tests/parity/test_validation_sets.py::test_every_layout_continues_prompts_alike"),
     Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
+    Capability("teacher", "tests/parity/test_distill.py::test_every_layout_equals_plain_torch"),
     Capability("moving average", "tests/parity/test_average.py::test_every_layout_equals_one_process"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("biases of experts", f"{_EXPERTS}::test_training_equals_one_process"),
