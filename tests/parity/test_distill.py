@@ -9,17 +9,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _distill_reference import train_alone
+from _distill_worker import teacher_bytes
 from _jobs import Jobs
 from _ranks import Pools
 from _tensor_plans import ONE, tensor_plan
 from often import often
 
+from partool.cost.codec import encode
+from partool.cost.training.states import teacher_bytes as priced_bytes
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan, Teacher
+from partool.planner.elastic import job_of_plan
 from partool.spec.data import DataSpec
 from partool.spec.distill import DistillSpec
 from partool.spec.model import ModelConfig, Weights
@@ -156,3 +161,17 @@ def test_a_run_resumes_before_at_and_after_the_last_step_of_the_teacher(jobs: Jo
     jobs.train(f"{run} rest", second, run=run, resume=True)
     assert jobs.ended(f"{run} rest") == "done"
     assert_equal(jobs, run, alone("dense"))
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", often(["ZeRO-1", "ZeRO-3", "tensor", "expert ranks"], ["ZeRO-3"]))
+def test_a_teacher_takes_the_planned_bytes_and_leaves_none(pools: Pools, place: Path, name: str) -> None:
+    case, mesh, layout = LAYOUTS[name]
+    plan = plan_of(place, case, mesh, **layout)
+    ranks = pools.run(2, teacher_bytes, plan.to_json())
+    stored, gathered, live, divergences = zip(*ranks, strict=True)
+    planned, _ = priced_bytes(job_of_plan(plan, plan.devices), encode(plan.layout))
+    # Ranks round their shares up, and tensor ranks hold unequal parts of an odd vocabulary.
+    assert sum(stored) == pytest.approx(2 * float(np.asarray(planned)), rel=0.002)
+    assert (gathered, live) == ((0, 0), (0, 0))
+    assert divergences[0] == divergences[1] > 0.1

@@ -173,7 +173,7 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     # Shards that are being copied to the device exist in addition to the gathered parameters.
     kept = (
         small * kept_elements(job.model, job.controls.persistent_elements)
-        + _teacher_bytes(job, layouts)[1]
+        + teacher_bytes(job, layouts)[1]
         + 0.0 * sizes.root
     )
     if stack.copies_shards_ahead:
@@ -206,12 +206,12 @@ def _copied(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, sharded: 
     Neither has masters, and both are whole on each rank below ZeRO-3.
     """
     if not job.reference_copy:
-        return _teacher_bytes(job, layouts)[0]
+        return teacher_bytes(job, layouts)[0]
     elements = np.where(np.asarray(layouts.zero) == 3, sharded, sizes.common + sizes.expert)
     return job.compute_bytes * elements
 
 
-def _teacher_bytes(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column]:
+def teacher_bytes(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column]:
     """Return the bytes of a teacher, and of its root module while the student's passes run.
 
     With ZeRO-3 its output matrix stays gathered until the student's loss. There is one pipeline stage.

@@ -14,7 +14,7 @@ from test_planner_bounds import wrong_on_memory
 
 from partool.cost.codec import encode
 from partool.cost.training.predict import time_terms
-from partool.cost.training.states import _teacher_bytes
+from partool.cost.training.states import teacher_bytes
 from partool.cost.training.traffic import traffic_bytes
 from partool.layout.parameters import count, parameters
 from partool.plan.teaching import layout_of_teacher, of_teacher
@@ -41,7 +41,11 @@ PINNED = "{{tensor: 2, sequence: 1, data: {{zero: {zero}}}, micro_batch: 2, reco
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("teachers")
-    for name, changes in {"teacher": {}, "wide": {"vocab_size": 600}, "four heads": {"num_attention_heads": 4, "num_key_value_heads": 4}}.items():
+    for name, changes in {
+        "teacher": {},
+        "wide": {"vocab_size": 600},
+        "four heads": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    }.items():
         (place / name).mkdir()
         (place / name / "config.json").write_text(json.dumps(TEACHER | changes))
     return place
@@ -82,7 +86,7 @@ def test_prices_count_the_bytes_of_each_rank(place: Path) -> None:
     one = text(parallel="{tensor: 1, data: {zero: 0}, micro_batch: 2, recompute: none}").replace("e: 4", "e: 1")
     plan = plan_of(one, folder=place)
     assert plan.teacher is not None
-    stored, root = _teacher_bytes(cost_job(problem_of(one, folder=place)), encode(plan.layout))
+    stored, root = teacher_bytes(cost_job(problem_of(one, folder=place)), encode(plan.layout))
     assert float(np.asarray(stored)) == 2 * count(parameters(plan.teacher.model))
     assert float(np.asarray(root)) == 0.0
 
