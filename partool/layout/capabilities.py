@@ -210,6 +210,9 @@ GAPS: dict[str, Gap] = {
     "preferences on tensor ranks in two dimensions": Gap(
         "PT420", "pairs of answers on two-dimensional tensor ranks", ("training", "objective")
     ),
+    "teacher on tensor ranks in two dimensions": Gap(
+        "PT404", "a teacher on two-dimensional tensor ranks", ("training", "distill")
+    ),
     "continued prompts with weights that travel": Gap("PT427", "prompts continued with WeiPipe's weights", _PROMPTS),
     "continued prompts on tensor ranks in two dimensions": Gap(
         "PT427", "prompts continued on two-dimensional tensor ranks", _PROMPTS

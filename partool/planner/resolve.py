@@ -30,7 +30,7 @@ from partool.planner.rules.offload import with_folder
 from partool.planner.rules.pipeline import read_schedule
 from partool.planner.rules.table import check
 from partool.planner.rules.tensor_cuts import without_tensor
-from partool.planner.rules.weights import check_weights
+from partool.planner.rules.weights import check_teacher, check_weights
 from partool.planner.teacher import resolve_teacher
 from partool.spec._source import SpecPath
 from partool.spec.data import DataSpec
@@ -90,6 +90,7 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     problem, wrong = _problem(spec, base_dir, model, measured, budget or SearchBudget(), teacher)
     findings += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
     findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
+    findings += independent(check_teacher, spec, launching.launch, teacher)
     findings += independent(check_files, written, launching.launch, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     kernels = _measured_kernels(measured.devices, experts=model.config.moe is not None)

@@ -149,12 +149,13 @@ def _with_reference(
 
 
 def _teacher(plan: Plan, ranks: Ranks, host: HostParts) -> Teacher | None:
-    """Return the plan's teacher, frozen and without weights; None if it has none. Raises PT404 in a pipeline."""
+    """Return the plan's teacher, frozen and without weights; None if it has none. Raises PT404 in a pipeline and on grids."""
     of_plan, spec = of_teacher(plan), plan.training.distill
     if of_plan is None or spec is None:
         return None
-    if plan.layout.mesh.pp > 1:
-        raise ConfigurationError("PT404", "a teacher does not run in a pipeline", "Plan it again.")
+    if plan.layout.mesh.pp > 1 or plan.layout.tensor.inner > 1:
+        message = "a teacher does not run in a pipeline or on two-dimensional tensor ranks"
+        raise ConfigurationError("PT404", message, "Plan it again.")
     prepared = _plain(of_plan, ranks, host, trains=False)
     assert prepared.sync is not None, "a model of one stage is sharded as a whole"
     with ranks.tensors():

@@ -171,7 +171,7 @@ def test_a_teacher_takes_the_planned_bytes_and_leaves_none(pools: Pools, place: 
     ranks = pools.run(2, teacher_bytes, plan.to_json())
     stored, gathered, live, divergences = zip(*ranks, strict=True)
     planned, _ = priced_bytes(job_of_plan(plan, plan.devices), encode(plan.layout))
-    # Ranks round their shares up, and tensor ranks hold unequal parts of an odd vocabulary.
-    assert sum(stored) == pytest.approx(2 * float(np.asarray(planned)), rel=0.002)
+    # That of the fullest rank; FSDP2 cuts each parameter by itself, so that it has a row more of an odd number.
+    assert max(stored) == pytest.approx(float(np.asarray(planned)), rel=0.02)
     assert (gathered, live) == ((0, 0), (0, 0))
     assert divergences[0] == divergences[1] > 0.1

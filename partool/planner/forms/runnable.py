@@ -242,6 +242,8 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
         yield from _of_positions(layout, "preferences")
     if asked.continues:
         yield from _of_positions(layout, "continued prompts")
+    if asked.taught and layout.tensor.inner > 1:
+        yield "teacher on tensor ranks in two dimensions"
     if asked.model.moe is not None and not asked.hf:
         yield from _of_experts(asked, layout)
 

@@ -148,6 +148,13 @@ def test_experts_that_ranks_cannot_divide_alike(place: Path, tmp_path: Path) -> 
     assert plan.layout.expert == 1
 
 
+def test_a_teacher_without_weights_is_an_error_where_ranks_train_here(place: Path) -> None:
+    on_others = [each for each in checked(text(), folder=place) if each.code == "PT620"]
+    here = text(parallel="{}").replace("accelerator: h100-sxm, per_node: 4", "accelerator: cpu")
+    on_this = [each for each in checked(here, folder=place) if each.code == "PT620"]
+    assert [each.severity for each in (*on_others, *on_this)] == ["warning", "error"]
+
+
 @pytest.mark.long
 def test_bounds_of_the_search_hold(place: Path) -> None:
     problem = problem_of(text("{teacher: teacher, until: 0.4}", parallel="{}"), folder=place)
