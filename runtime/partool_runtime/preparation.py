@@ -149,7 +149,10 @@ def _with_reference(
 
 
 def _teacher(plan: Plan, ranks: Ranks, host: HostParts) -> Teacher | None:
-    """Return the plan's teacher, frozen and without weights; None if it has none. Raises PT404 in a pipeline and on grids."""
+    """Return the plan's teacher, frozen and without weights; None if it has none.
+
+    Raises ConfigurationError PT404 in a pipeline and on two-dimensional tensor ranks.
+    """
     of_plan, spec = of_teacher(plan), plan.training.distill
     if of_plan is None or spec is None:
         return None
