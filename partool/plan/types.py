@@ -291,7 +291,7 @@ class ModuleModel(Record):
     that it is imported from. The user has allowed these files on the command line."""
 
 
-class Teacher(Record):
+class TeacherModel(Record):
     """The model whose predictions the trained one learns (``training.distill``); partool's own decoder."""
 
     model: ModelConfig
@@ -332,7 +332,7 @@ class Plan(Record):
     """Patterns of the names of parameters that are not trained, with an adapter all that it leaves."""
     adapter: AdapterSpec | None = None
     """The adapter whose matrices are trained; ``weights`` is absolute."""
-    teacher: Teacher | None = None
+    teacher: TeacherModel | None = None
     """The frozen model that teaches the trained one; None without ``training.distill``."""
     devices: Devices
     layout: Layout

@@ -12,7 +12,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
 from partool.plan.layout import Layout
 from partool.plan.schedule import sealed
-from partool.plan.types import Finding, Plan, Prediction, Teacher
+from partool.plan.types import Finding, Plan, Prediction, TeacherModel
 from partool.planner.data_counts import DataCounts, counts_of, left_out
 from partool.planner.findings import fp8, unused
 from partool.planner.findings.kernels import check_kernels, without_missing
@@ -360,7 +360,7 @@ def _adapter(spec: Spec, base_dir: Path) -> AdapterSpec | None:
     return adapter.model_copy(update={"weights": str(base_dir / adapter.weights)})
 
 
-def _teacher(problem: Problem, teacher: Teacher | None, layout: Layout) -> Teacher | None:
+def _teacher(problem: Problem, teacher: TeacherModel | None, layout: Layout) -> TeacherModel | None:
     """Return the teacher of a training with the parts of its parameters that tensor ranks hold."""
     if teacher is None or not problem.job.backward:
         return None

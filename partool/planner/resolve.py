@@ -14,7 +14,7 @@ from partool.catalog.profile import Applied, apply_profile
 from partool.catalog.silicon.collectives import measured_device
 from partool.catalog.silicon.grid import FAMILIES, family_hash
 from partool.diagnostics.record import Diagnostic
-from partool.plan.types import Generation, Teacher
+from partool.plan.types import Generation, TeacherModel
 from partool.planner.adapters import priced_adapter
 from partool.planner.data_counts import with_steps
 from partool.planner.described import Description
@@ -55,7 +55,7 @@ class Resolved:
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     """Launch section with the site profile merged in, and absolute paths."""
     generation: Generation | None = None
-    teacher: Teacher | None = None
+    teacher: TeacherModel | None = None
     """The teacher of ``training.distill``, without its partition; None without one."""
 
 
@@ -109,7 +109,12 @@ def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, li
 
 
 def _problem(  # noqa: PLR0917 - one step of resolve
-    spec: Spec, base_dir: Path, model: ResolvedModel, measured: Applied, budget: SearchBudget, teacher: Teacher | None
+    spec: Spec,
+    base_dir: Path,
+    model: ResolvedModel,
+    measured: Applied,
+    budget: SearchBudget,
+    teacher: TeacherModel | None,
 ) -> tuple[Problem, list[Diagnostic]]:
     """Return the planner's problem, in which the model replaces ``auto`` where it leaves no choice, and findings."""
     assert model.config is not None

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from partool.catalog.models import resolve_model
 from partool.diagnostics.record import Diagnostic
 from partool.plan.run import PLAN_FILE
-from partool.plan.types import Teacher
+from partool.plan.types import TeacherModel
 from partool.spec.model import ModelConfig, ModelSpec, Weights
 from partool.spec.spec import Spec
 
@@ -22,7 +22,7 @@ _HELP = "give a Hugging Face folder, one of partool export, or the folder of a r
 class ResolvedTeacher(NamedTuple):
     """The teacher that a spec names; None without one, or if there are errors among the findings."""
 
-    teacher: Teacher | None
+    teacher: TeacherModel | None
     findings: list[Diagnostic]
 
 
@@ -44,7 +44,7 @@ def resolve_teacher(spec: Spec, base_dir: Path) -> ResolvedTeacher:
         reasons = "; ".join(f"{finding.code}: {finding.message}" for finding in errors)
         message = f"partool cannot build the teacher in {folder}: {reasons}"
         return ResolvedTeacher(None, [Diagnostic("PT680", message, path=PATH, help=_HELP)])
-    return ResolvedTeacher(Teacher(model=resolved.config, weights=Weights(source="hf", path=str(folder))), [])
+    return ResolvedTeacher(TeacherModel(model=resolved.config, weights=Weights(source="hf", path=str(folder))), [])
 
 
 def _plan_of_run(folder: Path) -> Path | None:
@@ -71,4 +71,4 @@ def _of_run(file: Path, folder: Path) -> ResolvedTeacher:
         message = f"the run of {file} trained {what}, and a teacher is partool's own decoder with all its weights"
         help = "export it, merged, with partool export, and give that folder"
         return ResolvedTeacher(None, [Diagnostic("PT680", message, path=PATH, help=help)])
-    return ResolvedTeacher(Teacher(model=model, weights=Weights(source="checkpoint", path=str(folder))), [])
+    return ResolvedTeacher(TeacherModel(model=model, weights=Weights(source="checkpoint", path=str(folder))), [])

@@ -11,7 +11,7 @@ from partool.layout.parameters import count, is_frozen, parameters
 from partool.layout.quantised import quantised_names, stored_bytes
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.totals import Totals
-from partool.plan.types import Plan, Teacher
+from partool.plan.types import Plan, TeacherModel
 from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
 from partool.report import environment
 from partool.report.units import amount, bars, counted, gib, in_order, probability, seconds, size
@@ -227,7 +227,7 @@ def _reference(plan: Plan, totals: Totals | None) -> str:
     return f"kept before step 1: one forward pass over the data, {duration(totals.reference_s)}{kept}"
 
 
-def _teacher(plan: Plan, teacher: Teacher) -> str:
+def _teacher(plan: Plan, teacher: TeacherModel) -> str:
     """Return what teaches the model, for how long, and how much its predictions count."""
     distill, steps = plan.training.distill, plan.training.steps
     assert distill is not None, "a teacher comes with its settings"

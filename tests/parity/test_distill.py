@@ -23,7 +23,7 @@ from partool.cost.codec import encode
 from partool.cost.training.states import teacher_bytes as priced_bytes
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
-from partool.plan.types import Plan, Teacher
+from partool.plan.types import Plan, TeacherModel
 from partool.planner.elastic import job_of_plan
 from partool.spec.data import DataSpec
 from partool.spec.distill import DistillSpec
@@ -102,7 +102,7 @@ def plan_of(place: Path, case: str, mesh: Mesh, weights: Weights | None = None, 
         source=str(place / "talks.jsonl"), records="chat", tokenizer=str(place / "tokenizer"), attend="document",
         validation=0.2, cache=str(place / "cache"),
     )  # fmt: skip
-    of_teacher = Teacher(model=deeper, weights=weights or Weights(), partition=rows)
+    of_teacher = TeacherModel(model=deeper, weights=weights or Weights(), partition=rows)
     return plan.model_copy(update={"data": data, "teacher": of_teacher})
 
 
