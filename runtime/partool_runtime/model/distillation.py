@@ -24,8 +24,9 @@ _WIDE_COPIES = 8
 class Vocabulary(Protocol):
     """The ranks that share the vocabulary, as the sums over it need them."""
 
-    first: int
-    """Index of this rank's first token."""
+    @property
+    def first(self) -> int:
+        """Index of this rank's first token."""
 
     def maximum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum over the ranks."""
