@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "expert ranks": ("experts", TWO, {"zero": 3, "expert": 2}),
     "experts of a dense teacher": ("few", TWO, {"expert": 2}),
 }
-KEPT = ["tensor", "ZeRO-3", "expert ranks"]
+KEPT = ["tensor", "expert ranks"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}, {"weight": 1.3, "until": STOP}),
     "tied": ({"tied_embeddings": True}, {"tied_embeddings": True}, {"until": STOP}),
