@@ -136,6 +136,7 @@ def test_the_folder_of_a_run_is_a_teacher(place: Path, tmp_path: Path) -> None:
         assert plan.teacher.weights == Weights(source="checkpoint", path=str(folder))
 
 
+@pytest.mark.long
 def test_experts_that_ranks_cannot_divide_alike(place: Path, tmp_path: Path) -> None:
     """Of six experts in the teacher and four in the student, four ranks divide only the student's."""
     six = plan_of(text("", model=", moe: {experts: 6, top_k: 2, ffn_hidden: 64}"), folder=place)
