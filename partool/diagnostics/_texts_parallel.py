@@ -225,6 +225,16 @@ RULES: tuple[Rule, ...] = (
         _HELD_OUT + "training: {validation: {prompts: [Hello]}}\nparallel: {pipeline: {stages: 2, schedule: 1f1b}}\n",
     ),
     Rule(
+        "PT404",
+        "A teacher does not run with this",
+        "The teacher goes over each micro-batch before its student, on the same ranks, and its last hidden state is "
+        "kept until the student's loss. It is partool's own decoder, with its weights on the device, cut as the "
+        "student is. Where pipeline.stages is auto, it is 1.",
+        _FOUR + "training: {distill: runs/teacher}\nparallel: {pipeline: 2}\n",
+        _FOUR + "training: {distill: runs/teacher}\nparallel: {pipeline: 1}\n",
+        "command",
+    ),
+    Rule(
         "PT421",
         "There is no adapter to switch off",
         "A model with an adapter is its own reference without it. Without an adapter all weights are trained, and the "

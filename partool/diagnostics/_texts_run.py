@@ -342,6 +342,30 @@ RULES: tuple[Rule, ...] = (
         "data: {tokenizer: models/qwen3-8b, special_tokens: ['<|im_start|>']}",
     ),
     command_rule(
+        "PT680",
+        "The teacher's model is not known",
+        "Plans need the sizes of a teacher: from the config.json of its folder, of which partool builds its own "
+        "decoder, or from the plan of the run that trained it. Its weights may lie elsewhere at that time.",
+        "training: {distill: models/empty}",
+        "training: {distill: runs/teacher}",
+    ),
+    command_rule(
+        "PT681",
+        "The teacher does not fit the student",
+        "The divergence compares what both models say of the same next token, so that they have one vocabulary, and "
+        "the teacher reads sequences as long as the student's.",
+        "training: {distill: models/llama2-7b}   # of 32,000 tokens, for a student of 128,256",
+        "training: {distill: models/llama3-8b}",
+    ),
+    command_rule(
+        "PT682",
+        "The teacher stays to the last step",
+        "until says after how many steps the cross entropy goes on alone. DeepSpeed-MoE's students end better with an "
+        "early stop than with a teacher in all steps (arXiv 2201.05596, section 4.2.1).",
+        "training: {steps: 1000, distill: {teacher: runs/teacher, until: 5000}}",
+        "training: {steps: 1000, distill: {teacher: runs/teacher, until: 0.8}}",
+    ),
+    command_rule(
         "PT622",
         "The weights are not finite",
         "A NaN or infinity in the weights spreads to everything in the first step.",

@@ -134,6 +134,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("tensor ranks that share sequences", next(iter(METHODS.values())).parity),
     Capability("continued prompts", "tests/parity/test_validation_sets.py::test_every_layout_continues_prompts_alike"),
     Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
+    Capability("teacher", "tests/parity/test_distill.py::test_every_layout_equals_plain_torch"),
     Capability("moving average", "tests/parity/test_average.py::test_every_layout_equals_one_process"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("biases of experts", f"{_EXPERTS}::test_training_equals_one_process"),
@@ -209,6 +210,9 @@ GAPS: dict[str, Gap] = {
     ),
     "preferences on tensor ranks in two dimensions": Gap(
         "PT420", "pairs of answers on two-dimensional tensor ranks", ("training", "objective")
+    ),
+    "teacher on tensor ranks in two dimensions": Gap(
+        "PT404", "a teacher on two-dimensional tensor ranks", ("training", "distill")
     ),
     "continued prompts with weights that travel": Gap("PT427", "prompts continued with WeiPipe's weights", _PROMPTS),
     "continued prompts on tensor ranks in two dimensions": Gap(

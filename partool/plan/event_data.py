@@ -45,6 +45,7 @@ class _Step(Noted):
     mfu: Number | None = None
     memory_bytes: Count | None = None
     preferences: PairFigures | None = None
+    kl: Number | None = None
 
 
 class _SetFigures(Noted):

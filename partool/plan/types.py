@@ -291,6 +291,16 @@ class ModuleModel(Record):
     that it is imported from. The user has allowed these files on the command line."""
 
 
+class TeacherModel(Record):
+    """The model whose predictions the trained one learns (``training.distill``); partool's own decoder."""
+
+    model: ModelConfig
+    weights: Weights
+    """Source of its weights; the path is absolute."""
+    partition: tuple[Partition, ...] = ()
+    """How tensor-parallel ranks share each of its parameters; empty without tensor parallelism."""
+
+
 class Generation(Record):
     """Settings for generating text with the model; exports copy the settings, training ignores them."""
 
@@ -322,6 +332,8 @@ class Plan(Record):
     """Patterns of the names of parameters that are not trained, with an adapter all that it leaves."""
     adapter: AdapterSpec | None = None
     """The adapter whose matrices are trained; ``weights`` is absolute."""
+    teacher: TeacherModel | None = None
+    """The frozen model that teaches the trained one; None without ``training.distill``."""
     devices: Devices
     layout: Layout
     partition: tuple[Partition, ...] = ()

@@ -9,6 +9,7 @@ from partool.planner.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
+from partool.work.distillation import with_teacher
 from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
 from partool.work.training import TrainingWork
@@ -55,4 +56,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
         perturbed=training.adversarial.share(training.steps),
         offload=problem.offload,
     )
+    if problem.job.backward:
+        work = with_teacher(work, problem.teacher, training)
     return work.with_objective(training.objective) if problem.job.backward else forward_only(work)

@@ -31,6 +31,7 @@ from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
 from partool.spec.targets.rules import rules_of
 from partool.strategies.jobs import JOBS
+from partool.work.distillation import with_teacher
 from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
 from partool.work.traced import Trace, shipped
@@ -223,6 +224,7 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
         expert_imbalance=_limits(plan).expert_imbalance,
         expert_rank_capacity=plan.layout.expert_rank_capacity,
     )
+    work = with_teacher(work, None if plan.teacher is None else plan.teacher.model, plan.training)
     return work.with_objective(plan.training.objective) if JOBS[plan.job].backward else forward_only(work)
 
 

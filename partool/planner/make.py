@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from partool.catalog.profile import Applied
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Gap
+from partool.plan.layout import Layout
 from partool.plan.schedule import sealed
-from partool.plan.types import Finding, Plan, Prediction
+from partool.plan.types import Finding, Plan, Prediction, TeacherModel
 from partool.planner.data_counts import DataCounts, counts_of, left_out
 from partool.planner.findings import fp8, unused
 from partool.planner.findings.kernels import check_kernels, without_missing
@@ -21,6 +22,8 @@ from partool.planner.hf import hf_model, module_record
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem, SearchBudget
 from partool.planner.resolve import Resolved, resolve, spec_hash
+from partool.planner.rules.distill import check_layout as check_layout_of_teacher
+from partool.planner.rules.distill import partition_of_teacher
 from partool.planner.rules.evaluation import resolve_evaluation
 from partool.planner.rules.kernels import absolute
 from partool.planner.rules.launching import environment
@@ -196,6 +199,10 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
     findings += [finding for finding in cut.findings if finding not in findings]
     if _failed(list(cut.findings)):
         return PlanResult(None, findings)
+    uncut = list(check_layout_of_teacher(problem, best.layout))
+    findings += uncut
+    if _failed(uncut):
+        return PlanResult(None, findings)
     counts = counts_of(problem.spec, resolved.data)
     findings += left_out(counts, resolved.data)
     fields = _predictions_and_reasons(solution, best, resolved, counts)
@@ -214,6 +221,7 @@ def _planned(  # noqa: PLR0917 - one step of make_plan
         weights=_weights(spec, base_dir),
         frozen=problem.frozen,
         adapter=_adapter(spec, base_dir),
+        teacher=_teacher(problem, resolved.teacher, best.layout),
         devices=problem.devices,
         layout=sealed(best.layout),
         partition=cut.rows,
@@ -350,6 +358,13 @@ def _adapter(spec: Spec, base_dir: Path) -> AdapterSpec | None:
     if adapter is None or adapter.weights is None:
         return adapter
     return adapter.model_copy(update={"weights": str(base_dir / adapter.weights)})
+
+
+def _teacher(problem: Problem, teacher: TeacherModel | None, layout: Layout) -> TeacherModel | None:
+    """Return the teacher of a training with the parts of its parameters that tensor ranks hold."""
+    if teacher is None or not problem.job.backward:
+        return None
+    return teacher.model_copy(update={"partition": partition_of_teacher(problem, teacher.model, layout).rows})
 
 
 def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:

@@ -113,6 +113,8 @@ class Problem:
     """The schedule in the file that the spec names."""
     description: Description | None = None
     """The runtime's description of a model that transformers builds; rules read it as ``described``."""
+    teacher: ModelConfig | None = None
+    """The model of ``training.distill``'s teacher; None without one."""
     trace: Trace = field(default_factory=shipped)
     """Bytes that the model's blocks save: the data that come with partool, or those of ``plan --trace``."""
     relaxed: frozenset[Relaxation] = frozenset()

@@ -14,13 +14,13 @@ from partool.catalog.profile import Applied, apply_profile
 from partool.catalog.silicon.collectives import measured_device
 from partool.catalog.silicon.grid import FAMILIES, family_hash
 from partool.diagnostics.record import Diagnostic
-from partool.plan.types import Generation
+from partool.plan.types import Generation, TeacherModel
 from partool.planner.adapters import priced_adapter
 from partool.planner.data_counts import with_steps
 from partool.planner.described import Description
 from partool.planner.hf import narrowed, unused_weights, with_graph
 from partool.planner.problem import Problem, SearchBudget
-from partool.planner.rules import adversarial
+from partool.planner.rules import adversarial, distill
 from partool.planner.rules.data import resolve_data
 from partool.planner.rules.engine import with_engine_defaults
 from partool.planner.rules.evaluation import check_files
@@ -30,7 +30,8 @@ from partool.planner.rules.offload import with_folder
 from partool.planner.rules.pipeline import read_schedule
 from partool.planner.rules.table import check
 from partool.planner.rules.tensor_cuts import without_tensor
-from partool.planner.rules.weights import check_weights
+from partool.planner.rules.weights import check_teacher, check_weights
+from partool.planner.teacher import resolve_teacher
 from partool.spec._source import SpecPath
 from partool.spec.data import DataSpec
 from partool.spec.hardware import Devices
@@ -54,6 +55,8 @@ class Resolved:
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     """Launch section with the site profile merged in, and absolute paths."""
     generation: Generation | None = None
+    teacher: TeacherModel | None = None
+    """The teacher of ``training.distill``, without its partition; None without one."""
 
 
 def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> Resolved:
@@ -81,16 +84,20 @@ def resolve(spec: Spec, base_dir: Path, budget: SearchBudget | None = None) -> R
     if model.config is None or hardware.devices is None:
         return Resolved(None, findings, data)
     measured, more = _measured(spec, within_cores(launching.launch, spec.hardware, hardware.devices), base_dir)
-    problem, wrong = _problem(spec, base_dir, model, measured, budget or SearchBudget())
+    with reading() as reads:
+        teacher, unsound_teacher = resolve_teacher(spec, base_dir)
+        findings += reads.kept(unsound_teacher)
+    problem, wrong = _problem(spec, base_dir, model, measured, budget or SearchBudget(), teacher)
     findings += [*more, *wrong, *check(problem, tokenizer_vocab), *launching.check(problem.devices)]
     findings += independent(check_weights, spec, launching.launch, problem.model, base_dir)
+    findings += independent(check_teacher, spec, launching.launch, teacher)
     findings += independent(check_files, written, launching.launch, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     kernels = _measured_kernels(measured.devices, experts=model.config.moe is not None)
     inputs = _inputs(written, {**model.inputs, **measured.inputs, **kernels, **launching.site.inputs, **tables})
     usable = None if any(finding.severity == "error" for finding in findings) else problem
     generation = None if model.generation is None else Generation.model_validate(model.generation)
-    return Resolved(usable, findings, data, model.source, inputs, measured, launching.launch, generation)
+    return Resolved(usable, findings, data, model.source, inputs, measured, launching.launch, generation, teacher)
 
 
 def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, list[Diagnostic]]:
@@ -101,8 +108,13 @@ def _measured(spec: Spec, devices: Devices, base_dir: Path) -> tuple[Applied, li
         return measured, reads.kept(measured.findings)
 
 
-def _problem(
-    spec: Spec, base_dir: Path, model: ResolvedModel, measured: Applied, budget: SearchBudget
+def _problem(  # noqa: PLR0917 - one step of resolve
+    spec: Spec,
+    base_dir: Path,
+    model: ResolvedModel,
+    measured: Applied,
+    budget: SearchBudget,
+    teacher: TeacherModel | None,
 ) -> tuple[Problem, list[Diagnostic]]:
     """Return the planner's problem, in which the model replaces ``auto`` where it leaves no choice, and findings."""
     assert model.config is not None
@@ -119,9 +131,12 @@ def _problem(
             findings += reads.kept(left_out)
         findings += independent(unused_weights, spec, base_dir)
     resolved_spec = adversarial.whole_models(with_engine_defaults(resolved_spec))
+    of_teacher = None if teacher is None else teacher.model
+    resolved_spec = distill.settled(resolved_spec, model.config, of_teacher)
     config = watched(_adapted(model.config, spec, described), _origins_of_model(spec))
     devices = watched(measured.devices, _origins_of_devices())
-    return Problem(resolved_spec, config, devices, measured, lists, described, budget=budget), findings
+    problem = Problem(resolved_spec, config, devices, measured, lists, described, of_teacher, budget=budget)
+    return problem, findings
 
 
 def _adapted(model: ModelConfig, spec: Spec, described: Description | None) -> ModelConfig:

@@ -64,7 +64,8 @@ def _plans(job: Job) -> list[Plan]:
 
 def _read_paths(plan: Plan) -> list[str]:
     folders = [_folder(source) for source in plan.data.every_source]
-    folders += [path for path in (plan.data.tokenizer, plan.weights.path) if path is not None]
+    weights = (plan.weights, *(() if plan.teacher is None else (plan.teacher.weights,)))
+    folders += [path for path in (plan.data.tokenizer, *(each.path for each in weights)) if path is not None]
     files = [secret.file for secret in plan.launch.secrets.values() if secret.file is not None]
     if plan.launch.slurm.container == "pyxis" and plan.launch.slurm.setup:
         files.append(plan.launch.slurm.setup)  # pyxis starts the task inside the container

@@ -209,5 +209,5 @@ def _validated(data: Mapping[str, Any]) -> dict[str, float]:
 def _row(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
     """Return the figures of an event that are numbers."""
     row = {name: float(data[name]) for name in names if data.get(name) is not None}
-    pairs = data.get("preferences") or {}
+    pairs = {"kl": data.get("kl"), **(data.get("preferences") or {})}
     return row | {name: float(pairs[name]) for name in PAIRS if pairs.get(name) is not None}

@@ -11,7 +11,7 @@ from partool.layout.parameters import count, is_frozen, parameters
 from partool.layout.quantised import quantised_names, stored_bytes
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.totals import Totals
-from partool.plan.types import Plan
+from partool.plan.types import Plan, TeacherModel
 from partool.planner.stopping import LONG_RUN_S, in_words, worst_loss
 from partool.report import environment
 from partool.report.units import amount, bars, counted, gib, in_order, probability, seconds, size
@@ -85,6 +85,8 @@ def job_rows(plan: Plan) -> Iterator[Row]:
         return
     if training.objective.has_reference:
         yield "Reference", _reference(plan, totals)
+    if plan.teacher is not None:
+        yield "Teacher", _teacher(plan, plan.teacher)
     yield "Optimizer", _optimizer(plan)
     if plan.stopping is not None:
         yield "Checkpoint", _checkpoint(plan, totals)
@@ -223,6 +225,17 @@ def _reference(plan: Plan, totals: Totals | None) -> str:
         return "kept before step 1"
     kept = f", {size(totals.reference_bytes)} on disk" if totals.reference_bytes else ""
     return f"kept before step 1: one forward pass over the data, {duration(totals.reference_s)}{kept}"
+
+
+def _teacher(plan: Plan, teacher: TeacherModel) -> str:
+    """Return what teaches the model, for how long, and how much its predictions count."""
+    distill, steps = plan.training.distill, plan.training.steps
+    assert distill is not None, "a teacher comes with its settings"
+    taught = distill.taught_steps(steps)
+    how_long = "in all steps" if taught == steps else f"in the first {taught:,} of {steps:,} steps"
+    where = Path(teacher.weights.path).name if teacher.weights.path else teacher.weights.source
+    size = amount(count(parameters(teacher.model)))
+    return f"{where}, {size} parameters, {how_long}; KL × {distill.weight:g} at temperature {distill.temperature:g}"
 
 
 def _optimizer(plan: Plan) -> str:

@@ -90,6 +90,7 @@ def shares_cores(plan: Plan) -> bool:
 
 
 def _job(plan: Plan) -> TrainingWork:
+    from partool.work.distillation import with_teacher
     from partool.work.evaluation import forward_only
     from partool.work.stacks import stack_of
     from partool.work.training import TrainingWork
@@ -106,6 +107,7 @@ def _job(plan: Plan) -> TrainingWork:
         time_scalar=plan.prediction.time_scalar,
         expert_rank_capacity=plan.layout.expert_rank_capacity,
     )
+    work = with_teacher(work, None if plan.teacher is None else plan.teacher.model, plan.training)
     return work.with_objective(plan.training.objective) if JOBS[plan.job].backward else forward_only(work)
 
 

@@ -14,6 +14,7 @@ from pydantic import (
 
 from partool.spec._base import OneOf, Section, shorthand
 from partool.spec.averaging import EmaSpec
+from partool.spec.distill import DistillSpec
 from partool.spec.judging import BestSpec, EarlyStop
 from partool.spec.numbers import (
     Epochs,
@@ -112,6 +113,7 @@ class TrainingSpec(Section):
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Reported losses, on held-out data too, include it."""
     objective: Annotated[ObjectiveSpec, BeforeValidator(shorthand("kind"))] = ObjectiveSpec()
+    distill: Annotated[DistillSpec | None, BeforeValidator(shorthand("teacher"))] = None
     adversarial: AdversarialSpec = AdversarialSpec()
     deterministic: bool = False
     """Use only algorithms with bitwise equal results every time; slower on accelerators."""

@@ -43,8 +43,8 @@ _EVALUATE = JobRecord(
     },
     unread=(
         "optimizer", "checkpoint", "resume", "model.frozen", "training.adversarial", "training.validation",
-        "training.max_nonfinite_steps", "training.z_loss", "training.objective", "training.ema", "training.early_stop",
-        "evaluation.every",
+        "training.max_nonfinite_steps", "training.z_loss", "training.objective", "training.distill", "training.ema",
+        "training.early_stop", "evaluation.every",
     ),
 )  # fmt: skip
 

@@ -20,4 +20,6 @@ def forward_only(work: TrainingWork) -> TrainingWork:
         perturbed=0.0,
         reference_passes=0,
         reference_copy=False,
+        teacher=None,
+        taught=0.0,
     )

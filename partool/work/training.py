@@ -72,6 +72,10 @@ class TrainingWork(Workload):
     """Forward passes of a reference over each micro-batch, before the passes of the training."""
     reference_copy: bool = False
     """Whether a frozen copy of the model computes them."""
+    teacher: TrainingWork | None = None
+    """Forward passes of a teacher over the same micro-batches (``partool.work.distillation``); None without one."""
+    taught: float = 0.0
+    """Share of the steps that have the teacher."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
 

@@ -11,6 +11,7 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from partool.plan.teaching import of_teacher
 from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.adversarial import Perturbed, check_perturbable
@@ -37,6 +38,7 @@ from partool_runtime.parallel.preferences import PreferenceLoss
 from partool_runtime.parallel.reference import ReferencePasses
 from partool_runtime.parallel.scoring import Scoring
 from partool_runtime.parallel.sequence.batches import SharedSequences
+from partool_runtime.parallel.teacher import Teacher
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
@@ -78,6 +80,8 @@ class Prepared:
     """Yields the log-likelihoods that tasks ask for; None where there are no tasks."""
     frozen_copy: Prepared | None = None
     """The model whose log-probabilities the objective compares, if it is a second one in memory."""
+    teacher: Teacher | None = None
+    """The model whose predictions the trained one learns; None without one."""
 
     @property
     def model_passes(self) -> Passes:
@@ -98,12 +102,14 @@ class Prepared:
         loads: ExpertLoads | None = None,
         preferences: PreferenceLoss | None = None,
         scoring: Scoring | None = None,
+        teacher: Teacher | None = None,
     ) -> Prepared:
         """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
         ready = grads_ready_after_passes
-        return cls(model, passes, gathered, gradients, memory, sync, ready, shards, host, loads, preferences, scoring)
+        rest = (sync, ready, shards, host, loads, preferences, scoring)
+        return cls(model, passes, gathered, gradients, memory, *rest, teacher=teacher)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
@@ -115,7 +121,8 @@ def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = N
     host = host or HostParts()
     if plan.training.adversarial.epsilon:
         check_perturbable(plan)
-    prepared = _prepared(plan, ranks, report, host)
+    teacher = _teacher(plan, ranks, host)
+    prepared = _prepared(plan, ranks, report, host, teacher=teacher)
     if prepared.scoring is not None:
         prepared.scoring.passes = prepared.passes  # without those of a reference
     if prepared.preferences is None or not plan.training.objective.refers_in_steps:
@@ -141,10 +148,30 @@ def _with_reference(
     return replace(prepared, passes=passes, frozen_copy=copy)
 
 
-def _prepared(plan: Plan, ranks: Ranks, report: Report, host: HostParts, *, trains: bool = True) -> Prepared:
+def _teacher(plan: Plan, ranks: Ranks, host: HostParts) -> Teacher | None:
+    """Return the plan's teacher, frozen and without weights; None if it has none.
+
+    Raises ConfigurationError PT404 in a pipeline and on two-dimensional tensor ranks.
+    """
+    of_plan, spec = of_teacher(plan), plan.training.distill
+    if of_plan is None or spec is None:
+        return None
+    if plan.layout.mesh.pp > 1 or plan.layout.tensor.inner > 1:
+        message = "a teacher does not run in a pipeline or on two-dimensional tensor ranks"
+        raise ConfigurationError("PT404", message, "Plan it again.")
+    prepared = _plain(of_plan, ranks, host, trains=False)
+    assert prepared.sync is not None, "a model of one stage is sharded as a whole"
+    with ranks.tensors():
+        steps = spec.taught_steps(plan.training.steps)
+        return Teacher(spec, prepared.model, prepared.sync, ranks, steps=steps)
+
+
+def _prepared(
+    plan: Plan, ranks: Ranks, report: Report, host: HostParts, *, trains: bool = True, teacher: Teacher | None = None
+) -> Prepared:
     """Return a rank's part of the model; without ``trains`` every parameter is frozen."""
     if plan.layout.mesh.pp == 1:
-        return _plain(plan, ranks, host, trains=trains)
+        return _plain(plan, ranks, host, trains=trains, teacher=teacher)
     schedule = trained_schedule(plan)
     if schedule.moves != "activations" and plan.training.objective.prefers:
         message = f"objective: {plan.training.objective.kind} does not run where {schedule.name} moves weights"
@@ -178,23 +205,26 @@ def _preferences(model: nn.Module, plan: Plan, ranks: Ranks) -> PreferenceLoss |
 
 
 def _losses(
-    model: nn.Module, plan: Plan, ranks: Ranks
+    model: nn.Module, plan: Plan, ranks: Ranks, teacher: Teacher | None = None
 ) -> tuple[PreferenceLoss | None, Scoring | None, BeforePass | None]:
     """Put around the model's loss what the plan asks for; return it, and what learns of each pass; a collective."""
     scoring = Scoring(model, ranks) if plan.evaluation.tasks else None
     preferences = _preferences(model, plan, ranks)
     before = None if preferences is None else preferences.begin
+    if teacher is not None:  # pairs of answers have none
+        put_around_loss(model, teacher.around)
+        before = teacher.begin
     if scoring is None:
         return preferences, None, before
     scoring.put(model)
     return preferences, scoring, scoring.before(before)
 
 
-def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepared:
+def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool, teacher: Teacher | None = None) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, offload=partial(_offload, plan, memory, host, ranks.device), read=host.read_rows)
-    preferences, scoring, before = _losses(model, plan, ranks)
+    preferences, scoring, before = _losses(model, plan, ranks, teacher)
     _freeze(model, plan, trains=trains)  # outside of the context: fake tensors are no data of parameters on meta
     with ranks.tensors():
         _own_buffers(model)
@@ -219,6 +249,7 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts, *, trains: bool) -> Prepar
         loads=loads,
         preferences=preferences,
         scoring=scoring,
+        teacher=teacher,
     )
 
 

@@ -14,6 +14,7 @@ from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.repeats import distinct
+from partool.spec.model import ModelConfig
 from partool.work.base import Workload
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
@@ -49,6 +50,27 @@ def loss_bytes(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: C
         return LossBytes(*both)
     spike, freed = _spike(job, layouts, stack)
     return LossBytes(spike, 0.0, 0.0, 0.0, 0.0, freed)
+
+
+_TAUGHT_COPIES = 8
+"""Arrays of a chunk's logits, of student and teacher, that their divergence holds at its fullest moment."""
+
+
+def taught_loss_bytes(job: Workload, teacher: ModelConfig, layouts: Layouts, stack: MemoryStack) -> LossBytes:
+    """Return the bytes of a loss with a teacher's divergence (``model/distillation.py`` of the runtime).
+
+    It computes gradients in the forward pass: it holds those of the hidden state, those of the head in a wide type, and
+    the teacher's hidden state. A quarter as many positions as in a plain loss have logits at once.
+    """
+    small, wide, tokens = job.compute_bytes, max(job.compute_bytes, 4), micro_batch_tokens(job, layouts)
+    vocab, logits, _ = _logits(job, layouts, stack)
+    tile = np.asarray(layouts.loss_tile_tokens)
+    limit = 2.0 * stack.logit_limit / _TAUGHT_COPIES if stack.logit_limit else logits
+    chunk = np.where(tile > 0, np.minimum(logits, tile * vocab), np.minimum(logits, limit))
+    head, state = job.trains_head * vocab * job.model.hidden, tokens * job.model.hidden * small
+    kept = state + head * wide
+    forward = kept + tokens * teacher.hidden * small + _TAUGHT_COPIES * wide * chunk
+    return LossBytes(forward, kept + state + head * small, head * small, 0.0 * head, 0.0 * head, 0.0 * head)
 
 
 def _logits(job: Workload, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column, Column]:

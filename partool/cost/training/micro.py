@@ -212,6 +212,35 @@ def _unit(job: TrainingWork, layouts: Layouts, kind: Kind, costs: Layer) -> Unit
 
 
 def _first(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
+    unit = _embedding(job, layouts)
+    return unit if job.teacher is None else _taught(unit, micro(job.teacher, layouts), job.taught)
+
+
+def _taught(unit: UnitSeconds, teacher: Micro, share: float) -> UnitSeconds:
+    """Return the embedding with the forward pass of a teacher in a share of the steps.
+
+    A teacher runs before its student, in layouts of one pipeline stage. Its own loss stands for the divergence, which
+    reads as many logits.
+    """
+    exposed = {
+        name: unit.exposed[name]
+        + share
+        * (
+            sum(count * teacher.layers[kind].exposed[name] for kind, count in teacher.counts.items())
+            + teacher.first.exposed[name]
+            + teacher.last.exposed[name]
+        )
+        for name in COMMUNICATION
+    }
+    return replace(
+        unit,
+        forward_s=unit.forward_s + share * teacher.total("forward_s"),
+        exposed=exposed,
+        exposed_forward_s=unit.exposed_forward_s + share * teacher.total("exposed_forward_s"),
+    )
+
+
+def _embedding(job: TrainingWork, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
     trains = not is_frozen("embed.weight", job.frozen)
     shares = share_columns(job, layouts)

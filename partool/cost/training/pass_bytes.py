@@ -24,7 +24,7 @@ from partool.cost.memory.expert_backward import experts_backward
 from partool.cost.memory.in_flight import first_stage_inputs
 from partool.cost.memory.rank_parameters import DENSE, MOE, BegunStages, RankLoad
 from partool.cost.memory.stacks import MemoryStack
-from partool.cost.memory.transient import exchange_bytes, loss_bytes
+from partool.cost.memory.transient import exchange_bytes, loss_bytes, taught_loss_bytes
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.quantised import numbers_bytes
 from partool.work.training import TrainingWork
@@ -131,6 +131,8 @@ def pass_bytes(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: Ra
         load = replace(load, in_flight=1.0 + 0.0 * load.in_flight, ending=None)
     ending = at_the_end(layouts, load) if job.backward else 1.0
     losses = loss_bytes(job, layouts, stack, ending)
+    if job.teacher is not None:
+        losses = taught_loss_bytes(job, job.teacher.model, layouts, stack)
     result = load.last * np.where(early_loss(job, layouts), stream, 0.0)
     inputs, buffers = (count * stream for count in _received(layouts, load))
     perturbation = stream * max(job.compute_bytes, 4) / job.compute_bytes if job.perturbed else 0.0

@@ -172,7 +172,11 @@ def states(job: TrainingWork, layouts: Layouts, stack: MemoryStack, load: RankLo
     terms["parameters"] = _stored(job, layouts, stack, away, sizes)
     buffers = _buffers(job, layouts, stack, sizes, narrow=narrow)
     # Shards that are being copied to the device exist in addition to the gathered parameters.
-    kept = small * kept_elements(job.model, job.controls.persistent_elements) + 0.0 * sizes.root
+    kept = (
+        small * kept_elements(job.model, job.controls.persistent_elements)
+        + teacher_bytes(job, layouts)[1]
+        + 0.0 * sizes.root
+    )
     if stack.copies_shards_ahead:
         copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
         gathered, kept = gathered + copied, kept + copied
@@ -198,11 +202,31 @@ def _narrow_parameters(
 
 
 def _copied(job: TrainingWork, layouts: Layouts, sizes: ElementCounts, sharded: Column) -> Column:
-    """Return the bytes of a reference's frozen copy, which has no masters and is whole on each rank below ZeRO-3."""
+    """Return the bytes of a teacher, or of a reference's frozen copy.
+
+    Neither has masters, and both are whole on each rank below ZeRO-3.
+    """
     if not job.reference_copy:
-        return 0.0
+        return teacher_bytes(job, layouts)[0]
     elements = np.where(np.asarray(layouts.zero) == 3, sharded, sizes.common + sizes.expert)
     return job.compute_bytes * elements
+
+
+def teacher_bytes(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column]:
+    """Return the bytes of a teacher, and of its root module while the student's passes run.
+
+    With ZeRO-3 its output matrix stays gathered until the student's loss. There is one pipeline stage.
+    """
+    teacher = job.teacher
+    if teacher is None:
+        return 0.0, 0.0
+    experts = sum(teacher.model.is_moe_layer(layer) for layer in range(teacher.model.layers))
+    load = RankLoad((float(teacher.model.layers - experts), float(experts)), 1.0, 1.0, 1.0, {})
+    sizes = element_counts(teacher, layouts, load)
+    cut = np.where(np.asarray(layouts.zero) == 3, state_shards(layouts), 1)
+    stored = np.ceil(sizes.common / cut) + np.ceil(sizes.expert / _expert_shards(layouts, cut, layouts.zero == 3))
+    root = np.where(np.asarray(layouts.zero) == 3, sizes.root, 0.0)
+    return job.compute_bytes * stored, job.compute_bytes * root
 
 
 def _managed(layouts: Layouts, sizes: ElementCounts) -> Column:

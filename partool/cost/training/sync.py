@@ -13,6 +13,7 @@ from partool.cost.collective import RankGroup
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.time.tensor import tensor_group
 from partool.cost.training.gathers import kept_elements, messages_of_unit
+from partool.cost.training.micro import micro
 from partool.cost.training.one_bit import message_bytes
 from partool.cost.training.traffic import trained_share
 from partool.work.training import OneBitUpdates, TrainingWork
@@ -69,8 +70,7 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     """Return the seconds of collectives of a rank's parameters and gradients among data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     # With ZeRO-3, passes that find perturbations gather once more; they reduce nothing.
-    turns = m * (1.0 + job.perturbed)
-    both = 1.0 + job.backward
+    turns, both = m * (1.0 + job.perturbed), 1.0 + job.backward
     # So do passes of a reference, forward alone.
     referred = m * job.reference_passes
     if stack.pipeline_keeps_whole:
@@ -94,6 +94,7 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     refresh = _refresh_s(job, parameters, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
     ahead = np.where(zero == 3, (turns + referred) * gather, np.where(zero > 0, gather, 0.0))
+    ahead, gathered = (each + _teacher_s(job, layouts, zero, (shards, owners)) for each in (ahead, gathered))
     behind = gathered - ahead
     # Without prefetching, ZeRO-3 waits for each gather.
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
@@ -122,6 +123,16 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     slowdown = np.maximum(hidden, 0.0) * (stack.contention - 1.0)
     return Sync(gradient, exposed, gathered, shown, slowdown, refresh)
+
+
+def _teacher_s(job: TrainingWork, layouts: Layouts, zero: Column, groups: tuple[RankGroup, RankGroup]) -> Column:
+    """Return the seconds in which a step's passes of a teacher gather its parameters, which ZeRO-3 alone shards."""
+    if job.teacher is None:
+        return 0.0
+    costs, counted = micro(job.teacher, layouts), job.teacher.model.layers + 2.0
+    parameters = RankParameters(costs.total("dense"), costs.total("expert"), counted)
+    gather = _gather_s(job.teacher, parameters, float(job.compute_bytes), zero, groups)
+    return np.asarray(np.where(zero == 3, job.taught * layouts.accumulation * gather, 0.0))
 
 
 def _gathered_share(job: TrainingWork, layouts: Layouts, zero: Column) -> Column:

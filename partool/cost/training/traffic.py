@@ -20,6 +20,7 @@ from partool.cost.training.tensor_sums import tensor_bytes
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, parameters
 from partool.layout.quantised import FewBits, weighed
 from partool.plan.layout import Layout
+from partool.plan.teaching import layout_of_teacher
 from partool.plan.types import ExchangePart
 from partool.spec.model import ModelConfig
 from partool.work.evaluation import forward_only
@@ -44,6 +45,8 @@ def traffic_bytes(job: TrainingWork, layout: Layout) -> dict[str, int]:
     """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
     if job.reference_passes:
         return _with_reference(job, layout)
+    if job.teacher is not None:
+        return _with_teacher(job, job.teacher, layout)
     zero = traffic(job, layout)
     reduced = zero.scatter_bytes + zero.replica_bytes
     if job.one_bit is not None:
@@ -66,6 +69,15 @@ def _with_reference(job: TrainingWork, layout: Layout) -> dict[str, int]:
     if layout.data.zero < 3:
         reference["parameter_gather"] = 0
     return {term: sent + job.reference_passes * reference[term] for term, sent in training.items()}
+
+
+def _with_teacher(job: TrainingWork, teacher: TrainingWork, layout: Layout) -> dict[str, int]:
+    """Return the bytes of a step with those of a teacher's forward passes, as the mean of all steps."""
+    training = traffic_bytes(replace(job, teacher=None), layout)
+    forward = traffic_bytes(teacher, layout_of_teacher(layout, teacher.model))
+    if layout.data.zero < 3:
+        forward["parameter_gather"] = 0
+    return {term: sent + int(job.taught * forward[term]) for term, sent in training.items()}
 
 
 def exchanges(job: TrainingWork, layout: Layout) -> dict[str, ExchangePart]:

@@ -22,7 +22,7 @@ from partool.planner.forms import gathers, tiles
 from partool.planner.forms.runnable import runnable
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem
-from partool.planner.rules import adversarial, evaluation, objective
+from partool.planner.rules import adversarial, distill, evaluation, objective
 from partool.planner.search import offload
 from partool.planner.search.ordered import best_of_kinds
 from partool.planner.search.price import Priced
@@ -60,6 +60,7 @@ def details(solution: Solution, best: Priced) -> tuple[str, ...]:
     if (compared := settings.compiled(solution, best)) is not None:
         sentences.append(settings.sentence(best, compared))
     sentences += adversarial.sentences(solution.problem)
+    sentences += distill.sentences(solution.problem)
     sentences += objective.sentences(solution.problem)
     sentences += evaluation.sentences(solution.problem)
     sentences += tiles.sentences(solution.problem, layout)

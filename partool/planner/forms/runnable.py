@@ -46,6 +46,8 @@ class Task:
     """True if a moving average of the weights is kept."""
     continues: bool = False
     """True if validations continue prompts."""
+    taught: bool = False
+    """True if a teacher goes over each micro-batch first."""
 
 
 def of_engine(engine: str) -> tuple[Gap, ...]:
@@ -60,7 +62,8 @@ def task(problem: Problem) -> Task:
     precision, optimizer = spec.training.precision, spec.optimizer.name
     prefers, averages = spec.training.objective.prefers, spec.training.ema is not None
     continues, frozen = bool(spec.training.validation.prompts), bool(problem.frozen)
-    return Task(problem.model, problem.devices, precision, frozen, hf, optimizer, prefers, averages, continues)
+    taught = problem.teacher is not None
+    return Task(problem.model, problem.devices, precision, frozen, hf, optimizer, prefers, averages, continues, taught)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
@@ -75,6 +78,7 @@ def task_of(plan: Plan, devices: Devices) -> Task:
         plan.training.objective.prefers,
         plan.training.ema is not None,
         bool(plan.training.validation.prompts),
+        plan.teacher is not None,
     )
 
 
@@ -89,6 +93,8 @@ def of_task(asked: Task) -> Iterator[str]:
         yield "preferences"
     if asked.continues:
         yield "continued prompts"
+    if asked.taught:
+        yield "teacher"
     if asked.averages:
         yield "moving average"
         if OPTIMIZERS[asked.optimizer].whole_steps:
@@ -237,6 +243,8 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
         yield from _of_positions(layout, "preferences")
     if asked.continues:
         yield from _of_positions(layout, "continued prompts")
+    if asked.taught and layout.tensor.inner > 1:
+        yield "teacher on tensor ranks in two dimensions"
     if asked.model.moe is not None and not asked.hf:
         yield from _of_experts(asked, layout)
 

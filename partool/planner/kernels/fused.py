@@ -49,6 +49,8 @@ def why_not(problem: Problem, part: Fused) -> str:
         return "transformers builds the layers"
     if record.place == "loss" and problem.spec.training.objective.prefers:
         return f"objective: {problem.spec.training.objective.kind} needs the loss of each token"
+    if record.place == "loss" and problem.spec.training.distill is not None and problem.job.backward:
+        return "the divergence from a teacher needs the logits of both models"
     if record.place == "update" and problem.spec.optimizer.name != part:
         return f"optimizer.name is {problem.spec.optimizer.name}"
     if record.needs == "gate" and model.activation not in FUSED_GATES:

@@ -14,6 +14,7 @@ from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.rules import (
     adapter,
     adversarial,
+    distill,
     engine,
     evaluation,
     jobs,
@@ -149,8 +150,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
     check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, quantised.check, optimizer.check,
-    _recompute, offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check, objective.check,
-    evaluation.check,
+    _recompute, offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check,
+    distill.check, objective.check, evaluation.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -12,6 +12,7 @@ from partool.diagnostics.record import Diagnostic, Severity
 from partool.layout.adapters import frozen_beside
 from partool.layout.parameters import frozen_problem
 from partool.layout.tensor.cutting import collapsed_name
+from partool.plan.types import TeacherModel
 from partool.plan.weight_files import WeightsError, check_weight_file, holds_checkpoint, weight_files
 from partool.planner.problem import Problem
 from partool.planner.rules.data import lies, of_what_is_here
@@ -75,6 +76,14 @@ def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: 
     yield from _unreadable(folder, weights.source, severity, path)
     if weights.source == "hf" and (folder / "config.json").is_file() and not spec.model.by_others:
         yield from _sizes(folder, model, weights.upcycle, spec.adapter)
+
+
+def check_teacher(spec: Spec, launch: LaunchSpec, teacher: TeacherModel | None) -> Iterator[Diagnostic]:
+    """Yield a finding if the folder of a teacher holds no weights: a warning where ranks on other machines train."""
+    path = None if teacher is None else teacher.weights.path
+    if teacher is not None and path is not None:
+        severity, _ = lies(spec, launch, path)
+        yield from _unreadable(Path(path), teacher.weights.source, severity, ("training", "distill", "teacher"))
 
 
 def _unreadable(folder: Path, source: str, severity: Severity, path: tuple[str, ...]) -> Iterator[Diagnostic]:

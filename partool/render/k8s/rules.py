@@ -132,6 +132,7 @@ def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, 
         (("data", "tokenizer"), plan.data.tokenizer, False),
         (("data", "cache"), plan.data.cache, True),
         (("model", "weights", "path"), plan.weights.path, False),
+        (("training", "distill", "teacher"), None if plan.teacher is None else plan.teacher.weights.path, False),
         (("checkpoint", "dir"), plan.checkpoint.dir, True),
         (("parallel", "offload", "dir"), plan.layout.offload.dir if on_disk else None, True),
     ]

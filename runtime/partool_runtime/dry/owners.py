@@ -24,6 +24,8 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/partool_runtime/parallel/weipipe/shifts.py", "", "communication"),
     ("/partool_runtime/parallel/weipipe/passes.py", "__init__", "gathered"),
     ("/partool_runtime/model/loss.py", "", "loss"),
+    ("/partool_runtime/model/distillation.py", "", "loss"),
+    ("/partool_runtime/parallel/tensor/distillation.py", "", "loss"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "looked_up", "activations"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "vocabulary_rows", "activations"),
     ("/partool_runtime/parallel/tensor/vocabulary.py", "", "loss"),

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from partool_kernels.cross_entropy.op import Terms, cross_entropy
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_runtime import deferral
+from partool_runtime.model.distillation import Teaching, distilled_loss, rows_at_once
 from partool_runtime.model.norm import wide_dtype
 from partool_runtime.model.scores import scores_in_chunks
 
@@ -49,6 +50,7 @@ def loss(
     z_loss: float = 0.0,
     kernels: LossKernels | None = None,
     reduction: Reduction = "sum",
+    teaching: Teaching | None = None,
 ) -> torch.Tensor:
     """Return the sum of the losses of all labelled positions, a scalar in float32 or wider, or see ``Reduction``.
 
@@ -57,7 +59,14 @@ def loss(
     by the tokens of the whole step over all ranks. Above ``chunk_logits`` logits the backward pass recomputes them,
     chunk by chunk: the matrix work grows from 6 to 8 units, but memory does not grow with the batch. Alternatively,
     ``tile`` sets the number of positions whose logits exist at once. With ``kernels.early`` nothing is recomputed.
+    With ``teaching`` the gradient is also that of the divergence from a teacher, without kernels
+    (:mod:`partool_runtime.model.distillation`).
     """
+    if teaching is not None:
+        at_once = rows_at_once(tile, chunk_logits, head_weight_VH.shape[0])
+        return distilled_loss(
+            hidden_BSH, head_weight_VH, labels_BS, teaching, rows=at_once, bias_V=bias_V, z_loss=z_loss
+        )
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
     if reduction == "scores":
 

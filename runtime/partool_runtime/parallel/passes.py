@@ -74,10 +74,10 @@ class PlainPasses:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro in enumerate(batch):
             if self._perturb is not None:
-                self._perturb(micro, self._loss, weight, timer)
+                self._perturb(micro, self.forward, weight, timer)
             self._sync.before_micro_batch(last=index == len(batch) - 1)
             with timer("forward"):
-                loss = self._loss(micro)
+                loss = self.forward(micro)
                 loss_sum += loss.detach()
             with timer("backward"):
                 torch.autograd.backward(loss * weight.to(loss.dtype))
@@ -87,8 +87,8 @@ class PlainPasses:
                 self._tensor.add_up()
         return loss_sum
 
-    def _loss(self, micro: MicroBatch) -> torch.Tensor:
-        """Return the sum of a micro-batch's token losses."""
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the sum of a micro-batch's token losses; the caller decides about gradients and releases."""
         if self._before is not None:
             self._before(micro)
         if (contexts := getattr(self._model, "contexts", None)) is not None:
@@ -107,7 +107,7 @@ class PlainPasses:
             if stopping():
                 self._sync.release()
                 return None
-            total += self._loss(micro).double()
+            total += self.forward(micro).double()
         self._sync.release()
         return total
 

@@ -25,6 +25,8 @@ class TrainingFigures:
     skipped: bool = False
     preferences: Mapping[str, float] | None = None
     """Means over pairs of answers since the last log step; None for other objectives."""
+    kl: float | None = None
+    """Mean divergence of a teacher from the model since the last log step, in nats per token; None without one."""
 
 
 def line(figures: TrainingFigures) -> str:
@@ -39,6 +41,7 @@ def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
     f = figures
     texts = [
         ("loss", None if f.loss is None else f"{f.loss:.4f}"),
+        ("KL of teacher", None if f.kl is None else f"{f.kl:.4f}"),
         ("grad norm", None if f.grad_norm is None else f"{f.grad_norm:.3f}"),
         ("lr", None if f.lr is None else f"{f.lr:.2e}"),
         ("tokens/s", None if f.tokens_per_s is None else f"{f.tokens_per_s:,.0f}"),

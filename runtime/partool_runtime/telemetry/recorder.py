@@ -214,6 +214,10 @@ class Recorder:
         """Take means over pairs of answers, which the next log step shows."""
         self._figures = replace(self._figures, preferences=figures)
 
+    def note_kl(self, kl: float | None) -> None:
+        """Take the mean divergence of a teacher from the model, which the next log step shows; None without one."""
+        self._figures = replace(self._figures, kl=kl)
+
     def validation(
         self,
         step: int,
@@ -424,6 +428,8 @@ class Recorder:
             data |= {"tokens_per_s": figures.tokens_per_s, "mfu": figures.mfu, "memory_bytes": figures.memory_bytes}
             if figures.preferences is not None:
                 data["preferences"] = dict(figures.preferences)
+            if figures.kl is not None:
+                data["kl"] = figures.kl
         self._events.write("step", data)
 
     def _show(self, *, log: bool) -> None:

@@ -138,6 +138,7 @@ def every_kind() -> list[Asked]:
         needs(model=MODEL.model_copy(update={"moe": MIXED}), mesh=SHARED, sequence_method="dsp"),
         needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
+        *((replace(PLAIN[0], taught=True), layout) for layout in (PLAIN[1], needs(mesh=CUT, tensor_inner=2)[1])),
         *of_adapters(piped), *of_preferences(piped), *of_prompts(piped), *of_averages(),
     ]  # fmt: skip
 

@@ -124,6 +124,8 @@ class TrainingLoop:
         recorder, preferences = self.recorder, self.stepper.preferences
         if preferences is not None and recorder.is_log_step(steps_done):
             recorder.note_preferences(preferences.figures(trains=True))
+        if (teacher := self.stepper.teacher) is not None and recorder.is_log_step(steps_done):
+            recorder.note_kl(teacher.figures().get("kl"))
         recorder.step(steps_done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
         if result.skipped:
             recorder.event("nonfinite", step=steps_done, consecutive=self.stepper.nonfinite_in_row)

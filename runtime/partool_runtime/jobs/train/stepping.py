@@ -20,6 +20,7 @@ from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.passes import Passes, Timer
 from partool_runtime.parallel.preferences import PreferenceLoss
+from partool_runtime.parallel.teacher import Teacher
 from partool_runtime.precision import LossScaler
 
 
@@ -62,7 +63,10 @@ class Stepper:
         kernels: Mode = "auto",
         loads: ExpertLoads | None = None,
         preferences: PreferenceLoss | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
+        self.teacher = teacher
+        """The model whose predictions the trained one learns; None without one."""
         self._passes = passes
         self.preferences = preferences
         """The objective of pairs of answers; None where each token counts by itself."""
@@ -88,6 +92,8 @@ class Stepper:
         not finite; a restart would only lead to the same state.
         """
         with timer("overhead"):
+            if self.teacher is not None:
+                self.teacher.at(step)
             self._agreement.begin(step)
             units, tokens = self._counted(batch)
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)

@@ -26,6 +26,7 @@ from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.parallel.teacher import Teacher
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.pulse import SILENT, Pulse
@@ -118,6 +119,7 @@ def _open(
         kernels=plan.kernels.mode,
         loads=prepared.loads,
         preferences=prepared.preferences,
+        teacher=prepared.teacher,
     )
 
     folder = None if plan.adapter is None else plan.adapter.weights
@@ -162,7 +164,18 @@ def _open(
         post_load(model)
     elif not started and plan.adapter is None:
         start()
+    _start_teacher(plan, prepared.teacher, ranks, first)
     return stepper, saver, first
+
+
+def _start_teacher(plan: Plan, teacher: Teacher | None, ranks: Ranks, first: int) -> None:
+    """Give the teacher its weights, or drop it if step ``first`` comes after its last one; a collective."""
+    if teacher is None or plan.teacher is None:
+        return
+    teacher.at(first)
+    if teacher.model is not None:
+        fill(teacher.model, plan.teacher.weights, seed=plan.training.seed, group=ranks.world)
+        post_load(teacher.model)
 
 
 def _room_bytes(plan: Plan) -> int | None:
@@ -176,11 +189,15 @@ def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device
     for note in optimizer.notes:
         recorder.warning(note)
     models = [prepared] if prepared.frozen_copy is None else [prepared, prepared.frozen_copy]
-    recorder.note_memory("parameters", sum(_bytes_on(device, each.model.parameters()) for each in models))
+    teacher = prepared.teacher
+    in_teacher = [] if teacher is None or teacher.model is None else [teacher.model]
+    every = [*(each.model for each in models), *in_teacher]
+    recorder.note_memory("parameters", sum(_bytes_on(device, model.parameters()) for model in every))
     recorder.note_memory("optimizer", optimizer.state_bytes())
     if optimizer.average is not None:
         recorder.note_memory("average", optimizer.average.state_bytes())
-    recorder.probe_memory("gathered", lambda: sum(each.gathered_bytes() for each in models))
+    of_teacher = (lambda: 0) if teacher is None else teacher.gathered_bytes
+    recorder.probe_memory("gathered", lambda: sum(each.gathered_bytes() for each in models) + of_teacher())
     recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + optimizer.gradient_bytes())
 
 

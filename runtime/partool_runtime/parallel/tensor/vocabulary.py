@@ -20,8 +20,10 @@ from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradi
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.model.distillation import Teaching
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels, Reduction, check_plain
 from partool_runtime.model.norm import wide_dtype
+from partool_runtime.parallel.tensor.distillation import taught_vocabulary_loss
 from partool_runtime.parallel.tensor.ops import Team, reduce_from_tp, start_reduce_from_tp, start_tokens, tokens
 from partool_runtime.parallel.tensor.scores import vocabulary_scores
 from partool_runtime.torch_internals.collectives import finished, start_sum
@@ -109,14 +111,20 @@ def vocabulary_loss(
     z_loss: float = 0.0,
     kernels: LossKernels | None = None,
     reduction: Reduction = "sum",
+    teaching: Teaching | None = None,
 ) -> torch.Tensor:
     """Return the sum of the losses of all labelled positions, the same scalar on every rank, or see ``Reduction``.
 
     ``hidden`` is the residual stream, all tokens or a share. This rank holds the ``V`` tokens of the vocabulary that
     start at ``first``. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once.
     Without ``sum_input`` the gradient of the hidden state is only this rank's term, and the caller sums the terms over
-    the ranks.
+    the ranks. With ``teaching`` the gradient is also that of the divergence from a teacher.
     """
+    if teaching is not None:
+        return taught_vocabulary_loss(
+            hidden, weight_VH, labels_BS, teaching,
+            first=first, team=team, chunk_logits=chunk_logits, bias_V=bias_V, z_loss=z_loss,
+        )  # fmt: skip
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     if reduction == "scores":
         return vocabulary_scores(hidden, weight_VH, labels_BS, bias_V, first=first, team=team, chunk=chunk)
