@@ -102,20 +102,20 @@ def gemms(
     cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens, tokens)
     rank_tokens = -(-tokens // tensor) if shares else tokens
-    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.blocks))
     products = [
         Gemm(
             f"attention.{name}",
             n,
             k,
             Rows(rank_tokens, rank_tokens, rank_tokens) if name in _DOWN else rows,
-            model.layers,
+            model.blocks,
             alike=alike,
         )
         for name, n, k, alike in (_latent(model, cut) if model.mla else _attention(model, cut))
     ]
-    if moe_layers < model.layers:
-        products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
+    if moe_layers < model.blocks:
+        products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.blocks - moe_layers, 1))
     if model.moe is not None and moe_layers:
         products.append(Gemm("moe.router", model.moe.experts, cut.hidden(model.hidden), rows, moe_layers))
         if model.moe.residual:
@@ -124,7 +124,10 @@ def gemms(
             width = cut.width(model.moe.shared_experts * model.moe.ffn_hidden)
             products += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))
         products += _experts(model, cut, (expert, expert_tensor), tokens, moe_layers)
-    products.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
+    products.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1 + model.predictions))
+    if model.predictions:
+        shared = Rows(rank_tokens, rank_tokens, rank_tokens)
+        products.append(Gemm("predictions.projection", model.hidden, 2 * model.hidden, shared, model.predictions))
     return products
 
 

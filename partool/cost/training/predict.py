@@ -46,14 +46,15 @@ def matmul_flops_per_token(model: ModelConfig, frozen: tuple[str, ...] | None = 
     With ``frozen``, return those of the matrices that these patterns match.
     """
     tied = model.tied_embeddings and (frozen is None or is_frozen("embed.weight", frozen))
-    total = 2.0 * model.vocab * model.hidden if tied else 0.0
+    heads = 1 + model.predictions
+    total = 2.0 * heads * model.vocab * model.hidden if tied else 0.0
     for info in parameters(model):
         if frozen is not None and not is_frozen(info.name, frozen):
             continue
         if info.kind in ("embedding", "position", "norm") or len(info.shape) < 2:
             continue
         share = model.moe.top_k / model.moe.experts if info.kind == "expert" and model.moe is not None else 1.0
-        total += 2.0 * share * info.elements
+        total += 2.0 * share * info.elements * (heads if info.kind == "head" else 1)
     return total
 
 

@@ -124,7 +124,15 @@ class TrainingLoop:
         recorder, preferences = self.recorder, self.stepper.preferences
         if preferences is not None and recorder.is_log_step(steps_done):
             recorder.note_preferences(preferences.figures(trains=True))
-        recorder.step(steps_done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
+        recorder.step(
+            steps_done,
+            result.loss,
+            result.grad_norm,
+            result.lr,
+            result.tokens,
+            result.skipped,
+            multi_token_loss=result.multi_token_loss,
+        )
         if result.skipped:
             recorder.event("nonfinite", step=steps_done, consecutive=self.stepper.nonfinite_in_row)
         if steps_done == 1 and (problem := first_step_problem(self.plan, result)):

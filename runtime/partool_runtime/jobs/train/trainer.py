@@ -23,6 +23,7 @@ from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.jobs.train.tasks import TrainingTasks
 from partool_runtime.jobs.train.validating import Validator
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.model import Decoder
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
@@ -118,6 +119,7 @@ def _open(
         kernels=plan.kernels.mode,
         loads=prepared.loads,
         preferences=prepared.preferences,
+        multi_token=model.multi_token if isinstance(model, Decoder) and model.predictions else None,
     )
 
     folder = None if plan.adapter is None else plan.adapter.weights
