@@ -32,6 +32,14 @@ RULES: tuple[Rule, ...] = (
         BASE.replace("heads: 4", "heads: 4, multi_token: 2") + "training: {sequence_length: 4}\n",
     ),
     command_rule(
+        "PT638",
+        "A folder without the modules for further tokens",
+        "Weights of a folder are those of every parameter, and its config.json says how many modules for further "
+        "tokens it holds (num_nextn_predict_layers).",
+        "model: {config: ./llama, multi_token: 1, weights: {source: hf, path: ./llama}}",
+        "model: {config: ./deepseek-v3, multi_token: 1, weights: {source: hf, path: ./deepseek-v3}}",
+    ),
+    command_rule(
         "PT619",
         "Copies of the embedding or of the head that differ",
         "Folders store the embedding and the head a second time with each module for a further token. partool trains "

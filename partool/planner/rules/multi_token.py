@@ -26,3 +26,6 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     if training.adversarial.epsilon:
         message = "training.adversarial perturbs embeddings, which modules for further tokens read unperturbed"
         yield Diagnostic("PT439", message, path=_PATH, help="drop multi_token, or training.adversarial")
+    if problem.spec.engine != "partool":
+        message = f"plans for engine: {problem.spec.engine} cannot say multi_token"
+        yield Diagnostic("PT439", message, path=_PATH, help="drop multi_token, or use engine: partool")
