@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "deepseek ZeRO-2": ("deepseek", Mesh(dp_shard=2, tp=2), {"zero": 2, "expert": 4, "recompute": "full"}),
     "deepseek tensor": ("deepseek", Mesh(tp=2), {"zero": 0, "sequence_norms": True}),
 }
-KEPT = ["two ZeRO-3", "two tensor with shares"]
+KEPT = ["two ZeRO-3"]
 IN_PLAIN_TORCH = ("one", "two", "tied", "documents")
 
 

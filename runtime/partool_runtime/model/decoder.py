@@ -22,7 +22,7 @@ from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.latent_attention import make_attention
 from partool_runtime.model.loss import loss
 from partool_runtime.model.moe import MixtureOfExperts
-from partool_runtime.model.multi_token import Ahead, MultiTokenLosses, Prediction, look_ahead
+from partool_runtime.model.multi_token import Ahead, MultiTokenLosses, TokenPrediction, look_ahead
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
 from partool_runtime.model.stored import QuantisedMatrix
@@ -269,7 +269,7 @@ class Decoder(StagedDecoder):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)
-        self.predictions = nn.ModuleList(Prediction(config) for _ in range(config.predictions))
+        self.predictions = nn.ModuleList(TokenPrediction(config) for _ in range(config.predictions))
         """Modules of further tokens; their blocks are the last of ``layers``."""
         self.multi_token = MultiTokenLosses()
         self.contexts = Contexts(config)
@@ -325,7 +325,7 @@ class Decoder(StagedDecoder):
         main, losses = self._loss(hidden_BSH, labels_BS), []
         blocks = list(self.layers)[self.config.layers :]
         for module, block, later_BSH, labels in zip(self.predictions, blocks, later, ahead.labels_DBS, strict=True):
-            prediction = cast(Prediction, module)
+            prediction = cast(TokenPrediction, module)
             hidden_BSH = prediction.final_norm(block(prediction.joined(hidden_BSH, later_BSH), context))
             losses.append(self._loss(hidden_BSH, labels))
         return self.multi_token.added(main, losses)

@@ -1,4 +1,4 @@
-"""Prediction of further tokens in training (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""TokenPrediction of further tokens in training (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 The module at depth k combines a position's hidden state of depth k − 1 with the embedding of the token k positions
 later. Its block and norm make the hidden state of depth k, from which the model's head predicts the token after that.
@@ -48,7 +48,7 @@ def _later(x_BS: torch.Tensor, distance: int, beyond: int) -> torch.Tensor:
     return F.pad(x_BS[:, distance:], (0, min(distance, x_BS.shape[1])), value=beyond)
 
 
-class Prediction(nn.Module):
+class TokenPrediction(nn.Module):
     """What the module of a further token has beside its block; embedding and head are the model's."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layouts import new_layout
 
 from partool.catalog.models import resolve_model
 from partool.cost.training.predict import attention_flops_per_token, matmul_flops_per_token
 from partool.layout.gemms import gemms
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.tensor import own_partition
-from partool.planner.forms.runnable import Task, gaps
-from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig, ModelSpec, MultiToken
 from partool.work.blocks import divided_model
 
@@ -81,32 +78,3 @@ def test_tensor_ranks_all_have_the_projection() -> None:
         rows = {row.name: row for row in own_partition(TWO, 2, 1, shares)}
         (row,) = (row for name, row in rows.items() if name.endswith(".projection.weight"))
         assert (row.style, row.cuts, row.gradients) == ("replicated", (), gradients)
-
-
-def task(**more: Any) -> Task:
-    devices = Devices.model_construct(backend="cpu", nodes=1, architecture="")
-    return Task(TWO, devices, more.pop("precision", "fp32"), **more)
-
-
-def layout(**more: Any) -> Any:
-    return new_layout(
-        **{
-            "zero": 1, "micro_batch": 1, "accumulation": 1, "recompute": ("none",) * 5, "compile": "none",
-            "stages": ((0, 5),),
-        }
-        | more
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("asked", "of_layout", "codes"),
-    [
-        ({}, {}, set()),
-        ({"optimizer": "muon"}, {}, set()),
-        ({}, {"offload_optimizer": "cpu"}, {"PT439"}),
-        ({"prefers": True}, {}, {"PT439"}),
-        ({"optimizer": "zero_one_adam"}, {}, {"PT439"}),
-    ],
-)
-def test_what_does_not_run(asked: dict[str, Any], of_layout: dict[str, Any], codes: set[str]) -> None:
-    assert {gap.code for gap in gaps(task(**asked), layout(**of_layout))} == codes
