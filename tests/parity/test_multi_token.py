@@ -18,6 +18,7 @@ from test_tensor_trainer import assert_same_state
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.spec.averaging import EmaSpec
 from partool.spec.model import MultiToken
 
 STEPS = 6
@@ -141,3 +142,21 @@ def test_a_run_goes_on_in_another_layout(jobs: Jobs, reference: Any) -> None:
     want, steps = reference("two"), jobs.events("broken", "step")
     assert [step["loss"] for step in steps] == pytest.approx(want["losses"], rel=1e-11)
     assert [step["multi_token_loss"] for step in steps] == pytest.approx(want["multi_token"], rel=1e-11)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(250)
+def test_validations_by_an_average_leave_nothing_gathered(jobs: Jobs) -> None:
+    """Passes without gradients skip the modules, whose weights change between them and the next step."""
+    for name, mesh, zero in (("averaged alone", ONE, 0), ("averaged ranks", TWO, 3)):
+        plan = plan_of(jobs.folder, "two", mesh, zero=zero)
+        validation = plan.training.validation.model_copy(update={"every": 1})
+        ema = EmaSpec(decay=0.6, validation="average")
+        training = plan.training.model_copy(update={"validation": validation, "ema": ema})
+        jobs.train(name, plan.model_copy(update={"training": training}), run=name)
+        assert jobs.ended(name) == "done"
+    for kind in ("step", "validation"):
+        wanted, got = ([e["loss"] for e in jobs.events(run, kind)] for run in ("averaged alone", "averaged ranks"))
+        assert len(wanted) == STEPS
+        assert got == pytest.approx(wanted, rel=1e-11), kind
+    assert_same_state(jobs, "averaged ranks", "averaged alone", at=STEPS, of=STEPS)
