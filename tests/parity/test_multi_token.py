@@ -23,8 +23,8 @@ from partool.spec.model import MultiToken
 
 STEPS = 6
 TWO = Mesh(dp_shard=2)
-MOE = {"experts": 6, "top_k": 2, "ffn_hidden": 11, "shared_experts": 1, "first_dense_layers": 1}
-CHOICE = {"scores": "sigmoid", "bias_rate": 0.01, "aux_loss": 0.01}
+MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 11, "shared_experts": 1, "first_dense_layers": 1}
+CHOICE = {"scores": "sigmoid", "bias_rate": 0.01, "aux_loss": 0.01, "aux_scope": "sequence"}
 MODELS: dict[str, dict[str, Any]] = {
     "one": {},
     "two": {"multi_token": MultiToken(depth=2)},

@@ -113,12 +113,13 @@ class Stepper:
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
         loss, norm = check.loss_sum / max(unit_count, 1), check.norm / scale
-        flag_sums, multi_token_loss = check.flags, None
+        flag_sums: tuple[float, ...] = check.flags
+        multi_token_loss: float | None = None
         if self._multi_token is not None:
-            *flag_sums, further_sum = check.flags
+            flag_sums, further_sum = check.flags[:-1], check.flags[-1]
             multi_token_loss = further_sum / self._ranks.tp.size / max(unit_count, 1)  # tensor ranks hold the same loss
         return StepResult(
-            loss, norm, lr, count, not check.finite, tuple(flag_sums), multi_token_loss, local=self._agreement.local
+            loss, norm, lr, count, not check.finite, flag_sums, multi_token_loss, local=self._agreement.local
         )
 
     def _with_multi_token(self, flags: Callable[[], Sequence[float]]) -> Flags:
