@@ -113,19 +113,19 @@ class Stepper:
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
         loss, norm = check.loss_sum / max(unit_count, 1), check.norm / scale
-        flag_sums: tuple[float, ...] = check.flags
-        multi_token_loss: float | None = None
-        if self._multi_token is not None:
-            flag_sums, further_sum = check.flags[:-1], check.flags[-1]
-            multi_token_loss = further_sum / self._ranks.tp.size / max(unit_count, 1)  # tensor ranks hold the same loss
-        return StepResult(
-            loss, norm, lr, count, not check.finite, flag_sums, multi_token_loss, local=self._agreement.local
-        )
+        flag_sums, further = self._without_multi_token(check.flags, unit_count)
+        return StepResult(loss, norm, lr, count, not check.finite, flag_sums, further, local=self._agreement.local)
 
     def _with_multi_token(self, flags: Callable[[], Sequence[float]]) -> Flags:
         """Return flags whose last is the sum of this rank's losses of further tokens, if the model has any."""
         multi_token = self._multi_token
         return flags if multi_token is None else lambda: [*flags(), multi_token.take()]
+
+    def _without_multi_token(self, flags: tuple[float, ...], units: int) -> tuple[tuple[float, ...], float | None]:
+        """Return the sums of other flags, and the mean loss of further tokens over ``units`` tokens."""
+        if self._multi_token is None:
+            return flags, None
+        return flags[:-1], flags[-1] / self._ranks.tp.size / max(units, 1)  # tensor ranks hold the same loss
 
     def _counted(self, batch: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the losses of all ranks are divided by, and the number of their labels."""
