@@ -75,8 +75,11 @@ _NO_FILE = "give the path of a config.json; that of a model on a hub: hf downloa
 _UNQUANTIZED = "take the folder of the model before it was quantized"
 
 
-def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnostic]]:
-    """Read the config.json at ``path`` or in folder ``path``; return ModelConfig fields, file bytes and findings."""
+def read_config(path: Path, *, predictions: int = 0) -> tuple[dict[str, Any] | None, bytes, list[Diagnostic]]:
+    """Read the config.json at ``path`` or in folder ``path``; return ModelConfig fields, file bytes and findings.
+
+    ``predictions`` is the number of modules for multi-token prediction that the spec trains.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         content = file.read_bytes()
@@ -92,7 +95,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
     if not isinstance(config, dict):
         return None, content, [_error("PT251", f"{file} does not hold a JSON object", "give the path of a config.json")]
     try:
-        fields, findings = convert(config)
+        fields, findings = convert(config, predictions=predictions)
     except KeyError as error:
         message = f"{file} lacks the key {error}"
         return None, content, [_error("PT251", message, "compare it with the model's original config.json")]
@@ -102,8 +105,11 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
     return fields, content, findings
 
 
-def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnostic]]:
-    """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported."""
+def convert(config: dict[str, Any], *, predictions: int = 0) -> tuple[dict[str, Any] | None, list[Diagnostic]]:
+    """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported.
+
+    ``predictions`` is the number of modules for multi-token prediction that the spec trains.
+    """
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
         supported_types = (
@@ -129,7 +135,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     if kind in LATENT:
         fields["mla"] = _mla(config)
         fields["head_dim"] = fields["mla"]["nope_head_dim"] + fields["mla"]["rope_head_dim"]
-        findings += _not_trained(config)
+        findings += _not_trained(config, predictions)
     return fields, findings
 
 
@@ -261,14 +267,14 @@ def _family_fields(config: dict[str, Any], kind: str, findings: list[Diagnostic]
     return fields
 
 
-def _not_trained(config: dict[str, Any]) -> list[Diagnostic]:
-    """Return a finding about layers for multi-token prediction (arXiv 2412.19437, section 2.2), if there are any."""
+def _not_trained(config: dict[str, Any], predictions: int) -> list[Diagnostic]:
+    """Return a finding about layers for multi-token prediction (arXiv 2412.19437, section 2.2) that stay unused."""
     layers, count = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers", 0)
-    if not count:
+    if not count or predictions >= count:
         return []
-    numbers = ", ".join(str(layers + index) for index in range(count))
+    numbers = ", ".join(str(layers + index) for index in range(predictions, count))
     text = f"layers for multi-token prediction are neither trained nor exported: model.layers {numbers}"
-    help = "their tensors are left unused; the log of a run that loads the folder names each of them"
+    help = f"write model.multi_token: {{depth: {count}}} to train them; else a run's log names their tensors as unused"
     return [Diagnostic("PT255", text, "warning", CONFIG_PATH, help=help)]
 
 

@@ -167,7 +167,8 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
         source = f"preset {spec.preset}" + (f" ({entry['differs']})" if "differs" in entry else "")
         return fields, source, [], {"catalog/models": table_hash("models")}
     if isinstance(spec.config, str):
-        fields_or_none, content, findings = read_config(base_dir / spec.config)
+        predictions = 0 if spec.multi_token is None else spec.multi_token.depth
+        fields_or_none, content, findings = read_config(base_dir / spec.config, predictions=predictions)
         return fields_or_none, spec.config, findings, {"model.config": hashlib.sha256(content).hexdigest()}
     return {}, "", [], {}
 

@@ -18,6 +18,7 @@ from partool.diagnostics import (
     _texts_parallel,
     _texts_partition,
     _texts_planner,
+    _texts_planner_predictions,
     _texts_run,
     _texts_slurm,
     _texts_spec,
@@ -30,6 +31,7 @@ _TABLES = (
     _texts_files, _texts_spec, _texts_planner, _texts_parallel, _texts_launch, _texts_machines, _texts_slurm,
     _texts_k8s, _texts_run, _texts_hf, _texts_partition,
     _texts_kernels, _texts_offload, _texts_verify, _texts_engines, _texts_chat, _texts_keeping, _texts_tasks,
+    _texts_planner_predictions,
 )  # fmt: skip
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for table in _TABLES for rule in table.RULES), key=lambda rule: rule.code)

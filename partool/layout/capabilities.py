@@ -62,6 +62,7 @@ def of_model(model: ModelConfig) -> Iterator[str]:
         "biases of experts": model.moe is not None and model.moe.bias,
         "moe": model.moe is not None,
         "mla": model.mla is not None,
+        "predictions": model.predictions > 0,
     }
     yield from (aspect for aspect, applies in wanted.items() if applies)
 
@@ -136,6 +137,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("preferences", "tests/parity/test_preferences.py::test_every_layout_equals_one_process"),
     Capability("teacher", "tests/parity/test_distill.py::test_every_layout_equals_plain_torch"),
     Capability("moving average", "tests/parity/test_average.py::test_every_layout_equals_one_process"),
+    Capability("predictions", "tests/parity/test_multi_token.py::test_training_equals_the_reference"),
     Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("biases of experts", f"{_EXPERTS}::test_training_equals_one_process"),
     Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
@@ -159,6 +161,7 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 
 _PRECISION, _OPTIMIZER, _EMA = ("training", "precision"), ("optimizer", "name"), ("training", "ema")
+_PREDICTIONS = ("model", "multi_token")
 _PROMPTS = ("training", "validation", "prompts")
 
 GAPS: dict[str, Gap] = {
@@ -223,6 +226,22 @@ GAPS: dict[str, Gap] = {
     ),
     "moving average with exchanges of one bit": Gap(
         "PT424", "a moving average of weights that differ between ranks, with exchanges of one bit", _EMA
+    ),
+    "predictions in a pipeline": Gap("PT439", "multi-token prediction in a pipeline", ("parallel", "pipeline")),
+    "predictions on tensor ranks in two dimensions": Gap(
+        "PT439", "multi-token prediction on two-dimensional tensor ranks", ("parallel", "tensor", "shape")
+    ),
+    "predictions along a grid": Gap(
+        "PT439", "multi-token prediction with sequence method dsp", ("parallel", "sequence", "method")
+    ),
+    "predictions beside offloading": Gap(
+        "PT439", "multi-token prediction beside offloaded states, parameters or activations", ("parallel", "offload")
+    ),
+    "predictions beside an adapter": Gap("PT439", "multi-token prediction beside an adapter", _PREDICTIONS),
+    "predictions of pairs of answers": Gap("PT439", "multi-token prediction of pairs of answers", _PREDICTIONS),
+    "predictions in fp8": Gap("PT439", "multi-token prediction in fp8", _PRECISION),
+    "predictions with exchanges of one bit": Gap(
+        "PT439", "multi-token prediction with exchanges of one bit", _OPTIMIZER
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
 }

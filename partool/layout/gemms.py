@@ -102,29 +102,32 @@ def gemms(
     cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens, tokens)
     rank_tokens = -(-tokens // tensor) if shares else tokens
-    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.blocks))
     products = [
         Gemm(
             f"attention.{name}",
             n,
             k,
             Rows(rank_tokens, rank_tokens, rank_tokens) if name in _DOWN else rows,
-            model.layers,
+            model.blocks,
             alike=alike,
         )
         for name, n, k, alike in (_latent(model, cut) if model.mla else _attention(model, cut))
     ]
-    if moe_layers < model.layers:
-        products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
+    if moe_layers < model.blocks:
+        products += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.blocks - moe_layers, 1))
     for shape, layers in _layers_by_shape(model):
         products += _of_expert_layers(shape, cut, (expert, expert_tensor), rows, layers)
-    products.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
+    products.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1 + model.predictions))
+    if model.predictions:
+        shared = Rows(rank_tokens, rank_tokens, rank_tokens)
+        products.append(Gemm("predictions.projection", model.hidden, 2 * model.hidden, shared, model.predictions))
     return products
 
 
 def _layers_by_shape(model: ModelConfig) -> Iterator[tuple[ModelConfig, int]]:
     """Yield the model of each sort of layers of experts, and the number of these layers; none of a dense model."""
-    places = [model.expert_shape(layer) for layer in range(model.layers) if model.is_moe_layer(layer)]
+    places = [model.expert_shape(layer) for layer in range(model.blocks) if model.is_moe_layer(layer)]
     for place in dict.fromkeys(places):
         yield model.expert_shapes[place], places.count(place)
 

@@ -17,7 +17,7 @@ from partool.layout.adapters import added, frozen_beside, is_target
 from partool.spec.adapter import AdapterSpec, LowRank
 from partool.spec.model import ModelConfig
 
-ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "router", "expert", "head"]
+ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "router", "expert", "head", "prediction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,22 @@ def parameters(config: ModelConfig) -> list[ParameterInfo]:
     infos = [_info("embed.weight", (config.vocab, config.hidden), None, "embedding")]
     if config.position == "learned":
         infos.append(_info("position.weight", (config.max_position, config.hidden), None, "position"))
-    for layer in range(config.layers):
+    for layer in range(config.blocks):
         infos.extend(layer_parameters(config, layer))
     infos.extend(_norm("final_norm", config, None))
     if not config.tied_embeddings:
         infos.append(_info("head.weight", (config.vocab, config.hidden), None, "head"))
+    for number in range(config.predictions):
+        infos.extend(_prediction(f"predictions.{number}", config))
     return infos
+
+
+def _prediction(prefix: str, config: ModelConfig) -> Iterator[ParameterInfo]:
+    """Yield what a module that predicts a further token has beside its block (arXiv 2412.19437, section 2.2)."""
+    yield from _norm(f"{prefix}.embedding_norm", config, None)
+    yield from _norm(f"{prefix}.hidden_norm", config, None)
+    yield _info(f"{prefix}.projection.weight", (config.hidden, 2 * config.hidden), None, "prediction")
+    yield from _norm(f"{prefix}.final_norm", config, None)
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
@@ -87,11 +97,12 @@ def projection_of(info: ParameterInfo) -> str | None:
 def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
     """Return the parameters in groups, each of which is all-gathered as a whole.
 
-    The groups are the embeddings, each layer, and the final norm with the head.
+    The groups are the embeddings, each block, and the final norm with the head and what predictions of further tokens
+    have beside their blocks.
     """
     infos = parameters(config)
     first = [info for info in infos if info.kind in ("embedding", "position")]
-    layers: list[list[ParameterInfo]] = [[] for _ in range(config.layers)]
+    layers: list[list[ParameterInfo]] = [[] for _ in range(config.blocks)]
     last = []
     for info in infos:
         if info.layer is not None:

@@ -37,6 +37,7 @@ class PairFigures(Noted):
 class _Step(Noted):
     step: Count
     loss: Number | None = None
+    multi_token_loss: Number | None = None
     grad_norm: Number | None = None
     lr: Number | None = None
     tokens: Count | None = None

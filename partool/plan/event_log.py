@@ -14,8 +14,8 @@ EVENT_VERSION = 1
 EventKind = Literal[
     "start",  # attempt, world_size, plan_hash, resumed_from
     "step",  # step, loss, grad_norm, lr, tokens, step_time_s, terms_s, tokens_per_s, mfu, memory_bytes, skipped,
-    # and preferences: chosen, rejected, margin, accuracy, logps_chosen, logps_rejected, pairs, kl of dpo, log_odds of
-    # orpo; kl of a teacher
+    # multi_token_loss of a model that predicts further tokens, and preferences: chosen, rejected, margin, accuracy,
+    # logps_chosen, logps_rejected, pairs, kl of dpo, log_odds of orpo; kl of a teacher
     "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
     "validation",  # step, loss, tokens, weights_loss beside the loss of the average, preferences as in a step, sets:
     # of each named set the same figures, and its perplexity; samples: prompt, text, tokens, ended

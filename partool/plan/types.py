@@ -405,9 +405,9 @@ class Plan(Record):
         if batch != wanted:
             parts = "layout.micro_batch × layout.derived.accumulation × data-parallel ranks"
             return f"{parts} is {batch}, training.global_batch is {wanted}"
-        layers, named = self.model.layers, sum(self.layout.pipeline.layers)
-        if named != layers:
-            return f"layout.pipeline.layers names {named} layers, the model has {layers}"
+        blocks, named = self.model.blocks, sum(self.layout.pipeline.layers)
+        if named != blocks:
+            return f"layout.pipeline.layers names {named} layers, the model has {blocks}"
         try:
             _ = self.asked
         except ValidationError as error:

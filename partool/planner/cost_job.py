@@ -9,6 +9,7 @@ from partool.planner.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
+from partool.work.blocks import divided_model
 from partool.work.distillation import with_teacher
 from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
@@ -28,7 +29,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingWork:
     if measured is None or measured.devices.accelerator != problem.devices.accelerator:
         measured = Applied(problem.devices)
     work = TrainingWork(
-        model=problem.model,
+        model=divided_model(problem.model),
         devices=problem.devices,
         sequence_length=training.sequence_length,
         global_batch=training.global_batch,

@@ -31,6 +31,7 @@ from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.numbers import GIB
 from partool.spec.targets.rules import rules_of
 from partool.strategies.jobs import JOBS
+from partool.work.blocks import divided_model
 from partool.work.distillation import with_teacher
 from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
@@ -203,7 +204,7 @@ def job_of_plan(plan: Plan, devices: Devices, trace: Trace | None = None) -> Tra
     """Return the job that a plan prices, on these devices; ``trace`` is as in :func:`sizes`."""
     work = TrainingWork(
         expandable_segments=expandable(plan.launch, devices),
-        model=plan.model,
+        model=divided_model(plan.model),
         devices=devices,
         sequence_length=plan.training.sequence_length,
         global_batch=plan.training.global_batch,

@@ -31,6 +31,7 @@ from partool.spec.watched import note_read
 from partool.strategies.engines import ENGINES, EngineRecord
 from partool.strategies.jobs import JOBS, JobRecord
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.work.blocks import divided_model
 from partool.work.gathers import Controls
 from partool.work.traced import Trace, shipped
 from partool.work.training import TrainingWork
@@ -211,7 +212,7 @@ class Problem:
     @cached_property
     def layer_kinds(self) -> tuple[Kind, ...]:
         """Kind of each layer of the model."""
-        return kinds(self.model)
+        return kinds(divided_model(self.model))
 
     @property
     def tensor_degree(self) -> int | Literal["auto"]:

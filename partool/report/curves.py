@@ -19,7 +19,7 @@ from partool.plan.event_data import SampleText
 from partool.plan.event_log import Event, event_log, read_events
 from partool.report.history import SET, VALIDATION, Attempt, EventMark, Floats, History, MarkKind, Series
 
-FIGURES = ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "step_time_s")
+FIGURES = ("loss", "multi_token_loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "step_time_s")
 """Figures of a step that become curves, beside those of pairs of answers."""
 PAIRS = ("chosen", "rejected", "margin", "accuracy", "kl", "log_odds")
 """Figures of pairs of answers that become curves, of steps and of validations."""

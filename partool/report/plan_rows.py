@@ -62,7 +62,10 @@ def verdict(plan: Plan) -> str:
 def job_rows(plan: Plan) -> Iterator[Row]:
     """Yield what is trained, on what, with which data and settings."""
     training, totals = plan.training, plan.prediction.totals
-    yield "Model", f"{amount(count(parameters(plan.model)))} parameters ({plan.model_source}), {training.precision}"
+    ahead = plan.model.predictions
+    further = f", predicts {ahead} further token{'s' * (ahead > 1)}" if ahead else ""
+    size = amount(count(parameters(plan.model)))
+    yield "Model", f"{size} parameters ({plan.model_source}), {training.precision}{further}"
     if plan.adapter is not None:
         yield "Adapter", _adapter(plan, plan.adapter)
     yield "Machines", _machines(plan)

@@ -105,6 +105,8 @@ ALIASES = {
     "max_position_embeddings": "model.max_position",
     **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts", "num_moe_experts"), "model.moe.experts"),
     **dict.fromkeys(("num_experts_per_tok", "moe_router_topk"), "model.moe.top_k"),
+    **dict.fromkeys(("mtp", "mtp_num_layers", "num_nextn_predict_layers"), "model.multi_token"),
+    "mtp_loss_scaling_factor": "training.multi_token_weight",
     **dict.fromkeys(("moe_intermediate_size", "moe_ffn_hidden_size"), "model.moe.ffn_hidden"),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts"), "model.moe.shared_experts"),
     **dict.fromkeys(("scoring_func", "moe_router_score_function"), "model.moe.scores"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from partool.spec._base import Section
+from partool.spec._base import Section, shorthand
 from partool.spec.adapter import LowRank
 from partool.spec.experts import Moe
 from partool.spec.numbers import (
+    Depth,
     Factor,
     Heads,
     Layers,
@@ -122,6 +123,16 @@ class Mla(Section):
         return self.nope_head_dim + self.rope_head_dim
 
 
+class MultiToken(Section):
+    """Modules that predict further tokens in training (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Each has a transformer block of its own, and shares embedding and head with the model.
+    """
+
+    depth: Depth = 1
+    """Further tokens that each position predicts, one module for each."""
+
+
 class Weights(Section):
     """Source of the initial weights."""
 
@@ -197,6 +208,9 @@ class ModelSpec(Section):
     attention: Attention | None = None
     moe: Moe | None = None
     mla: Mla | None = None
+    multi_token: Annotated[MultiToken | None, BeforeValidator(shorthand("depth", int))] = None
+    """Prediction of further tokens, whose losses ``training.multi_token_weight`` weighs; a number is the depth. A
+    folder's modules for it are trained only where this is given."""
     init_std: Factor | None = None
     """Standard deviation of the initial weights; default 0.02."""
     weights: Weights = Weights()
@@ -247,6 +261,7 @@ class ModelConfig(Section):
     """Whether softmax counts a trained number of each head as the score of one more key."""
     moe: Moe | None = None
     mla: Mla | None = None
+    multi_token: MultiToken | None = None
     init_std: Factor = 0.02
     adapter: LowRank | None = None
     """Matrices that are trained beside those of the model."""
@@ -258,7 +273,7 @@ class ModelConfig(Section):
         unread = () if self.activation == "swiglu_clamped" else ("swiglu_limit", "swiglu_alpha")
         for name in (*unread, *(() if self.sinks else ("sinks",))):
             fields.pop(name, None)
-        for name in ("padding_token", "adapter"):
+        for name in ("padding_token", "adapter", "multi_token"):
             if fields.get(name) is None:
                 fields.pop(name, None)
         return fields
@@ -273,9 +288,19 @@ class ModelConfig(Section):
         """Return the width of the part of a head that RoPE rotates."""
         return self.mla.rope_head_dim if self.mla is not None else self.head_dim
 
+    @property
+    def predictions(self) -> int:
+        """Number of modules that predict further tokens."""
+        return 0 if self.multi_token is None else self.multi_token.depth
+
+    @property
+    def blocks(self) -> int:
+        """Number of transformer blocks: the layers, and after them those of the modules that predict further tokens."""
+        return self.layers + self.predictions
+
     def attention_kind(self, layer: int) -> AttentionKind:
-        """Return the attention kind of a layer, counted from 0."""
-        return self.layer_types[layer] if self.layer_types else "full"
+        """Return the attention kind of a block, counted from 0; blocks after the last layer are like that layer."""
+        return self.layer_types[min(layer, len(self.layer_types) - 1)] if self.layer_types else "full"
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return True if the feed-forward network of this layer (counted from 0) has experts."""

@@ -44,6 +44,8 @@ MOST_LAYERS = 1_000
 
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 """Number of layers, stages or chunks; the planner treats each layer by itself."""
+Depth = Annotated[int, Field(gt=0, le=16)]
+"""Further tokens that a position predicts; published models have 1 to 3 modules for them."""
 LayersOrNone = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 Width = Annotated[int, Field(gt=0, le=1_000_000)]
 """Columns of a matrix; the limit is ten times the widest of any published model."""

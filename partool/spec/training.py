@@ -17,6 +17,7 @@ from partool.spec.averaging import EmaSpec
 from partool.spec.distill import DistillSpec
 from partool.spec.judging import BestSpec, EarlyStop
 from partool.spec.numbers import (
+    Coefficient,
     Epochs,
     Factor,
     FactorOrNone,
@@ -112,6 +113,10 @@ class TrainingSpec(Section):
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Reported losses, on held-out data too, include it."""
+    multi_token_weight: Coefficient = 0.3
+    """Weight λ of the mean loss of the modules of ``model.multi_token``, added to the loss that trains the model
+    (DeepSeek-V3, arXiv 2412.19437, section 2.2: 0.3 for the first 10T tokens, then 0.1). Reported losses leave it
+    out."""
     objective: Annotated[ObjectiveSpec, BeforeValidator(shorthand("kind"))] = ObjectiveSpec()
     distill: Annotated[DistillSpec | None, BeforeValidator(shorthand("teacher"))] = None
     adversarial: AdversarialSpec = AdversarialSpec()

@@ -88,7 +88,15 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
     what = "trained parameters beside the base model" if plan.adapter is not None and not merge else "parameters"
-    return f"wrote {weights.title} to {out}: {model_type}, {elements:,} {what} in {precision}\n{tokenizer}{stops}"
+    written = f"wrote {weights.title} to {out}: {model_type}, {elements:,} {what} in {precision}"
+    return f"{written}{_left_out(plan)}\n{tokenizer}{stops}"
+
+
+def _left_out(plan: Plan) -> str:
+    """Return a sentence about modules of further tokens that folders of the model type do not have; empty without."""
+    if not plan.own_decoder or not plan.model.predictions or family_of(_plain(plan)).predicts:
+        return ""
+    return "\nmodules of further tokens are left out: folders of this model type have none"
 
 
 def _state(plan: Plan, weights: ChosenWeights, dtype: torch.dtype, *, merge: bool) -> dict[str, torch.Tensor]:

@@ -314,6 +314,7 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder | ModuleDecoder:
     if plan.hf is None:
         decoder = build(plan.model)
         decoder.contexts.seed = plan.training.seed
+        decoder.multi_token.weight = plan.training.multi_token_weight
         return decoder
     adapter = None if plan.adapter is None else plan.adapter.form
     model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64", adapter=adapter)
@@ -369,7 +370,9 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
     """Return passes that take whole sequences and run ``passes`` on this rank's share of their tokens."""
-    return passes if ranks.cp.size == 1 else SharedSequences(passes, plan.shares, ranks.cp.place)
+    return (
+        passes if ranks.cp.size == 1 else SharedSequences(passes, plan.shares, ranks.cp.place, plan.model.predictions)
+    )
 
 
 def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: HostParts) -> Prepared:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Layouts
+from partool.cost.case import Column, Layouts, Mask
 from partool.cost.kinds import places_of
 from partool.cost.memory.activations import early_loss, micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
@@ -47,7 +47,7 @@ def loss_bytes(job: Workload, layouts: Layouts, stack: MemoryStack, in_flight: C
         early, deferred = _early_loss(job, layouts), _deferred_loss(job, layouts, stack, in_flight)
         first = early_loss(job, layouts)
         both = (np.where(first, *each) for each in zip(early, deferred, strict=True))
-        return LossBytes(*both)
+        return _with_predictions(job, layouts, LossBytes(*both), first)
     spike, freed = _spike(job, layouts, stack)
     return LossBytes(spike, 0.0, 0.0, 0.0, 0.0, freed)
 
@@ -71,6 +71,25 @@ def taught_loss_bytes(job: Workload, teacher: ModelConfig, layouts: Layouts, sta
     kept = state + head * wide
     forward = kept + tokens * teacher.hidden * small + _TAUGHT_COPIES * wide * chunk
     return LossBytes(forward, kept + state + head * small, head * small, 0.0 * head, 0.0 * head, 0.0 * head)
+
+
+_JOINED = 6
+"""Tensors of the residual stream's size that a module for a further token keeps beside its block: the embedding, the
+pair of normalised inputs, the normalised hidden state and the inputs of its last norm and of the head."""
+
+
+def _with_predictions(job: Workload, layouts: Layouts, loss: LossBytes, early: Mask) -> LossBytes:
+    """Return the bytes with those of modules that predict further tokens, which last from loss to loss.
+
+    Logits, or the gradients that a fused loss keeps in their place, exist once per module.
+    """
+    count = job.model.predictions if job.backward else 0
+    if not count:
+        return loss
+    state = micro_batch_tokens(job, layouts) * job.model.hidden * job.compute_bytes
+    joined = _JOINED * state / tensor_shares.stream(job, layouts)
+    kept = np.where(early, loss.forward - loss.within, loss.per_micro_batch) + joined
+    return replace(loss, forward=loss.forward + count * kept, backward=loss.backward + count * kept)
 
 
 def _logits(job: Workload, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column, Column]:

@@ -23,6 +23,7 @@ many on float32 move it and add it (``partool_runtime/model/perturbation.py``)."
 def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = True) -> Column:
     """Return the seconds of the head and the loss for one micro-batch on the last stage.
 
+    Modules that predict further tokens multiply by the head once each, after a projection to their block's input.
     Without ``weights``, a backward pass computes no gradients of weights.
     """
     model, stack = job.model, job.stack
@@ -34,10 +35,24 @@ def head_s(job: Workload, layouts: Layouts, *, backward: bool, weights: bool = T
         product = recompute_s + matmul_s(job, rows, model.hidden, vocab, wide=True)
         product = product + (TRANSPOSED * matmul_s(job, vocab, model.hidden, rows, wide=True) if weights else 0.0)
     moved = rows * vocab * stack.logit_bytes / stream_bytes_per_s(job)
-    device = stack.derate * (product + 0.5 * moved + _mapped_logits_s(job, layouts, rows, vocab, backward=backward))
-    device = device + stack.operators_head * gap_s(job)
-    host = stack.operators_head * job.devices.operator_s * stack.host_slowdown
+    times = 1 + model.predictions * job.backward
+    device = times * (product + 0.5 * moved + _mapped_logits_s(job, layouts, rows, vocab, backward=backward))
+    if times > 1:
+        device = device + (times - 1) * _projection_s(job, layouts, rows, backward=backward)
+    device = stack.derate * device + times * stack.operators_head * gap_s(job)
+    host = times * stack.operators_head * job.devices.operator_s * stack.host_slowdown
     return blended_s(job, device, host)
+
+
+def _projection_s(job: Workload, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
+    """Return the seconds of one product with the projection of a module that predicts a further token.
+
+    Every tensor rank has the whole matrix, and multiplies its share of the residual stream.
+    """
+    hidden, rows = job.model.hidden, rows / tensor_shares.stream(job, layouts)
+    if not backward:
+        return matmul_s(job, rows, hidden, 2 * hidden)
+    return matmul_s(job, rows, 2 * hidden, hidden) + matmul_s(job, hidden, 2 * hidden, rows)
 
 
 def _mapped_logits_s(job: Workload, layouts: Layouts, rows: Column, vocab: Column, *, backward: bool) -> Column:

@@ -46,7 +46,8 @@ def matmul_flops_per_token(model: ModelConfig, frozen: tuple[str, ...] | None = 
     With ``frozen``, return those of the matrices that these patterns match.
     """
     tied = model.tied_embeddings and (frozen is None or is_frozen("embed.weight", frozen))
-    total = 2.0 * model.vocab * model.hidden if tied else 0.0
+    heads = 1 + model.predictions
+    total = 2.0 * heads * model.vocab * model.hidden if tied else 0.0
     for info in parameters(model):
         if frozen is not None and not is_frozen(info.name, frozen):
             continue
@@ -54,7 +55,7 @@ def matmul_flops_per_token(model: ModelConfig, frozen: tuple[str, ...] | None = 
             continue
         moe = None if info.kind != "expert" or info.layer is None else model.of_layer(info.layer).moe
         share = 1.0 if moe is None else moe.top_k / moe.experts
-        total += 2.0 * share * info.elements
+        total += 2.0 * share * info.elements * (heads if info.kind == "head" else 1)
     return total
 
 

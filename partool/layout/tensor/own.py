@@ -236,6 +236,11 @@ def _columns(ending: str, ranks: _Ranks) -> tuple[Cut, ...]:
     return ranks.hidden(1) if ending == "weight" else ()
 
 
+def _prediction(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    del info
+    return _Decision("replicated", (), ranks.summed, _why_replicated(ranks))
+
+
 def _row_parallel(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
     """Return the decision for the second matrix of a pair, or for its bias, which is added after outputs are summed."""
     if ending == "bias":
@@ -299,4 +304,5 @@ _BY_KIND: dict[str, Callable[[ParameterInfo, _Ranks], _Decision]] = {
     "router": _router,
     "expert": _expert,
     "head": _head,
+    "prediction": _prediction,
 }

@@ -174,7 +174,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
 def _the_other_way(problem: Problem, layout: Layout) -> Layout:
     """Return the layout under WeiPipe, or under 1F1B if ``layout`` has WeiPipe, to predict the traffic."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
-    stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
+    stages = balance([1.0] * problem.model.blocks, layout.mesh.pp)
     pipeline = PipelineLayout(
         stages=layout.mesh.pp, schedule=name, layers=tuple(stop - start for start, stop in stages)
     )

@@ -102,9 +102,23 @@ def of_task(asked: Task) -> Iterator[str]:
     yield from ["model of transformers"] if asked.hf else of_model(asked.model)
     if asked.model.adapter is not None:
         yield from _of_adapter(asked)
+    if asked.model.predictions:
+        yield from _of_predictions(asked)
     record = ARCHITECTURES.get(asked.devices.architecture)
     if asked.precision == "fp8" and asked.devices.architecture and (record is None or record.fp8 is None):
         yield "fp8 on other architectures"
+
+
+def _of_predictions(asked: Task) -> Iterator[str]:
+    """Yield the aspects of multi-token prediction that all layouts of a task need."""
+    if asked.model.adapter is not None:
+        yield "predictions beside an adapter"
+    if asked.prefers:
+        yield "predictions of pairs of answers"
+    if asked.precision == "fp8":
+        yield "predictions in fp8"
+    if OPTIMIZERS[asked.optimizer].whole_steps:
+        yield "predictions with exchanges of one bit"
 
 
 def _of_adapter(asked: Task) -> Iterator[str]:
@@ -195,6 +209,18 @@ _OF_OTHER_DROPOUT: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
 """The same of a model of transformers."""
 
 
+_OF_PREDICTIONS: tuple[tuple[str, Callable[[Layouts], Mask]], ...] = (
+    ("predictions in a pipeline", lambda rows: rows.pp > 1),
+    ("predictions on tensor ranks in two dimensions", lambda rows: rows.tensor_inner > 1),
+    ("predictions along a grid", lambda rows: (rows.cp > 1) & np.isin(rows.sequence_method, _GRIDS)),
+    (
+        "predictions beside offloading",
+        lambda rows: (rows.gpu_fraction < 1) | (rows.offload_parameters == 1) | (rows.offload_activations == 1),
+    ),
+)
+"""Aspects that follow from columns of layouts of a model that predicts further tokens."""
+
+
 _OF_AVERAGES = "moving average beside offloaded state"
 
 
@@ -203,8 +229,10 @@ def of_average_columns(rows: Layouts) -> Mask:
     return (rows.gpu_fraction < 1) | (rows.offload_parameters == 1)
 
 
-def of_adapter_columns(model: ModelConfig, rows: Layouts, *, hf: bool) -> Iterator[tuple[str, Mask]]:
-    """Yield each aspect of a model's adapter that follows from columns of ``rows``, with the rows that need it.
+def of_model_columns(model: ModelConfig, rows: Layouts, *, hf: bool) -> Iterator[tuple[str, Mask]]:
+    """Yield each aspect of a model's adapter and of its predictions of further tokens that columns of ``rows`` need.
+
+    Each comes with a mask of the rows that need it.
 
     ``hf`` is a model that transformers builds.
     """
@@ -213,6 +241,8 @@ def of_adapter_columns(model: ModelConfig, rows: Layouts, *, hf: bool) -> Iterat
         if model.adapter.dropout:
             aspects += _OF_OTHER_DROPOUT if hf else _OF_DROPOUT
         yield from ((aspect, needing(rows)) for aspect, needing in aspects)
+    if model.predictions:
+        yield from ((aspect, needing(rows)) for aspect, needing in _OF_PREDICTIONS)
 
 
 def of_columns(rows: Layouts, wanted: Callable[[str], bool] = lambda aspect: True) -> Iterator[tuple[str, Mask]]:
@@ -227,7 +257,7 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
     """Yield all aspects that a layout needs."""
     yield from of_task(asked)
     yield from (aspect for aspect, applies in of_columns(encode(layout)) if applies)
-    yield from (aspect for aspect, applies in of_adapter_columns(asked.model, encode(layout), hf=asked.hf) if applies)
+    yield from (aspect for aspect, applies in of_model_columns(asked.model, encode(layout), hf=asked.hf) if applies)
     if asked.averages and of_average_columns(encode(layout)):
         yield _OF_AVERAGES
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
@@ -314,7 +344,7 @@ def able(
     mask = _without(rows, lambda aspect: not runs(aspect))
     if averages:
         mask &= np.logical_not(of_average_columns(rows))
-    for _, asked in () if model is None else of_adapter_columns(model, rows, hf=hf):
+    for _, asked in () if model is None else of_model_columns(model, rows, hf=hf):
         mask &= np.logical_not(asked)
     return mask
 

@@ -19,6 +19,7 @@ from partool.planner.kernels.parts import parts
 from partool.planner.kernels.requests import KernelUse, asked
 from partool.spec.hardware import Devices
 from partool.strategies.jobs import JOBS
+from partool.work.blocks import divided_model
 from partool.work.evaluation import forward_only
 from partool.work.stacks import stack_of
 from partool.work.training import TrainingWork
@@ -192,7 +193,7 @@ def workload_of(plan: Plan) -> TrainingWork:
     """Return the input of the cost functions that a plan's products were priced with."""
     training, layout = plan.training, plan.layout
     work = TrainingWork(
-        model=plan.model,
+        model=divided_model(plan.model),
         devices=plan.devices,
         sequence_length=training.sequence_length,
         global_batch=training.global_batch,

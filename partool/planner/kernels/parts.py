@@ -102,11 +102,11 @@ def _whole_norms(plan: Plan) -> Iterator[_Use]:
     flags = ("rms",) if model.norm == "rmsnorm" else ("bias", "layer")
     rows = plan.tokens / (layout.mesh.tp if layout.tensor.sequence_norms else 1)
     width, once = {"n": model.hidden}, _per_step(plan)
-    layers = model.layers * once
+    layers = model.blocks * once
     for name, extra, calls, forward in (
         ("attention_norm", (), layers, _forward_passes(plan) * layers),
         ("ffn_norm, sum", ("add",), layers, _forward_passes(plan) * layers),
-        ("final_norm", (), once, once),
+        ("final_norm", (), (1 + model.predictions) * once, (1 + model.predictions) * once),
     ):
         what = tuple(sorted((*flags, *extra)))
         yield _Use(name, "forward", "norm_forward", rows, width, forward, what)

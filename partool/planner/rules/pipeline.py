@@ -20,7 +20,7 @@ _PATH = ("parallel", "pipeline")
 
 def stages(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if the spec sets more stages than the model has layers."""
-    pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
+    pipeline, layers = problem.spec.parallel.pipeline, problem.model.blocks
     ranks = 1 if pipeline.stages == "auto" else pipeline.stages
     chunks = _chunks(problem) or 1
     least = 2 if pipeline.stages == "auto" and chunks > 1 else ranks
@@ -41,7 +41,7 @@ def stages(problem: Problem) -> Iterator[Diagnostic]:
 
 def layers(problem: Problem) -> Iterator[Diagnostic]:
     """Yield a finding if the numbers of layers per stage do not add up to the model's number of layers."""
-    pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
+    pipeline, count = problem.spec.parallel.pipeline, problem.model.blocks
     given, path = pipeline.layers, (*_PATH, "layers")
     if problem.spec.model.layers is None and (findings := list(check_layers(pipeline, count))):
         yield from findings
@@ -84,8 +84,8 @@ def lists(problem: Problem) -> Iterator[Diagnostic]:
         message = f"{named} has {what}; a list of one's own moves activations and trains all stages"
         help = "use schedule: weipipe by name; frozen parameters are left out by the runtime"
         yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help=help)
-    if schedule.stages > problem.model.layers:
-        message = f"{problem.model.layers} layers cannot fill the {schedule.stages} stages of {named}"
+    if schedule.stages > problem.model.blocks:
+        message = f"{problem.model.blocks} layers cannot fill the {schedule.stages} stages of {named}"
         yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help="use a model with more layers")
     if problem.spec.parallel.compile == "block" and splits_backward(schedule):
         message = f"{named} halves backward passes, which compiled blocks have in one piece"

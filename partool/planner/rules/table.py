@@ -18,6 +18,7 @@ from partool.planner.rules import (
     engine,
     evaluation,
     jobs,
+    multi_token,
     objective,
     offload,
     optimizer,
@@ -74,7 +75,7 @@ def _expert_layers(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _recompute(problem: Problem) -> Iterator[Diagnostic]:
-    policies, layers = problem.spec.parallel.recompute, problem.model.layers
+    policies, layers = problem.spec.parallel.recompute, problem.model.blocks
     if isinstance(policies, list) and len(policies) != layers:
         message = f"recompute names {len(policies)} policies for {layers} layers"
         help = "name one policy per layer, or write one word for all"
@@ -151,7 +152,7 @@ SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
     check_sequence, experts.check, _expert_layers, check_frozen, adapter.check, quantised.check, optimizer.check,
     _recompute, offload.check, _position, _mesh, gathers.check, tiles.check, adversarial.check,
-    distill.check, objective.check, evaluation.check,
+    distill.check, objective.check, evaluation.check, multi_token.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

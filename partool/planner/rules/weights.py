@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -128,8 +129,14 @@ def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
 
 
 def _sizes(folder: Path, model: ModelConfig, upcycle: bool, adapter: AdapterSpec | None) -> Iterator[Diagnostic]:
-    fields, _, _ = read_config(folder)
+    fields, content, _ = read_config(folder)
     if fields is None:
+        return
+    modules = json.loads(content).get("num_nextn_predict_layers") or 0
+    if modules < model.predictions:
+        message = f"the weights in {folder} have {modules} modules for further tokens, the model {model.predictions}"
+        help = f"use multi_token: {modules}" if modules else "drop multi_token, or give another folder"
+        yield Diagnostic("PT638", message, path=("model", "multi_token"), help=help)
         return
     if upcycle and fields.get("moe") is not None:
         message = f"the model in {folder} has experts: there are no dense networks to copy"

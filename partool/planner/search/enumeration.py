@@ -134,7 +134,7 @@ class _Builder:
             runnable_policies=able(self.policies.rows) & some,
             enumerated=self.enumerated,
             pruned=dict(self.pruned),
-            layers=self.problem.model.layers,
+            layers=self.problem.model.blocks,
             offloads_from=self.problem.engine.offloads_from,
         )
 
@@ -199,7 +199,7 @@ class _Builder:
         """Yield the degrees of meshes that no constraint rules out, as (tensor, pipeline, sequence, data)."""
         model, world = self.problem.model, self.problem.world_size
         for tp in self._tensor_axis:
-            for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
+            for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.blocks):
                 if world % (tp * pp):
                     continue
                 for cp in self._sequence_axis:
@@ -226,7 +226,7 @@ class _Builder:
             (uneven and self._divided, "heads or widths do not divide by tensor, those of other degrees do"),
             (uneven and not busy(model, tp), "tensor ranks without heads or widths of their own"),
             (open_tensor and tp > 1 and problem.domain % tp != 0, "tensor parallelism across the fast link's domain"),
-            (pp > model.layers, "more stages than layers"),
+            (pp > model.blocks, "more stages than layers"),
             (parallel.pipeline.stages == "auto" and pp > MOST_STAGES, f"more than {MOST_STAGES} pipeline stages"),
             (training.sequence_length < cp, "more sequence ranks than tokens"),
             (

@@ -32,7 +32,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 def layout_of(problem: Problem, row: Layouts) -> Layout:
     """Return the layout of a single row, in which each column holds one number."""
-    bounds: Bounds = ((0, problem.model.layers),)
+    bounds: Bounds = ((0, problem.model.blocks),)
     if int(row.pp) > 1:
         wide = row.with_columns(**{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
         bounds = splits(problem, wide, variant_costs(problem, wide))[0]
@@ -116,7 +116,7 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
         ends = list(accumulate(problem.stage_layers))
         return [tuple(zip([0, *ends[:-1]], ends, strict=True))] * count
     if problem.engine.uniform:
-        return [_even(problem.model.layers, int(stages)) for stages in np.broadcast_to(rows.pp * rows.chunks, count)]
+        return [_even(problem.model.blocks, int(stages)) for stages in np.broadcast_to(rows.pp * rows.chunks, count)]
     order = tuple(costs[0].layers)
     pinned = problem.spec.parallel.recompute
     weights = [rows.recompute_share, 1.0 - rows.recompute_share]

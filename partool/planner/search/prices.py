@@ -164,7 +164,7 @@ class Prices:
         pp = np.asarray(self.space.groups.pp)[groups]
         if self.problem.stage_layers is not None or self.problem.lists is not None:
             return np.where(pp > 1, 1.0 + _MOST_SLACK, 1.0 + SLACK)
-        return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
+        return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.blocks, _MOST_SLACK), 0.0)
 
     def group_bounds(self, groups: Any) -> Any:
         """Return a lower bound of each group's step time under any policy: recompute least, and offload for nothing."""

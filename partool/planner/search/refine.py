@@ -84,7 +84,7 @@ def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> R
 
 def _share(problem: Problem, rows: Layouts, counts: Any) -> Any:
     """Return the share of layers that recompute; 1 where none does, as in exact layouts."""
-    shares = counts[:, :, 0].sum(axis=(1, 2)) / problem.model.layers
+    shares = counts[:, :, 0].sum(axis=(1, 2)) / problem.model.blocks
     return np.where(np.asarray(rows.recompute) == 0, 1.0, shares)
 
 

@@ -67,7 +67,7 @@ def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
         for name in names
         if isinstance(name, str) and name in KNOWN and not _excluded(problem, name)
         for chunks in _chunks(problem, name, ranks)
-        if chunks * ranks <= problem.model.layers and _layers(problem, chunks * ranks)
+        if chunks * ranks <= problem.model.blocks and _layers(problem, chunks * ranks)
         for cap in _caps(problem, name)
     )
 
@@ -93,13 +93,13 @@ def _layers(problem: Problem, stages: int) -> bool:
     """Return False if the spec lists layers for another number of stages, or an engine cannot share them evenly."""
     given = problem.stage_layers
     if given is None:
-        return not (problem.engine.uniform and problem.model.layers % stages)
+        return not (problem.engine.uniform and problem.model.blocks % stages)
     return len(given) == stages
 
 
 def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
     """Yield the numbers of chunks per rank to try with a schedule."""
-    pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
+    pipeline, layers = problem.spec.parallel.pipeline, problem.model.blocks
     pinned = chunks_of(pipeline.model_copy(update={"schedule": name}))
     if pipeline.waves != "auto" and KNOWN[name].stages != "2 per wave":
         return

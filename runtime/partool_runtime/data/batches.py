@@ -56,6 +56,9 @@ class MicroBatch:
     any layout. Later sequences of the micro-batch have the next numbers."""
     pairs: AnswerPairs | None = None
     """The pairs of answers in the sequences; None where each token counts by itself."""
+    ahead: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Later tokens and labels ``[D, B, S]`` for predictions of further tokens, where the rank holds only a part of each
+    sequence and the model has such predictions; else None."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:

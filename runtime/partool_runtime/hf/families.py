@@ -12,6 +12,7 @@ from partool_runtime.hf.places import (
     GPT_OSS_PLACES,
     LATENT_PLACES,
     LLAMA_PLACES,
+    PREDICTION_PLACES,
     QK_NORM_PLACES,
     SELECTION_BIAS_PLACES,
     ParameterPlace,
@@ -35,6 +36,11 @@ class Family:
     conditions: tuple[need.Condition, ...]
     ignored: tuple[str, ...] = ()
     """Endings of the names of tensors that are in folders but are not parameters."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether folders have modules for further tokens."""
+        return PREDICTION_PLACES.keys() <= self.places.keys()
 
 
 FAMILIES: dict[str, Family] = {
@@ -168,7 +174,7 @@ FAMILIES: dict[str, Family] = {
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
             "model.",
-            LLAMA_PLACES | LATENT_PLACES | expert_places("deepseek_v3") | SELECTION_BIAS_PLACES,
+            LLAMA_PLACES | LATENT_PLACES | expert_places("deepseek_v3") | SELECTION_BIAS_PLACES | PREDICTION_PLACES,
             (*need.DEEPSEEK, *need.V3_CHOICE),
             ("rotary_emb.inv_freq",),
         ),
@@ -223,13 +229,19 @@ def family_of(config: ModelConfig) -> Family:
     )
 
 
-def place_of(family: Family, name: str) -> ParameterPlace | None:
-    """Return the place of a parameter (``layers.3.attention.q.weight``) with layer and ending, or None if unknown."""
+def place_of(family: Family, name: str, layers: int = 0) -> ParameterPlace | None:
+    """Return the place of a parameter (``layers.3.attention.q.weight``) with layer and ending, or None if unknown.
+
+    ``layers`` is the number of the model's layers, after which folders number its modules of further tokens.
+    """
     stem, _, ending = name.rpartition(".")
     layer = ""
     if stem.startswith("layers."):
         _, layer, rest = stem.split(".", 2)
         stem = "layers.{i}." + rest
+    elif stem.startswith("predictions."):
+        _, number, rest = stem.split(".", 2)
+        layer, stem = str(layers + int(number)), "predictions.{p}." + rest
     if (place := family.places.get(f"{stem}.{ending}")) is not None:
         return place._replace(name=place.name.replace("{i}", layer))
     place = family.places.get(stem)

@@ -92,6 +92,13 @@ GPT_OSS_PLACES = {
     "layers.{i}.moe.experts.up.bias": ParameterPlace(f"{_OF_EXPERTS}.gate_up_proj_bias", turns=(1, 2)),
     "layers.{i}.moe.experts.down.bias": ParameterPlace(f"{_OF_EXPERTS}.down_proj_bias", turns=(0, 1)),
 }
+PREDICTION_PLACES = {
+    "predictions.{p}.embedding_norm": ParameterPlace("model.layers.{i}.enorm"),
+    "predictions.{p}.hidden_norm": ParameterPlace("model.layers.{i}.hnorm"),
+    "predictions.{p}.projection": ParameterPlace("model.layers.{i}.eh_proj"),
+    "predictions.{p}.final_norm": ParameterPlace("model.layers.{i}.shared_head.norm"),
+}
+"""Places of what modules of further tokens have beside their blocks, which are layers after the model's."""
 SELECTION_BIAS_PLACES = {
     "layers.{i}.moe.router.bias": ParameterPlace("model.layers.{i}.mlp.gate.e_score_correction_bias"),
 }

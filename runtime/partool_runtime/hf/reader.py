@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from partool.plan.weight_files import WeightsError, weight_files
 from partool.spec.model import ModelConfig
@@ -16,8 +17,11 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.families import FAMILIES, Family, family_of, place_of
 from partool_runtime.hf.in_turns import block_in_turns, check_plain, parameter_shape
 from partool_runtime.hf.places import ParameterPlace
-from partool_runtime.hf.stored import SCALES, beyond, block_of, dequantized, row_order
+from partool_runtime.hf.stored import SCALES, beyond, block_of, copies_of, dequantized, row_order
 from partool_runtime.pieces import in_matrices
+
+_ROWS_AT_ONCE = 4096
+"""Rows of the embedding that are compared with their copies at once."""
 
 
 class HfFolder:
@@ -33,6 +37,7 @@ class HfFolder:
         self._scaled = block_of(settings)
         self._pairs = bool(settings.get("rope_interleave", True))
         self._predicts = bool(settings.get("num_nextn_predict_layers", 0))
+        self._blocks, self._copies = config.blocks, copies_of(config)
         self._experts = 1 if config.moe is None else config.moe.experts
         self._in_memory = not any(".block_sparse_moe." in name for name in handles)
         """Whether modules of experts have the names that transformers 5 gives them in memory."""
@@ -116,14 +121,33 @@ class HfFolder:
             if stored_shape != shape:
                 problems.append(f"{name} has shape {list(shape)} in the model and {list(stored_shape)} in the folder")
         used |= {name + SCALES for name in used}
-        unused = set(beyond(self._handles, self._layers)) if self._predicts else set()
+        used |= self._copies.keys() & self._handles.keys()
+        unused = set(beyond(self._handles, self._blocks)) if self._predicts else set()
         others = sorted(set(self._handles) - used - unused)
         problems += [f"unexpected {name}" for name in others if not self._ignorable(name, shapes)]
         if problems:
             shown = problems[:12] + ([f"… and {len(problems) - 12} more"] if len(problems) > 12 else [])
             message = f"the weights in {self.path} do not fit the model:\n  " + "\n  ".join(shown)
             raise ConfigurationError("PT621", message, "Take the model from the folder: model.config: <folder>.")
+        self._compare_copies()
         return tuple(sorted(unused))
+
+    def _compare_copies(self) -> None:
+        """Raise ConfigurationError PT619 if a copy of the embedding or of the head differs; one rank looks for all."""
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        for copy, original in self._copies.items():
+            if copy in self._handles and not self._equal(copy, original):
+                message = f"{self.path}: {copy} differs from {original}, and the model shares one matrix for both"
+                raise ConfigurationError("PT619", message, "Train without model.multi_token, or mend the folder.")
+
+    def _equal(self, copy: str, original: str) -> bool:
+        """Return whether two stored tensors are equal, comparing rows by parts."""
+        views = [self._handles[name].get_slice(name) for name in (copy, original)]
+        if views[0].get_shape() != views[1].get_shape():
+            return False
+        starts = range(0, views[0].get_shape()[0], _ROWS_AT_ONCE)
+        return all(torch.equal(*(view[start : start + _ROWS_AT_ONCE] for view in views)) for start in starts)
 
     def rows(self, name: str) -> int | None:
         """Return the number of rows of a parameter in the folder; None if it is not there."""
@@ -131,7 +155,7 @@ class HfFolder:
         return None if place is None or place.name not in self._handles else self._shape(place)[0]
 
     def _place(self, name: str) -> ParameterPlace | None:
-        place = place_of(self.family, name)
+        place = place_of(self.family, name, self._layers)
         if place is None:
             return None
         single, stack = place.name, place.stack

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from partool.spec.model import Mla
+from partool.spec.model import Mla, ModelConfig
 from partool_runtime.errors import ConfigurationError
 
 Rotated = Literal["heads", "shared"]
@@ -60,3 +60,13 @@ def block_of(config: Any) -> tuple[int, int] | None:
 def beyond(names: Iterable[str], layers: int) -> list[str]:
     """Return the names of tensors of layers that the model does not have, such as those for multi-token prediction."""
     return [name for name in names if (match := _LAYER.search(name)) is not None and int(match[1]) >= layers]
+
+
+def copies_of(config: ModelConfig) -> dict[str, str]:
+    """Return the tensors that folders store once more with each module of a further token: copy → original."""
+    head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    copies = {}
+    for layer in range(config.layers, config.blocks):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = head
+    return copies

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from partool.layout.parameters import parameters
 from partool.plan.types import Generation
 from partool.spec.experts import Moe
 from partool.spec.model import ModelConfig
 from partool_runtime.hf.conditions import all_sliding
 from partool_runtime.hf.families import Family, family_of, place_of
 from partool_runtime.hf.in_turns import joined_in_turns
-from partool_runtime.hf.stored import row_order
+from partool_runtime.hf.stored import copies_of, row_order
 
 SHARD_BYTES = 5 * 10**9
 """Maximum bytes of a file, unless a single tensor is larger."""
@@ -35,10 +36,13 @@ def write_folder(
 
     ``state`` holds whole parameters on the CPU by partool's names, of one type but for selection biases of routers.
     ``generation`` holds token ids for text generation; without ``generation`` no begin, end or padding token is set.
-    Returns the family whose layout was written. Raises ConfigurationError PT624 if no Hugging Face model type can
-    express the model.
+    Modules of further tokens are left out where the family has none. Returns the family whose layout was written.
+    Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """
     family = family_of(config)
+    if config.predictions and not family.predicts:
+        config = config.model_copy(update={"multi_token": None})
+        state = {info.name: state[info.name] for info in parameters(config)}
     tensors = to_hf(state, family, config)
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, shard_bytes)
@@ -63,7 +67,7 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family, config: ModelConfig
     fused: dict[str, dict[str, torch.Tensor]] = {}
     turns: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in state.items():
-        place = place_of(family, name)
+        place = place_of(family, name, config.layers)
         assert place is not None, f"{name} has no place in {family.model_type}"
         stored = tensor.T if place.transposed else tensor
         if place.rotated and config.mla is not None:
@@ -82,7 +86,8 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family, config: ModelConfig
     for name, numbered in turns.items():
         assert config.moe is not None, "tensors of experts"
         tensors[name] = joined_in_turns(numbered, config.moe.experts)
-    return tensors
+    # Cloned: a file of safetensors has no two names for one storage.
+    return tensors | {copy: tensors[original].clone() for copy, original in copies_of(config).items()}
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
@@ -230,7 +235,7 @@ def _deepseek_v2_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _deepseek_v3_fields(config: ModelConfig) -> dict[str, Any]:
     choice = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return _deepseek_fields(config) | choice | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+    return _deepseek_fields(config) | choice | {"rope_interleave": True, "num_nextn_predict_layers": config.predictions}
 
 
 def _mixtral_fields(config: ModelConfig) -> dict[str, Any]:

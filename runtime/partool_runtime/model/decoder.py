@@ -22,6 +22,7 @@ from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.latent_attention import make_attention
 from partool_runtime.model.loss import loss
 from partool_runtime.model.moe import MixtureOfExperts
+from partool_runtime.model.multi_token import Ahead, MultiTokenLosses, TokenPrediction, look_ahead
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
 from partool_runtime.model.stored import QuantisedMatrix
@@ -176,7 +177,10 @@ class Contexts:
 
 
 def embedded(
-    tokens_BS: torch.Tensor, embed: nn.Embedding, position: nn.Embedding | None, where: Tokens | None = None
+    tokens_BS: torch.Tensor,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    position: nn.Embedding | None,
+    where: Tokens | None = None,
 ) -> torch.Tensor:
     """Return the first hidden state, ``[B, S, H]``; raises PT257 for more tokens than there are learned positions."""
     x_BSH: torch.Tensor = embed(tokens_BS)
@@ -262,9 +266,12 @@ class Decoder(StagedDecoder):
         self.config = config
         self.embed = Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = Embedding(config.max_position, config.hidden) if config.position == "learned" else None
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)
+        self.predictions = nn.ModuleList(TokenPrediction(config) for _ in range(config.predictions))
+        """Modules of further tokens; their blocks are the last of ``layers``."""
+        self.multi_token = MultiTokenLosses()
         self.contexts = Contexts(config)
         self.loss: HeadLoss = loss
         """Loss function of a tied head; tensor parallelism replaces the function."""
@@ -275,31 +282,56 @@ class Decoder(StagedDecoder):
         return self if self.head is None else self.head
 
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield (number, layer) for each layer."""
+        """Yield (number, block) for each layer, and then for each module of a further token."""
         return enumerate(self.layers)
 
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
 
-        The last group, which holds final norm and head, stays gathered in the root of a sharded model. With tied
+        The last group, which holds final norm, head and what modules of further tokens have beside their blocks,
+        stays gathered in the root of a sharded model. With tied
         embeddings the last group includes the embedding, because the first and the last step of the forward pass use
         the same weight.
         """
         inputs: list[nn.Module] = [self.embed] if self.position is None else [self.embed, self.position]
         blocks: list[list[nn.Module]] = [[layer] for layer in self.layers]
         if self.head is None:
-            return [*blocks, [*inputs, self.final_norm]]
-        return [inputs, *blocks, [self.final_norm, self.head]]
+            return [*blocks, [*inputs, self.final_norm, *self.predictions]]
+        return [inputs, *blocks, [self.final_norm, self.head, *self.predictions]]
 
     def forward(
-        self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, documents_BL: torch.Tensor | None = None
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor,
+        documents_BL: torch.Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
         ``documents_BL`` is the document number of each token of the whole sequences: tokens attend only to tokens of
-        their own document. None means that each sequence is one document.
+        their own document. None means that each sequence is one document. Gradients, but not the value, include the
+        losses of further tokens; ``ahead`` holds what these read, where the rank has a share of the sequences.
         """
-        hidden_BSH = self.hidden(tokens_BS, documents_BL)
+        if not (self.predictions and torch.is_grad_enabled()):
+            return self._loss(self.hidden(tokens_BS, documents_BL), labels_BS)
+        ahead = ahead or look_ahead(tokens_BS, labels_BS, documents_BL, len(self.predictions))
+        where = self.contexts.tokens(tokens_BS.shape[1], tokens_BS.device, documents_BL)
+        # One lookup: a sharded embedding is gathered once.
+        looked_up = self.embed(torch.cat([tokens_BS, *ahead.tokens_DBS]))
+        first_BSH, *later = looked_up.chunk(1 + len(self.predictions))
+        x_BSH = embedded(tokens_BS, lambda _: first_BSH, self.position, where)
+        context = self.contexts(x_BSH, where)
+        hidden_BSH = self._passed(x_BSH, context)
+        main, losses = self._loss(hidden_BSH, labels_BS), []
+        blocks = list(self.layers)[self.config.layers :]
+        for module, block, later_BSH, labels in zip(self.predictions, blocks, later, ahead.labels_DBS, strict=True):
+            prediction = cast(TokenPrediction, module)
+            hidden_BSH = prediction.final_norm(block(prediction.joined(hidden_BSH, later_BSH), context))
+            losses.append(self._loss(hidden_BSH, labels))
+        return self.multi_token.added(main, losses)
+
+    def _loss(self, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of token losses of normalised hidden states."""
         if self.head is None:
             return self.loss(hidden_BSH, self.embed.weight, labels_BS)
         total: torch.Tensor = self.head(hidden_BSH, labels_BS)
@@ -309,8 +341,11 @@ class Decoder(StagedDecoder):
         """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
         where = self.contexts.tokens(tokens_BS.shape[1], tokens_BS.device, documents_BL)
         x_BSH = embedded(tokens_BS, self.embed, self.position, where)
-        context = self.contexts(x_BSH, where)
-        for layer in self.layers:
+        return self._passed(x_BSH, self.contexts(x_BSH, where))
+
+    def _passed(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return the normalised hidden state after the layers, given the first one."""
+        for layer in list(self.layers)[: self.config.layers]:
             x_BSH = layer(x_BSH, context)
         return cast(torch.Tensor, self.final_norm(x_BSH))
 

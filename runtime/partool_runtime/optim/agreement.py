@@ -13,7 +13,7 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.optim.grad_norm import GradientCheck, LocalSums, check_gradients
 from partool_runtime.parallel.comm import maximum_over, sum_over
 
-Flags = Callable[[], Sequence[float]]
+Flags = Callable[[], Sequence[float | torch.Tensor]]
 
 
 class Agreement(Protocol):

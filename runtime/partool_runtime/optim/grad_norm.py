@@ -43,7 +43,7 @@ def check_gradients(
     sums: LocalSums,
     loss_sum: torch.Tensor,
     ranks: Ranks,
-    flags: Sequence[float] = (),
+    flags: Sequence[float | torch.Tensor] = (),
     *,
     copies: int | None = None,
     over: dist.ProcessGroup | None = None,
@@ -57,7 +57,10 @@ def check_gradients(
     """
     squares, finite = sums
     # Values are filled in on the device: a copy from the host would wait for all earlier work.
-    flagged = [torch.full((), flag, dtype=torch.float64, device=squares.device) for flag in flags]
+    flagged = [
+        flag if isinstance(flag, torch.Tensor) else torch.full((), flag, dtype=torch.float64, device=squares.device)
+        for flag in flags
+    ]
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double(), *flagged])
     total, nonfinite, loss, *flagged_sums = sum_over(packed, ranks.world if copies is None else over).tolist()
     loss /= ranks.tp.size

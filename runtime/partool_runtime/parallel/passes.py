@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from partool_runtime.data.batches import MicroBatch, on_device
+from partool_runtime.model.multi_token import Ahead
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.tensor.sync import TensorGradients
 
@@ -95,7 +96,10 @@ class PlainPasses:
             contexts.first_sequence = micro.first
         tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
         labels_BS = micro.labels_BS.to(self._device, non_blocking=True)
-        loss: torch.Tensor = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device))
+        how = {}
+        if micro.ahead is not None and torch.is_grad_enabled():
+            how = {"ahead": Ahead(*(each.to(self._device, non_blocking=True) for each in micro.ahead))}
+        loss: torch.Tensor = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device), **how)
         return loss
 
     @torch.no_grad()

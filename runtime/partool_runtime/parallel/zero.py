@@ -39,17 +39,21 @@ Layer = Sequence[FSDPModule]
 """Units that are gathered for one layer: the layer's unit, then units within the layer, in the order of use."""
 
 
-def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True) -> None:
+def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True, skipped: int = 0) -> None:
     """Gather parameters ``depth`` layers ahead in backward passes and, if ``forward``, also in forward passes.
 
     By default FSDP2 prefetches one unit in backward passes, in the order of the latest forward passes; in a pipeline
     these passes belong to other micro-batches than the backward pass. A unit that is set to prefetch itself prefetches
     nothing, since it is gathered already. The root's own parameters are gathered when the forward pass begins, although
     the forward pass uses them last.
+
+    Passes without gradients skip the last ``skipped`` layers, which no layer before gathers: what a pass gathered and
+    did not use would still count as gathered when weights have changed.
     """
     for index, layer in enumerate(layers):
         behind = _flat(reversed(layers[max(0, index - depth) : index])) if depth else []
-        ahead = _flat(layers[index + 1 : index + 1 + depth])
+        last = len(layers) - (skipped if index < len(layers) - skipped else 0)
+        ahead = _flat(layers[index + 1 : min(index + 1 + depth, last)])
         first, inner = layer[0], list(layer[1:])
         first.set_modules_to_backward_prefetch([*(inner[::-1] if depth else ()), *behind] or [first])
         for unit in inner:
@@ -60,7 +64,7 @@ def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: 
         _flat(reversed(layers[len(layers) - depth :])) if depth and layers else [root]
     )
     if forward:
-        root.set_modules_to_forward_prefetch(_flat(layers[:depth]))
+        root.set_modules_to_forward_prefetch(_flat(layers[: min(depth, len(layers) - skipped)]))
 
 
 def _flat(layers: object) -> list[FSDPModule]:
@@ -83,7 +87,8 @@ def shard(model: WholeModel, *, layout: Layout, precision: Precision, ranks: Ran
     every = model.groups()
     groups, shared = _separate_groups(every), _shared_parameters(every)
     frozen = frozen_whole(model, layout)
-    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared, frozen)
+    skipped = model.config.predictions if isinstance(model, Decoder) else 0
+    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks), shared, frozen, skipped)
     layers = [sharding.layer(group) for group in groups if _parameters(group) - shared - sharding.frozen]
     # The root holds the modules that run last, whose parameters the backward pass needs at once.
     root = sharding.root(model, layers)
@@ -138,6 +143,8 @@ class _Sharding:
     groups run: a parameter is managed by one unit, which is released after its own forward pass."""
     frozen: frozenset[nn.Parameter] = frozenset()
     """Frozen parameters that stay whole on each rank (:func:`frozen_whole`)."""
+    skipped: int = 0
+    """Number of last layers that passes without gradients skip: those of modules for further tokens."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and each leaf within it as a separate unit."""
@@ -191,11 +198,11 @@ class _Sharding:
             # On a GPU FSDP2 gathers on a separate stream, and by default prefetches one unit.
             own_way = depth == 1 and not apart and not self.leaves and not in_background
             if not own_way or in_turns:
-                prefetch(layers, root, depth, forward=not own_way)
+                prefetch(layers, root, depth, forward=not own_way, skipped=self.skipped)
             for unit in units if depth == 0 else ():
                 gather_in_order(unit)
         elif in_background:
-            prefetch(layers, root, 1)
+            prefetch(layers, root, 1, skipped=self.skipped)
         return Persistent(gathers)
 
     def _in_background(self, units: Sequence[FSDPModule]) -> bool:

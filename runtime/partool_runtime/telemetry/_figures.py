@@ -14,6 +14,8 @@ class TrainingFigures:
     step: int
     total_steps: int
     loss: float | None = None
+    multi_token_loss: float | None = None
+    """Mean loss of predictions of further tokens; None for a model without."""
     grad_norm: float | None = None
     lr: float | None = None
     tokens_per_s: float | None = None
@@ -42,6 +44,7 @@ def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
     texts = [
         ("loss", None if f.loss is None else f"{f.loss:.4f}"),
         ("KL of teacher", None if f.kl is None else f"{f.kl:.4f}"),
+        ("further tokens", None if f.multi_token_loss is None else f"{f.multi_token_loss:.4f}"),
         ("grad norm", None if f.grad_norm is None else f"{f.grad_norm:.3f}"),
         ("lr", None if f.lr is None else f"{f.lr:.2e}"),
         ("tokens/s", None if f.tokens_per_s is None else f"{f.tokens_per_s:,.0f}"),

@@ -144,8 +144,13 @@ class Recorder:
         lr: Number = None,
         tokens: int | None = None,
         skipped: bool = False,
+        *,
+        multi_token_loss: float | None = None,
     ) -> None:
-        """End step ``step``, counted from 1; ``tokens`` is the number of tokens of all ranks (default: as planned)."""
+        """End step ``step``, counted from 1; ``tokens`` is the number of tokens of all ranks (default: as planned).
+
+        ``multi_token_loss`` is the mean loss of predictions of further tokens; None for a model without.
+        """
         if self._spans.open is not None:
             raise RuntimeError(f"the step ended inside timer {self._spans.open!r}")
         end, host_start = self._clock.mark(), self._host.mark()
@@ -155,6 +160,7 @@ class Recorder:
             tokens = self._plan.training.global_batch * self._plan.training.sequence_length
         steady = self._steady and self._attempt_steps > WARMUP_STEPS
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        values |= {} if multi_token_loss is None else {"multi_token_loss": multi_token_loss}
         log = self.is_log_step(step)
         if log and (ran := self._pipeline.log(step, steady=steady)) is not None:
             self._events.write("pipeline", ran)
@@ -403,6 +409,7 @@ class Recorder:
             self._figures,
             step=item.step,
             loss=values["loss"],
+            multi_token_loss=values.get("multi_token_loss"),
             grad_norm=values["grad_norm"],
             lr=values["lr"],
             tokens_per_s=tokens / seconds if seconds > 0 else None,

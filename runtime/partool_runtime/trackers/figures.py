@@ -11,6 +11,7 @@ from partool_runtime.trackers.types import FigureRow
 _STEP = {
     "loss": "train/loss",
     "kl": "train/kl",
+    "multi_token_loss": "train/multi_token_loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
     "tokens_per_s": "speed/tokens_per_s",

@@ -23,6 +23,7 @@ from partool.diagnostics import (
     _texts_parallel,
     _texts_partition,
     _texts_planner,
+    _texts_planner_predictions,
     _texts_run,
     _texts_slurm,
     _texts_spec,
@@ -35,7 +36,8 @@ from partool.spec import load_text
 ROOT = Path(__file__).parents[3]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_parallel, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tasks,
-          _texts_kernels, _texts_offload, _texts_verify, _texts_engines, _texts_chat, _texts_keeping)  # fmt: skip
+          _texts_kernels, _texts_offload, _texts_verify, _texts_engines, _texts_chat, _texts_keeping,
+          _texts_planner_predictions)  # fmt: skip
 OF_A_SPEC = [
     rule
     for module in (_texts_files, _texts_spec, _texts_launch, _texts_keeping)
@@ -47,6 +49,7 @@ OF_THE_PLANNER = [
     for module in (
         _texts_engines,
         _texts_planner,
+        _texts_planner_predictions,
         _texts_parallel,
         _texts_machines,
         _texts_partition,

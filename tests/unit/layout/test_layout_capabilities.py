@@ -18,7 +18,7 @@ from partool.planner.forms.runnable import Task, able, aspects, gaps, of_columns
 from partool.spec.adapter import LowRank
 from partool.spec.experts import Moe
 from partool.spec.hardware import Devices
-from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Norm, Position, RopeScaling
+from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, MultiToken, Norm, Position, RopeScaling
 from partool.spec.parallel import Compile, Recompute, ZeroStage
 from partool.spec.training import Precision
 from partool.strategies.schedules import SCHEDULES
@@ -97,6 +97,21 @@ def of_averages() -> list[Asked]:
     return [(replace(task, averages=True), layout) for task, layout in [*layouts, (task, layout)]]
 
 
+def of_predictions(piped: dict[str, Any]) -> list[Asked]:
+    """Return tasks and layouts of models that predict further tokens."""
+    model = MODEL.model_copy(update={"multi_token": MultiToken()})
+    task, layout = needs(model=model)
+    return [
+        (task, layout), of_optimizer(model, "muon"), needs(model=model, mesh=SHARED, sequence_method="ulysses"),
+        needs(model=model, **piped), needs(model=model, mesh=CUT, tensor_inner=2),
+        needs(model=model, mesh=SHARED, sequence_method="dsp"),
+        *(needs(model=model, **fields) for fields in ({"offload_parameters": "cpu"}, {"offload_activations": "cpu"})),
+        needs(model=model, offload_optimizer="cpu", gpu_fraction=0.5), needs(model=model, precision="fp8"),
+        needs(model=model.model_copy(update={"adapter": LowRank()})), (replace(task, prefers=True), layout),
+        of_optimizer(model, "zero_one_adam"),
+    ]  # fmt: skip
+
+
 def of_optimizer(model: ModelConfig, name: str) -> Asked:
     task, layout = needs(model=model)
     return replace(task, optimizer=name), layout
@@ -139,7 +154,7 @@ def every_kind() -> list[Asked]:
         needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
         *((replace(PLAIN[0], taught=True), layout) for layout in (PLAIN[1], needs(mesh=CUT, tensor_inner=2)[1])),
-        *of_adapters(piped), *of_preferences(piped), *of_prompts(piped), *of_averages(),
+        *of_adapters(piped), *of_preferences(piped), *of_prompts(piped), *of_averages(), *of_predictions(piped),
     ]  # fmt: skip
 
 
@@ -185,6 +200,15 @@ def test_averages_run_where_the_state_is_on_the_device() -> None:
     rows = Layouts(gpu_fraction=np.array([1.0, 0.5, 1.0]), offload_parameters=np.array([0, 0, 1]))
     assert able(rows).tolist() == [True, True, True]
     assert able(rows, averages=True).tolist() == [True, False, False]
+
+
+def test_predictions_run_where_one_rank_has_embedding_and_head() -> None:
+    asked = of_predictions({"mesh": PIPED, "stages": HALVES})
+    codes = [{gap.code for gap in gaps(*each)} for each in asked]
+    assert codes == [set()] * 3 + [{"PT439"}] * 10
+    rows = Layouts(pp=np.array([1, 2, 1, 1]), tensor_inner=np.array([1, 1, 2, 1]), tp=np.array([4, 4, 4, 4]))
+    assert able(rows, asked[0][0].model).tolist() == [True, False, False, True]
+    assert able(rows, MODEL).tolist() == [True, True, True, True]
 
 
 def test_columns_ask_for_as_much_as_layouts_do() -> None:

@@ -63,6 +63,7 @@ def findings(config: dict[str, Any], folder: Path, *, upcycle: bool, **model: An
         (DENSE, {"vocab": 250}, False, "PT621", "model.weights.path", "vocab is 250"),
         (DENSE, {"vocab": 260}, False, "PT631", "model.vocab", "4 tokens more"),
         (DENSE, {"vocab": 260, "moe": MOE}, True, "PT621", "model.weights.path", "vocab is 260"),
+        (DENSE, {"multi_token": 1}, False, "PT638", "model.multi_token", "have 0 modules"),
         (DENSE, {"moe": MOE}, True, "", "", ""),
         (MIXTRAL, {}, False, "", "", ""),
     ],

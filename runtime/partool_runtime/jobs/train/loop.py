@@ -126,7 +126,15 @@ class TrainingLoop:
             recorder.note_preferences(preferences.figures(trains=True))
         if (teacher := self.stepper.teacher) is not None and recorder.is_log_step(steps_done):
             recorder.note_kl(teacher.figures().get("kl"))
-        recorder.step(steps_done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
+        recorder.step(
+            steps_done,
+            result.loss,
+            result.grad_norm,
+            result.lr,
+            result.tokens,
+            result.skipped,
+            multi_token_loss=result.multi_token_loss,
+        )
         if result.skipped:
             recorder.event("nonfinite", step=steps_done, consecutive=self.stepper.nonfinite_in_row)
         if steps_done == 1 and (problem := first_step_problem(self.plan, result)):

@@ -14,7 +14,8 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.jobs.losses import counts_of, labels_of, loss_until, sharers
 from partool_runtime.mesh import Ranks
-from partool_runtime.optim.agreement import agreement
+from partool_runtime.model.multi_token import MultiTokenLosses
+from partool_runtime.optim.agreement import Flags, agreement
 from partool_runtime.optim.grad_norm import GradientCheck, Mode, clip_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.expert.load import ExpertLoads
@@ -39,6 +40,8 @@ class StepResult:
     """True if the weights were not updated because a gradient was not finite."""
     flags: tuple[float, ...] = ()
     """Sums of the ranks' flags."""
+    multi_token_loss: float | None = None
+    """Mean loss of the predictions of further tokens, over the step's tokens and the modules, in nats; None without."""
     local: bool = False
     """True if data-parallel ranks exchanged nothing: loss, norm and tokens are those of this rank's copy of the model,
     and flags are those of nobody."""
@@ -64,10 +67,12 @@ class Stepper:
         loads: ExpertLoads | None = None,
         preferences: PreferenceLoss | None = None,
         teacher: Teacher | None = None,
+        multi_token: MultiTokenLosses | None = None,
     ) -> None:
         self.teacher = teacher
         """The model whose predictions the trained one learns; None without one."""
         self._passes = passes
+        self._multi_token = multi_token
         self.preferences = preferences
         """The objective of pairs of answers; None where each token counts by itself."""
         self.loads = loads
@@ -106,7 +111,7 @@ class Stepper:
         with timer(self.optimizer.term):
             sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
-            check = self._agreement.check(sums, loss_sum, flags)
+            check = self._agreement.check(sums, loss_sum, self._with_multi_token(flags))
             # Read here, where the host waits anyway, and not after the update.
             count = int(tokens)
             unit_count = count if units is tokens else int(units)
@@ -114,7 +119,19 @@ class Stepper:
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
         loss, norm = check.loss_sum / max(unit_count, 1), check.norm / scale
-        return StepResult(loss, norm, lr, count, not check.finite, check.flags, local=self._agreement.local)
+        flag_sums, further = self._without_multi_token(check.flags, unit_count)
+        return StepResult(loss, norm, lr, count, not check.finite, flag_sums, further, local=self._agreement.local)
+
+    def _with_multi_token(self, flags: Callable[[], Sequence[float]]) -> Flags:
+        """Return flags whose last is the sum of this rank's losses of further tokens, if the model has any."""
+        multi_token = self._multi_token
+        return flags if multi_token is None else lambda: [*flags(), multi_token.take()]
+
+    def _without_multi_token(self, flags: tuple[float, ...], units: int) -> tuple[tuple[float, ...], float | None]:
+        """Return the sums of other flags, and the mean loss of further tokens over ``units`` tokens."""
+        if self._multi_token is None:
+            return flags, None
+        return flags[:-1], flags[-1] / self._ranks.tp.size / max(units, 1)  # tensor ranks hold the same loss
 
     def _counted(self, batch: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the losses of all ranks are divided by, and the number of their labels."""

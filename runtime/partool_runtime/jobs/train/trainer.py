@@ -23,6 +23,7 @@ from partool_runtime.jobs.train.stepping import Stepper
 from partool_runtime.jobs.train.tasks import TrainingTasks
 from partool_runtime.jobs.train.validating import Validator
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.model import Decoder
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
@@ -120,6 +121,7 @@ def _open(
         loads=prepared.loads,
         preferences=prepared.preferences,
         teacher=prepared.teacher,
+        multi_token=model.multi_token if isinstance(model, Decoder) and model.predictions else None,
     )
 
     folder = None if plan.adapter is None else plan.adapter.weights
@@ -196,8 +198,8 @@ def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device
     recorder.note_memory("optimizer", optimizer.state_bytes())
     if optimizer.average is not None:
         recorder.note_memory("average", optimizer.average.state_bytes())
-    of_teacher = (lambda: 0) if teacher is None else teacher.gathered_bytes
-    recorder.probe_memory("gathered", lambda: sum(each.gathered_bytes() for each in models) + of_teacher())
+    gathering = [each.gathered_bytes for each in models] + ([] if teacher is None else [teacher.gathered_bytes])
+    recorder.probe_memory("gathered", lambda: sum(gathered_bytes() for gathered_bytes in gathering))
     recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + optimizer.gradient_bytes())
 
 
