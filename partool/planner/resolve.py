@@ -177,6 +177,7 @@ def _origins_of_model(spec: Spec) -> Origins:
     origins: dict[str, tuple[SpecPath, ...]] = dict.fromkeys(ModelConfig.model_fields, of_form)
     origins |= {name: (("model", name),) for name in given & origins.keys()}
     origins["adapter"] = (("adapter",),)
+    origins["multi_token"] = (("model", "multi_token"),)
     return origins | ({} if "vocab" in given else {"vocab": (*of_form, ("data",))})
 
 

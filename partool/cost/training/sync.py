@@ -93,10 +93,9 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, (both * turns + referred) * gather, gather))
     refresh = _refresh_s(job, parameters, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
-    ahead = np.where(zero == 3, (turns + referred) * gather, np.where(zero > 0, gather, 0.0))
-    of_teacher = _teacher_s(job, layouts, zero, (shards, owners))
+    ahead: Column = np.where(zero == 3, (turns + referred) * gather, np.where(zero > 0, gather, 0.0))
+    behind, of_teacher = gathered - ahead, _teacher_s(job, layouts, zero, (shards, owners))
     ahead, gathered = ahead + of_teacher, gathered + of_teacher
-    behind = gathered - ahead
     # Without prefetching, ZeRO-3 waits for each gather.
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
     forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s

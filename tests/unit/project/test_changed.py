@@ -28,7 +28,7 @@ def test_a_helper_and_a_test_choose_themselves_and_what_imports_them() -> None:
     assert names("tests/unit/schedule/test_schedule.py")[0] == ["schedule/test_schedule.py"]
     units, _ = names("tests/unit/_bounds.py")
     importers = {"planner/test_planner_bounds.py", "runtime/calibrate/test_calibrate_shapes.py"}
-    importers |= {"planner/test_reference_prices.py"}
+    importers |= {"planner/test_reference_prices.py", "planner/test_planner_distill.py"}
     assert set(units) == importers | {"silicon/test_collectives.py", "silicon/test_calibrated_rows.py"}
 
 
