@@ -90,7 +90,7 @@ def sync(job: TrainingWork, layouts: Layouts, parameters: RankParameters, passes
     around = _groups_s(job, collective.all_reduce_s, parameters, reduce_bytes, (everyone, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient: Column = job.backward * np.where(zero == 0, around, rounds * scatter + between)
-    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, (both * turns + referred) * gather, gather))
+    gathered: Column = np.where(zero == 0, 0.0, np.where(zero == 3, (both * turns + referred) * gather, gather))
     refresh = _refresh_s(job, parameters, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
     ahead: Column = np.where(zero == 3, (turns + referred) * gather, np.where(zero > 0, gather, 0.0))
