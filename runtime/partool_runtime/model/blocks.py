@@ -22,9 +22,9 @@ from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangl
 from partool_runtime.model.visibility import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import writes
 
-SHORT = 512
-"""Maximum number of tokens of documents that one kernel call computes with masks; one call per document would cost
-more.
+SHORT, SHORT_CPU = 512, 128
+"""Maximum number of tokens of documents that one kernel call computes with masks, on a device and on a CPU. One call
+per document would cost a device more; a CPU computes masked pairs too, and starts a call in microseconds.
 """
 
 
@@ -44,29 +44,32 @@ The tensor's version counter is stored, too: after another write to the tensor i
 """
 
 
-def stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
-    """Return each sequence's stretches, in order; None if document numbers decrease within a sequence."""
-    version = writes(documents_BL)
+def stretches(documents_BL: torch.Tensor, most: int) -> tuple[tuple[Stretch, ...], ...] | None:
+    """Return each sequence's stretches, in order; None if document numbers decrease within a sequence.
+
+    Documents are joined to stretches of at most ``most`` tokens.
+    """
+    version = writes(documents_BL), most
     if documents_BL not in _STRETCHES or _STRETCHES[documents_BL][0] != version:
-        _STRETCHES[documents_BL] = version, _stretches(documents_BL)
+        _STRETCHES[documents_BL] = version, _stretches(documents_BL, most)
     cached: tuple[tuple[Stretch, ...], ...] | None = _STRETCHES[documents_BL][1]
     return cached
 
 
-def _stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
+def _stretches(documents_BL: torch.Tensor, most: int) -> tuple[tuple[Stretch, ...], ...] | None:
     documents_BL = documents_BL.cpu()
     steps = documents_BL.diff(dim=1)
     if bool((steps < 0).any()):
         return None
-    return tuple(_grouped(steps_L.nonzero().flatten().tolist(), documents_BL.shape[1]) for steps_L in steps)
+    return tuple(_grouped(steps_L.nonzero().flatten().tolist(), documents_BL.shape[1], most) for steps_L in steps)
 
 
-def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
+def _grouped(last: list[int], length: int, most: int) -> tuple[Stretch, ...]:
     """Return the stretches of a sequence, given the last token of each document except the final document."""
     grouped: list[Stretch] = []
     start = 0
     for stop in [*(place + 1 for place in last), length]:
-        if grouped and stop - grouped[-1].start <= SHORT:
+        if grouped and stop - grouped[-1].start <= most:
             grouped[-1] = Stretch(grouped[-1].start, stop, alone=False)
         else:
             grouped.append(Stretch(start, stop, alone=True))
@@ -221,8 +224,11 @@ class _Calls:
                 yield from self._packed(rectangle, documents)
 
     def _packed(self, rectangle: Rectangle, documents_BL: torch.Tensor) -> Iterator[_Call]:
-        """Yield the calls of a rectangle with several documents; a rectangle that fits one mask is not split."""
-        by_sequence = None if _pairs(rectangle) <= self._most else stretches(documents_BL)
+        """Yield the calls of a rectangle with several documents; one that costs no more at once is not split."""
+        short, most = SHORT, self._most
+        if self._device.type == "cpu":
+            short, most = min(short, SHORT_CPU), min(most, SHORT_CPU**2)
+        by_sequence = None if _pairs(rectangle) <= most else stretches(documents_BL, short)
         if by_sequence is None:
             yield from self._masked(rectangle, (0, self._batch), documents_BL)
             return

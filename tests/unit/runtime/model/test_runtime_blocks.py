@@ -232,9 +232,9 @@ def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) 
     asked: list[torch.Tensor] = []
     calls: list[tuple[int, int, bool]] = []
 
-    def ask(x: torch.Tensor) -> Any:
+    def ask(x: torch.Tensor, most: int) -> Any:
         asked.append(x)
-        return of_documents(x)
+        return of_documents(x, most)
 
     def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append((q.shape[2], k.shape[2], sight.mask is not None))
@@ -254,18 +254,36 @@ def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [*once, (23, 23, False)] * 2
 
 
+def test_a_cpu_computes_few_pairs_of_different_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of packed conversations are short, and yet most of their pairs are of different conversations."""
+    lengths = (300, 100, 60, 15, 40)
+    documents_BL = torch.arange(5).repeat_interleave(torch.tensor(lengths))[None]
+    calls: list[tuple[int, bool]] = []
+    forward = kernels.forward
+
+    def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((q.shape[2], sight.mask is not None))
+        return forward(q, k, v, sight)
+
+    monkeypatch.setattr(kernels, "forward", note)
+    q, k, v = (torch.randn(1, n, 515, 4, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
+    found = attend(q, k, v, AttentionLayout(None), Tokens(515, None, documents_BL))
+    same(found, reference((q, k, v), AttentionLayout(None), documents_BL)[0])
+    assert calls == [(300, False), (100, False), (115, True)]
+
+
 def test_documents_written_in_place_are_looked_at_anew() -> None:
     documents_BL = torch.zeros(1, 2000, dtype=torch.int32)
-    assert blocks.stretches(documents_BL) == ((blocks.Stretch(0, 2000, alone=True),),)
+    assert blocks.stretches(documents_BL, 512) == ((blocks.Stretch(0, 2000, alone=True),),)
     documents_BL[:, 900:] = 1
     parts = blocks.Stretch(0, 900, alone=True), blocks.Stretch(900, 2000, alone=True)
-    assert blocks.stretches(documents_BL) == (parts,)
+    assert blocks.stretches(documents_BL, 512) == (parts,)
 
 
 def test_documents_that_come_back_are_told_apart_by_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MOST_PAIRS", 10)
     documents_BL = torch.tensor([[0, 0, 1, 1, 0, 2, 2]])
-    assert blocks.stretches(documents_BL) is None
+    assert blocks.stretches(documents_BL, 512) is None
     q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64) for _ in range(3))
     found = attend(q, k, v, AttentionLayout(None), Tokens(7, None, documents_BL))
     same(found, reference((q, k, v), AttentionLayout(None), documents_BL)[0])
