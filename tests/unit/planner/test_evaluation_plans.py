@@ -182,7 +182,7 @@ def test_a_plan_file_has_what_its_job_reads() -> None:
     document, of_training = json.loads(plan.to_json()), json.loads(trained.to_json())
     assert of_training.keys() - document.keys() == {"optimizer", "checkpoint", "resume"}
     assert of_training["training"].keys() - document["training"].keys() == {
-        "adversarial", "validation", "max_nonfinite_steps", "z_loss", "objective", "early_stop", "ema",
+        "adversarial", "validation", "max_nonfinite_steps", "z_loss", "objective", "early_stop", "ema", "distill",
     }  # fmt: skip
     for one in (plan, trained):
         read = Plan.from_json(one.to_json())

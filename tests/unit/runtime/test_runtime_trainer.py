@@ -111,7 +111,7 @@ class Fakes:
             finished_write=lambda: None,
             judge=lambda step, figures: self.verdicts.get(step, ValidationVerdict(False, "")),
         )
-        stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None)
+        stepper: Any = SimpleNamespace(step=self.step, validate=self.validate, preferences=None, teacher=None)
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda name: iter([1, 2, 3]), sets=())
         validator = Validator(plan, stepper, data, self.stop, SILENT)
         parts = (plan, stepper, data, saver, recorder, self.stop, self.profiler, validator)
@@ -123,7 +123,9 @@ class Fakes:
     def step(self, step: int, batch: Any, timer: Any, flags: Any = tuple) -> Any:
         self.log.append(f"step {step + 1}")
         self.done = step + 1
-        return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False, flags=flags(), local=False)
+        return SimpleNamespace(
+            loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False, flags=flags(), local=False, multi_token_loss=None
+        )
 
     def validate(self, batches: Any, stopping: Any, *, averaged: bool) -> Any:
         for micro in batches:
