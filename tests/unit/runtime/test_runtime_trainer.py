@@ -99,7 +99,7 @@ class Fakes:
         )
         recorder: Any = SimpleNamespace(
             timer=lambda term: nullcontext(),
-            step=lambda *args: None,
+            step=lambda *args, **more: None,
             event=self.event,
             validation=lambda step, *_, **more: self.log.append(f"validated {step}"),
             early_stop=lambda step, reason: self.log.append(reason),
@@ -174,9 +174,9 @@ def test_a_fresh_model_that_learns_nothing_is_told_of(change: dict[str, Any], wa
     plan: Any = SimpleNamespace(model=CONFIG, weights=SimpleNamespace(source=found["source"]))
     result: Any = SimpleNamespace(**Fakes().step(0, None, None).__dict__ | found)
     said: list[str] = []
-    recorder: Any = SimpleNamespace(step=lambda *args: None, warning=said.append)
+    recorder: Any = SimpleNamespace(step=lambda *args, **more: None, warning=said.append)
     saver: Any = SimpleNamespace(finished_write=lambda: None)
-    unused: Any = SimpleNamespace(preferences=None)
+    unused: Any = SimpleNamespace(preferences=None, teacher=None)
     loop.TrainingLoop(plan, unused, unused, saver, recorder, StopRequest(), NO_PROFILE, unused)._record(
         found["first"] + 1, result
     )
