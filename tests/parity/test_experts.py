@@ -308,7 +308,6 @@ OFTEN = (
     "limited",
     "spread",
     "balanced widths",
-    "fixed rows",
     "sinks on all axes",
     *NODE_FIRST.values(),
 )
