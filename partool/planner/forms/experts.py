@@ -97,6 +97,12 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         name, message, help = broken_rule
         yield Diagnostic("PT266", message, path=("parallel", name), help=help)
         return
+    parallel = problem.spec.parallel
+    if parallel.expert_exchange != "padded" and parallel.expert_rank_capacity != "auto":
+        message = f"expert_rank_capacity: {parallel.expert_rank_capacity:g} limits the rows of expert_exchange: padded"
+        message += f", and expert_exchange is {parallel.expert_exchange}"
+        help = "write expert_exchange: padded, or leave expert_rank_capacity out"
+        yield Diagnostic("PT438", message, path=("parallel", "expert_rank_capacity"), help=help)
     for message, help in _of_exchange(problem):
         yield Diagnostic("PT438", message, path=("parallel", "expert_exchange"), help=help)
 
@@ -105,11 +111,6 @@ def _of_exchange(problem: Problem) -> Iterator[tuple[str, str]]:
     """Yield a message and help if the spec wants an exchange that the ranks cannot make."""
     parallel, domain = problem.spec.parallel, problem.domain
     asked, help = parallel.expert_exchange, "use direct, or auto"
-    if asked != "padded" and parallel.expert_rank_capacity != "auto":
-        message = (
-            f"expert_rank_capacity: {parallel.expert_rank_capacity:g} limits padded rows, and expert_exchange: {asked}"
-        )
-        yield f"{message} has none", "use expert_exchange: padded, or leave expert_rank_capacity out"
     if asked in ("auto", "direct"):
         return
     one = "node" if domain == problem.devices.per_node else "rack"
