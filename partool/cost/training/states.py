@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask
+from partool.cost.kinds import layer_places
 from partool.cost.memory.rank_parameters import DENSE, MOE, GatherGroups, RankLoad, model_groups
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.tensor_shares import share_columns
@@ -220,8 +221,9 @@ def teacher_bytes(job: TrainingWork, layouts: Layouts) -> tuple[Column, Column]:
     teacher = job.teacher
     if teacher is None:
         return 0.0, 0.0
-    experts = sum(teacher.model.is_moe_layer(layer) for layer in range(teacher.model.layers))
-    load = RankLoad((float(teacher.model.layers - experts), float(experts)), 1.0, 1.0, 1.0, {})
+    places = layer_places(teacher.model)
+    layers = tuple(float(places.count(place)) for place in range(MOE + len(teacher.model.expert_shapes)))
+    load = RankLoad(layers, 1.0, 1.0, 1.0, {})
     sizes = element_counts(teacher, layouts, load)
     cut = np.where(np.asarray(layouts.zero) == 3, state_shards(layouts), 1)
     stored = np.ceil(sizes.common / cut) + np.ceil(sizes.expert / _expert_shards(layouts, cut, layouts.zero == 3))

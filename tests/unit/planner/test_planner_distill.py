@@ -135,6 +135,18 @@ def test_the_folder_of_a_run_is_a_teacher(place: Path, tmp_path: Path) -> None:
         assert plan.teacher.weights == Weights(source="checkpoint", path=str(folder))
 
 
+def test_layers_of_a_teacher_may_have_other_experts(place: Path, tmp_path: Path) -> None:
+    """Its layers of each shape are counted, not those of its student."""
+    experts = ', moe: {experts: 4, top_k: 2, ffn_hidden: 64, first_dense_layers: 1, layers: {"3": {experts: 8}}}'
+    (tmp_path / "plan.json").write_text(plan_of(text("", model=experts), folder=place).to_json())
+    one = text(str(tmp_path), parallel="{tensor: 1, data: {zero: 0}, micro_batch: 2, recompute: none}")
+    one = one.replace("e: 4", "e: 1")
+    plan = plan_of(one, folder=place)
+    assert plan.teacher is not None
+    stored, _ = teacher_bytes(cost_job(problem_of(one, folder=place)), encode(plan.layout))
+    assert float(np.asarray(stored)) == 2 * count(parameters(plan.teacher.model))
+
+
 @pytest.mark.long
 def test_experts_that_ranks_cannot_divide_alike(place: Path, tmp_path: Path) -> None:
     """Of six experts in the teacher and four in the student, four ranks divide only the student's."""
