@@ -155,7 +155,7 @@ ABOUT = {
 OF_TEXT = {
     "PAD", "BOS", "EOS", "UNK", "MASK", "SEP", "CLS", "EOT", "EOM", "BOI", "EOI", "IMAGE", "AUDIO", "VIDEO", "STOP",
     "END", "START", "BEGIN", "NEXT", "LAST", "FIRST", "SPECIAL", "EXTRA", "PREFIX", "SUFFIX", "MIDDLE", "FIM", "MAX",
-    "MIN", "NUM", "PER", "BLANK", "NEWLINE", "DECODER", "ENCODER", "TEXT", "PADDING",
+    "MIN", "NUM", "PER", "BLANK", "NEWLINE", "DECODER", "ENCODER", "TEXT", "PADDING", "MULTI",
 }  # fmt: skip
 """Words before TOKEN in names of vocabulary tokens, such as ``EOS_TOKEN``."""
 PASSES = {"FORWARD", "BACKWARD", "ONE", "TWO", "SINGLE", "MULTI", "NUM", "FIRST", "SECOND", "LAST", "FINAL", "EACH"}

@@ -42,7 +42,7 @@ def layout_of_teacher(layout: Layout, teacher: ModelConfig) -> Layout:
     fused = tuple(part for part in layout.derived.fused if part != "loss")
     experts: dict[str, object] = {}
     if teacher.moe is None:
-        experts = {"expert": 1, "expert_tensor": 1, "expert_exchange": "direct"}
+        experts = {"expert": 1, "expert_tensor": 1, "expert_exchange": "direct", "expert_rank_capacity": None}
     return layout.model_copy(
         update={
             "pipeline": PipelineLayout(layers=(teacher.layers,)),

@@ -44,7 +44,7 @@ _EVALUATE = JobRecord(
     unread=(
         "optimizer", "checkpoint", "resume", "model.frozen", "training.adversarial", "training.validation",
         "training.max_nonfinite_steps", "training.z_loss", "training.objective", "training.distill", "training.ema",
-        "training.early_stop", "evaluation.every",
+        "training.early_stop", "training.multi_token_weight", "evaluation.every",
     ),
 )  # fmt: skip
 

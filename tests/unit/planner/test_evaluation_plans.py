@@ -183,6 +183,7 @@ def test_a_plan_file_has_what_its_job_reads() -> None:
     assert of_training.keys() - document.keys() == {"optimizer", "checkpoint", "resume"}
     assert of_training["training"].keys() - document["training"].keys() == {
         "adversarial", "validation", "max_nonfinite_steps", "z_loss", "objective", "early_stop", "ema", "distill",
+        "multi_token_weight",
     }  # fmt: skip
     for one in (plan, trained):
         read = Plan.from_json(one.to_json())
